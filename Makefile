@@ -1,0 +1,90 @@
+# Everything that is done to this project is done by one of these targets.
+#
+#   make demo     train Wukong on MovieLens-100K and write its report
+#   make test     run the tests
+#   make check    format, lint, types, layers
+#   make docs     build the documentation into site/
+#   make peers    install the libraries that `cordillera bench ranking` compares with
+#   make format   rewrite the sources in the project's format
+#   make clean    remove what the targets above made
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet -c constraints.txt
+PYTEST_FLAGS ?=
+
+FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR
+FUXICTR_COMMIT := 0245987
+
+# A stamp is older than these files when they change, and then the set is installed anew.
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check docs peers format hooks clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.cpu
+	$(BIN)/cordillera train movielens-wukong
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
+hooks: $(VENV)/.dev
+	$(BIN)/pre-commit install
+
+# TorchRec and FuxiCTR name dependencies that nothing here uses (a CUDA build of FBGEMM, a cluster scheduler),
+# so they are installed without them.
+peers: $(VENV)/.test .peers/FuxiCTR/.complete
+	$(INSTALL) h5py pyyaml scikit-learn pandas tqdm
+	$(INSTALL) --no-deps fuxictr==2.3.10
+
+.peers/FuxiCTR/.complete:
+	rm -rf .peers/FuxiCTR
+	git clone --quiet $(FUXICTR_URL) .peers/FuxiCTR
+	git -C .peers/FuxiCTR checkout --quiet $(FUXICTR_COMMIT)
+	touch $@
+
+# Some systems ship Python without the part of `venv` that installs pip; then the outer pip puts it there.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Cordillera needs Python 3.10 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) > /dev/null 2>&1 || \
+	  { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+	@touch $@
+
+$(VENV)/.cpu: $(VENV)/.made $(PINS)
+	$(INSTALL) -e '.[cpu]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made $(PINS)
+	$(INSTALL) -e '.[cpu,dev]'
+	@touch $@ $(VENV)/.cpu
+
+$(VENV)/.test: $(VENV)/.dev
+	$(INSTALL) tensordict torchmetrics tqdm pyre-extensions
+	$(INSTALL) --no-deps torchrec==1.8.0
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made $(PINS)
+	$(INSTALL) -e '.[cpu,dev,docs]'
+	@touch $@ $(VENV)/.cpu $(VENV)/.dev
+
+clean:
+	rm -rf $(VENV) .peers site build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,79 @@
+"""What a measurement was made on: processor, libraries, date, commit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARIES = (
+    "cordillera",
+    "torch",
+    "fbgemm-gpu-cpu",
+    "numba",
+    "numpy",
+    "polars",
+    "scipy",
+    "fuxictr",
+    "torchrec",
+)
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return next((value.strip() for key, value in fields.items() if key.strip() == "model name"), platform.machine())
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=CHECKOUT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def fingerprint() -> dict[str, Any]:
+    """Describe this machine and this code, so that a figure can be judged and measured again.
+
+    Returns:
+        A JSON-able dictionary: processor, cores, threads, memory in bytes, operating system, Python, the versions of
+        installed libraries, date in UTC, the commit of the checkout and whether files differed from it.
+    """
+    libraries = {}
+    for name in LIBRARIES:
+        try:
+            libraries[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            libraries[name] = None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "libraries": libraries,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if changes is None else bool(changes),
+    }

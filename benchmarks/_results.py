@@ -1,0 +1,88 @@
+"""Where figures go: a JSON file a part, and a log of finished pieces from which an interrupted part continues."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a value that is not defined is written as null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    """Write a result file beside its place and rename it, so that no reader sees half of it.
+
+    Args:
+        path: The file; its folder is made if need be.
+        content: JSON-able; floats that are not finite become null.
+
+    Returns:
+        ``path``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+    os.replace(beside, path)
+    return path
+
+
+class FinishedPieces:
+    """A log of finished pieces of a long benchmark, one JSON line each.
+
+    A piece is known by its key, which must name everything that its value depends on; an interrupted benchmark that is
+    started again finds what is done and goes on. A last line that was cut short by the interruption is dropped.
+
+    Args:
+        path: The log; made with the first piece.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values: dict[str, Any] = {}
+        if not path.exists():
+            return
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            self._values[self._name(entry["key"])] = entry["value"]
+
+    @staticmethod
+    def _name(key: dict[str, Any]) -> str:
+        return json.dumps(key, sort_keys=True)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: dict[str, Any]) -> Any | None:
+        """The value of a finished piece, or None."""
+        return self._values.get(self._name(key))
+
+    def add(self, key: dict[str, Any], value: Any) -> None:
+        """Write down a finished piece."""
+        value = _finite(value)
+        self._values[self._name(key)] = value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = self.path.read_text() if self.path.exists() else ""
+        torn = "" if not text or text.endswith("\n") else "\n"
+        with self.path.open("a") as log:
+            log.write(torn + json.dumps({"key": key, "value": value}, allow_nan=False) + "\n")
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+        self.path.unlink(missing_ok=True)

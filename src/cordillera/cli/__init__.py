@@ -1,0 +1,33 @@
+"""The ``cordillera`` command. One file a command; what they do is in :mod:`cordillera.workflows`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from cordillera.cli.app import app
+from cordillera.errors import CordilleraError
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
+    try:
+        app(standalone_mode=True)
+    except CordilleraError as error:
+        if os.environ.get("CORDILLERA_DEBUG"):
+            raise
+        from rich.console import Console
+
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        first, *rest = str(error).splitlines()
+        console.print("[bold red]error:[/] ", end="")
+        console.print(first, markup=False)
+        for line in rest:
+            console.print(line, markup=False)
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader (head, less) went away: not an error of ours. Keep Python from flushing into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -1,0 +1,42 @@
+"""The table of commands."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from cordillera.cli import bench, compare, data, doctor, evaluate, predict, recipe, report, sweep, train
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train, evaluate and use ranking models. Start with: cordillera train movielens-wukong",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"cordillera {metadata.version('cordillera')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("predict")(predict.predict)
+app.command("report")(report.report)
+app.command("compare")(compare.compare)
+app.command("sweep")(sweep.sweep)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+app.add_typer(data.app, name="data", help="Data sets: list, get, describe.")
+app.add_typer(recipe.app, name="recipe", help="Recipes: list, show.")

@@ -1,0 +1,26 @@
+"""``cordillera compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; the first is what the others are compared with.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare runs: runs of one recipe with several seeds become one row with confidence intervals."""
+    from cordillera import workflows
+    from cordillera.cli._show import console
+
+    comparison = workflows.compare(runs)
+    if json:
+        typer.echo(comparison.to_json())
+    elif markdown:
+        typer.echo(comparison.to_markdown())
+    else:
+        console().print(comparison.to_table())

@@ -1,0 +1,407 @@
+"""``cordillera doctor``: what of this machine and of the optional libraries is usable, what is not, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Status = Literal["usable", "limited", "absent", "broken"]
+
+# FBGEMM is built against one minor version of torch; with another its operators fail to load or crash.
+FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
+
+_PROBE_SECONDS = 60.0
+_GIBIBYTE = 1024**3
+_COLOURS: dict[Status, str] = {"usable": "green", "limited": "yellow", "absent": "dim", "broken": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        area: ``machine``, ``python``, ``back ends`` or ``libraries``.
+        name: What was looked at.
+        status: ``usable``; ``limited`` (works in part, or slowly); ``absent``; ``broken`` (installed, fails).
+        detail: What was found, and if it is not usable, why.
+        remedy: What to do about it; None if nothing has to be done.
+    """
+
+    area: str
+    name: str
+    status: Status
+    detail: str
+    remedy: str | None = None
+
+
+def _probe(code: str) -> tuple[bool, str]:
+    """Run Python code in a process of its own: a library built for another torch can end the process that imports it.
+
+    Returns:
+        Whether it succeeded, and what it printed (or the reason why it failed).
+    """
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    try:
+        # Isolated from the working directory: a folder called like a library must not pass for it.
+        result = subprocess.run(
+            [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {_PROBE_SECONDS:.0f} seconds"
+    if result.returncode < 0:
+        name = signal.Signals(-result.returncode).name
+        return False, f"the process died of {name}: as a rule a library built for another version of torch"
+    lines = [line.strip() for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines()]
+    lines = [line for line in lines if line]
+    return result.returncode == 0, lines[-1] if lines else ""
+
+
+def _version(*distributions: str) -> tuple[str, str] | None:
+    for distribution in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return distribution, metadata.version(distribution)
+    return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _cpu() -> Finding:
+    model, flags = platform.processor() or platform.machine(), set[str]()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                model = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    wanted = {
+        "AVX2": "avx2",
+        "AVX-512": "avx512f",
+        "AVX-512 bf16": "avx512_bf16",
+        "AMX bf16": "amx_bf16",
+        "AMX int8": "amx_int8",
+        "SVE": "sve",
+        "bf16": "bf16",
+    }
+    has = [name for name, flag in wanted.items() if flag in flags]
+    native = {"avx512_bf16", "amx_bf16", "bf16"} & flags
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = _cgroup_cores()
+    text = f"{model}, {platform.machine()}, {cores} usable cores"
+    if share is not None and share < cores:
+        text += f" (the container may use {share:g} of them)"
+    if has:
+        text += "; " + ", ".join(has)
+    if native or not flags:
+        return Finding("machine", "CPU", "usable", text)
+    return Finding(
+        "machine",
+        "CPU",
+        "limited",
+        f"{text}; no bf16 instructions, so bf16 is emulated and saves memory traffic but not arithmetic",
+        "if bf16 is not faster here, train with --set training.precision=fp32",
+    )
+
+
+def _cgroup_cores() -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        if quota != "max":
+            return float(quota) / float(period)
+    return None
+
+
+def _memory() -> Finding:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return Finding("machine", "memory", "limited", "the system does not say how much there is")
+    text = f"{total / _GIBIBYTE:.1f} GiB"
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+        if limit < total:
+            text += f", of which the container may use {limit / _GIBIBYTE:.1f} GiB"
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                text += f"; {int(line.split()[1]) * 1024 / _GIBIBYTE:.1f} GiB available now"
+    return Finding("machine", "memory", "usable", text)
+
+
+def _gpu() -> Finding:
+    worked, text = _probe(
+        "import json, torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "print(json.dumps([torch.version.cuda or torch.version.hip, names]))"
+    )
+    if not worked:
+        return Finding("machine", "GPU", "broken", text, "see whether the driver fits torch's CUDA version")
+    runtime, names = json.loads(text)
+    if names:
+        return Finding("machine", "GPU", "usable", f"{', '.join(names)}; torch with CUDA {runtime}")
+    if shutil.which("nvidia-smi") is None:
+        return Finding("machine", "GPU", "absent", "none found; everything runs on the CPU")
+    if runtime is None:
+        return Finding(
+            "machine",
+            "GPU",
+            "limited",
+            "there is an NVIDIA driver, but this torch is built for the CPU",
+            "install the CUDA build of the same torch version",
+        )
+    return Finding(
+        "machine",
+        "GPU",
+        "broken",
+        f"there is an NVIDIA driver, but torch (CUDA {runtime}) finds no device",
+        "see whether `nvidia-smi` works and whether CUDA_VISIBLE_DEVICES hides it",
+    )
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("CORDILLERA_CACHE") or Path.home() / ".cache" / "cordillera")
+
+
+def _disk(name: str, folder: Path, remedy: str) -> Finding:
+    existing = folder.expanduser().absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        free = shutil.disk_usage(existing).free / _GIBIBYTE
+    except OSError as error:
+        return Finding("machine", name, "broken", f"{folder}: {error.strerror}", remedy)
+    text = f"{folder}: {free:.1f} GiB free"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Finding("machine", name, "broken", f"{folder}: cannot be written", remedy)
+    if free < 1:
+        return Finding("machine", name, "limited", text, remedy)
+    return Finding("machine", name, "usable", text)
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} at {sys.executable}"
+    return Finding("python", "Python", "usable", text)
+
+
+def _torch() -> Finding:
+    worked, text = _probe(
+        "import torch\nprint(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
+    )
+    remedy = "pip install -c constraints.txt -e '.[cpu]'"
+    if not worked:
+        return Finding("python", "torch", "broken", text, remedy)
+    version, capability, threads = text.rsplit(" ", 2)
+    detail = f"{version}, {capability} kernels, {threads} threads"
+    if _minor(version) not in FBGEMM_OF_TORCH:
+        tested = ", ".join(FBGEMM_OF_TORCH)
+        return Finding("python", "torch", "limited", f"{detail}; tested versions are {tested}", remedy)
+    return Finding("python", "torch", "usable", detail)
+
+
+def _pip() -> Finding:
+    worked, text = _probe("import pip\nprint(pip.__version__)")
+    if worked:
+        return Finding("python", "pip", "usable", f"{text}; `cordillera data get` fetches through it")
+    return Finding(
+        "python",
+        "pip",
+        "absent",
+        f"`cordillera data get` fetches through it: {text}",
+        f"{sys.executable} -m ensurepip",
+    )
+
+
+def _fbgemm() -> Finding:
+    found, torch = _version("fbgemm-gpu-cpu", "fbgemm-gpu"), _version("torch")
+    fitting = FBGEMM_OF_TORCH.get(_minor(torch[1])) if torch else None
+    remedy = f"pip install fbgemm-gpu-cpu=={fitting}.0" if fitting else "install a torch version that FBGEMM serves"
+    if found is None:
+        if not sys.platform.startswith("linux"):
+            detail = f"there are no wheels for {sys.platform}; the fused update uses another back end"
+            return Finding("libraries", "FBGEMM", "absent", detail)
+        detail = "not installed; the fused update uses another back end"
+        return Finding("libraries", "FBGEMM", "absent", detail, remedy)
+    name, version = found
+    if torch and fitting and _minor(version) != fitting:
+        detail = f"{name} {version} is not built for torch {torch[1]}; it needs {fitting}"
+        return Finding("libraries", "FBGEMM", "broken", detail, remedy)
+    worked, text = _probe(
+        "import torch, fbgemm_gpu\n"
+        "from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen\n"
+        "print(torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2, 3])).tolist())"
+    )
+    if not worked or text != "[0, 2, 5]":
+        return Finding("libraries", "FBGEMM", "broken", f"{name} {version} does not load: {text}", remedy)
+    return Finding("libraries", "FBGEMM", "usable", f"{name} {version} fits torch {torch[1] if torch else '?'}")
+
+
+def _library(name: str, distribution: str, code: str, use: str, remedy: str) -> Finding:
+    found = _version(distribution)
+    if found is None:
+        return Finding("libraries", name, "absent", f"not installed; {use}", remedy)
+    worked, text = _probe(code)
+    if not worked:
+        return Finding("libraries", name, "broken", f"{found[1]} does not load: {text}", remedy)
+    return Finding("libraries", name, "usable", f"{found[1]}; {use}")
+
+
+def _numba() -> Finding:
+    code = "import numba\nprint(numba.njit(lambda x: x + 1)(1))"
+    return _library("Numba", "numba", code, "compiles the fused update on CPUs", "pip install -c constraints.txt numba")
+
+
+def _triton() -> Finding:
+    use = "the fused update on GPUs"
+    finding = _library("Triton", "triton", "import triton", use, "on a machine with a GPU: pip install triton")
+    if finding.status != "usable" or _gpu().status == "usable":
+        return finding
+    return Finding(
+        finding.area, finding.name, "limited", f"{finding.detail}; without a GPU it runs in its interpreter, for tests"
+    )
+
+
+def _torchrec() -> Finding:
+    use = "a peer of `cordillera bench` and an oracle of the tests"
+    return _library("TorchRec", "torchrec", "import torchrec", use, "make peers")
+
+
+def _fuxictr() -> Finding:
+    use = "a peer of `cordillera bench`"
+    finding = _library("FuxiCTR", "fuxictr", "import fuxictr", use, "make peers")
+    if finding.status == "usable" and not Path(".peers/FuxiCTR/model_zoo").is_dir():
+        detail = f"{finding.detail}; its model zoo is not in .peers/FuxiCTR of this folder"
+        return Finding("libraries", "FuxiCTR", "limited", detail, "make peers, in the folder of the repository")
+    return finding
+
+
+def _tensorboard() -> Finding:
+    code = "from torch.utils.tensorboard import SummaryWriter"
+    return _library(
+        "TensorBoard", "tensorboard", code, "shows runs while they train", "pip install -c constraints.txt tensorboard"
+    )
+
+
+def _compiler() -> Finding:
+    remedy = (
+        "install a C++ compiler with OpenMP and Python's headers; without --set training.compile=true none is needed"
+    )
+    name, use = "C++ compiler", "torch.compile on the CPU"
+    compiler = next(
+        (path for path in (os.environ.get("CXX"), "g++", "clang++", "c++") if path and shutil.which(path)), ""
+    )
+    if not compiler:
+        return Finding("libraries", name, "absent", f"none found; needed by {use} only", remedy)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return Finding("libraries", name, "limited", f"{compiler} is there, but not {header}; {use} fails", remedy)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n", encoding="utf-8")
+        try:
+            result = subprocess.run(
+                [compiler, "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(Path(folder) / "probe.so")],
+                capture_output=True,
+                text=True,
+                timeout=_PROBE_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return Finding("libraries", name, "broken", f"{compiler} does not answer", remedy)
+    if result.returncode != 0:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        return Finding("libraries", name, "broken", f"{compiler} cannot build for OpenMP: {lines[0]}", remedy)
+    return Finding("libraries", name, "usable", f"{shutil.which(compiler)}; {use}")
+
+
+def _update_backends() -> Finding:
+    name = "sparse update"
+    worked, text = _probe(
+        "import json\n"
+        "from cordillera.kernels.sparse_update import available_backends\n"
+        "print(json.dumps(available_backends()))"
+    )
+    if not worked:
+        return Finding("back ends", name, "broken", text, "pip install -c constraints.txt -e '.[cpu]'")
+    reasons: dict[str, str | None] = json.loads(text)
+    usable = [backend for backend, reason in reasons.items() if reason is None]
+    others = [f"{backend}: {reason}" for backend, reason in reasons.items() if reason is not None]
+    return Finding("back ends", name, "usable", "; ".join([", ".join(usable), *others]))
+
+
+def examine() -> list[Finding]:
+    """Look at the machine, at Python and at every optional library; libraries are imported in processes of their own.
+
+    Returns:
+        What was found, in the order in which it is shown. A library that crashes is a finding, not an error.
+    """
+    looks: list[Callable[[], Finding]] = [
+        _cpu,
+        _memory,
+        _gpu,
+        lambda: _disk("disk, cache", _cache_folder(), "point CORDILLERA_CACHE to a folder with space"),
+        lambda: _disk("disk, runs", Path("runs"), "start `cordillera` in a folder with space"),
+        _python,
+        _torch,
+        _pip,
+        _update_backends,
+        _fbgemm,
+        _numba,
+        _triton,
+        _compiler,
+        _tensorboard,
+        _torchrec,
+        _fuxictr,
+    ]
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return [future.result() for future in [pool.submit(look) for look in looks]]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what of this machine and of the optional libraries is usable, what is not, and why.
+
+    Args:
+        as_json: Print a list of objects (``area``, ``name``, ``status``, ``detail``, ``remedy``), not a table.
+    """
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "", "state", "found"):
+        table.add_column(column, overflow="fold")
+    area = ""
+    for finding in findings:
+        colour = _COLOURS[finding.status]
+        text = finding.detail + (f"\n-> {finding.remedy}" if finding.remedy else "")
+        shown = finding.area if finding.area != area else ""
+        area = finding.area
+        table.add_row(shown, finding.name, f"[{colour}]{finding.status}[/]", escape(text))
+    Console().print(table)

@@ -1,0 +1,23 @@
+"""``cordillera predict``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    file: Annotated[Path, typer.Argument(help="Samples: CSV, TSV or Parquet with the columns of the training data.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where scores go (.csv or .parquet). Default: FILE-scores.csv.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples scored at a time.")] = 8192,
+) -> None:
+    """Score a file of samples; scores are written beside the samples' ids."""
+    from cordillera import workflows
+
+    written, rows = workflows.predict(run, file, out, batch_size=batch_size)
+    typer.echo(f"{rows:,} scores: {written}")

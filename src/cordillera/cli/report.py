@@ -1,0 +1,15 @@
+"""``cordillera report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
+    """Write a run's report anew: one HTML file that needs nothing else."""
+    from cordillera import workflows
+
+    typer.echo(workflows.report(run))

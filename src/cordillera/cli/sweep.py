@@ -1,0 +1,29 @@
+"""``cordillera sweep``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a TOML file.")],
+    size: Annotated[
+        list[str],
+        typer.Option("--size", help="One size: 'model.layers=2 model.hidden=[64]'. Give one --size for each, smallest first."),
+    ],
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key for all sizes.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for each size.")] = 1,
+    folder: Annotated[Path | None, typer.Option("--run", help="Folder of the sweep. Default: runs/NAME-sweep.")] = None,
+) -> None:
+    """Train a recipe in several sizes and fit NE against training FLOPs. A sweep that was stopped goes on where it was."""
+    from cordillera import workflows
+    from cordillera.cli._show import console
+
+    out = console()
+    result = workflows.sweep(recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, say=out.print)
+    out.print(result.to_table())
+    out.print(f"fit: {result.summary}", markup=False)
+    out.print(f"plot: {result.plot}", markup=False)

@@ -1,0 +1,364 @@
+"""Logs of clicks as chunks of rows: CSV, TSV and Parquet files of any size, and the layouts of Criteo and Avazu."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from cordillera.data.encoding import Place, timestamps_of
+from cordillera.data.features import CategoricalFeature, DenseFeature, Schema
+from cordillera.errors import DataError
+
+CHUNK_ROWS = 262_144
+"""Rows of a Parquet or in-memory chunk."""
+
+_BLOCK_BYTES = 32 << 20
+
+Format = Literal["csv", "tsv", "parquet"]
+Chunk = tuple[pl.DataFrame, Place]
+
+
+class ClickLog(Protocol):
+    """Rows that can be read again and again, chunk by chunk.
+
+    Attributes:
+        schema: Which column is what.
+        facts: What is known of the rows beforehand, such as source and terms.
+        probability: Column of the true probability of the first label, in made data; not part of the schema.
+    """
+
+    schema: Schema
+    facts: dict[str, Any]
+    probability: str | None
+
+    def fingerprint(self) -> str:
+        """Text that changes when the rows change."""
+        ...
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """Frames in order, with their places; at least the given columns."""
+        ...
+
+
+@dataclass
+class FrameLog:
+    """Rows that are in memory."""
+
+    schema: Schema
+    frame: pl.DataFrame
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    version: str = ""
+    probability: str | None = None
+
+    def fingerprint(self) -> str:
+        """The name and version."""
+        return f"{self.name} {self.version}"
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """Slices of the frame."""
+        frame = self.frame if columns is None else self.frame.select(columns)
+        for start in range(0, len(frame), CHUNK_ROWS):
+            yield frame.slice(start, CHUNK_ROWS), Place(self.name, start + 1)
+
+
+@dataclass
+class FileLog:
+    """Rows in files, read as a stream.
+
+    Text is read as text and converted where the schema asks for numbers, so that every fault can name its line. Files
+    that end in ``.gz`` or ``.zst`` are read through decompression.
+
+    Attributes:
+        schema: Which column is what.
+        paths: The files, in order.
+        format: Of all of them.
+        header: Column names of files that have none; None if the first line names them.
+        prepare: Applied to every frame, before anything else reads it.
+    """
+
+    schema: Schema
+    paths: tuple[Path, ...]
+    format: Format
+    header: tuple[str, ...] | None = None
+    prepare: Callable[[pl.DataFrame, Place], pl.DataFrame] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    probability: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise DataError("no file was given", where="data.path")
+        for path in self.paths:
+            if not path.is_file():
+                raise DataError("there is no such file", where=str(path), remedy="correct data.path")
+            if path.stat().st_size == 0:
+                raise DataError("the file is empty", where=str(path), remedy="give a file that holds rows")
+
+    def fingerprint(self) -> str:
+        """Names, sizes, modification times and the first and last megabyte of the files."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            state = path.stat()
+            digest.update(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}\n".encode())
+            with open(path, "rb") as file:
+                digest.update(file.read(1 << 20))
+                file.seek(max(0, state.st_size - (1 << 20)))
+                digest.update(file.read())
+        return digest.hexdigest()
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """Frames in the order of the files.
+
+        Raises:
+            DataError: a file is not of the format, a row has too many or too few fields, a column is missing.
+        """
+        # What prepare makes of other columns is not known here, so with it every column is read.
+        wanted = None if self.prepare is not None or columns is None else list(columns)
+        for path in self.paths:
+            any_rows = False
+            read = self._parquet if self.format == "parquet" else self._text
+            for frame, place in read(path, wanted):
+                if self.prepare is not None:
+                    frame = self.prepare(frame, place)
+                any_rows |= len(frame) > 0
+                if len(frame):
+                    yield frame, place
+            if not any_rows:
+                raise DataError("the file holds no rows", where=str(path), remedy="give a file that holds rows")
+
+    def _missing(self, path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+        absent = [name for name in wanted if name not in there]
+        if absent:
+            raise DataError(
+                f"column '{absent[0]}' is missing; there are {list(there)}",
+                where=str(path),
+                remedy="name the column in the file, or take it out of the schema",
+            )
+
+    def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
+        try:
+            file = pyarrow.parquet.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"this is not a whole Parquet file ({error})", where=str(path)) from error
+        self._missing(path, wanted or (), file.schema_arrow.names)
+        row = 1
+        try:
+            for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
+                frame = pl.from_arrow(batch)
+                assert isinstance(frame, pl.DataFrame)
+                yield frame, Place(str(path), row)
+                row += len(frame)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"the Parquet file is damaged after row {row - 1} ({error})", where=str(path), remedy="write it again"
+            ) from error
+
+    def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
+        first = 1 if self.header else 2
+        quote: str | Literal[False] = '"' if self.format == "csv" else False
+        try:
+            names = list(self.header) if self.header else self._names(path, quote)
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise DataError(f"columns must differ, these stand twice: {twice}", where=f"{path}, line 1")
+            self._missing(path, wanted or (), names)
+            reader = pyarrow.csv.open_csv(
+                path,
+                # One thread, or ragged rows would not know their line.
+                read_options=pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=_BLOCK_BYTES, column_names=names, skip_rows=first - 1
+                ),
+                parse_options=self._parse_options(quote),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=dict.fromkeys(names, pa.string()),
+                    include_columns=wanted or [],
+                    null_values=[""],
+                    strings_can_be_null=True,
+                    quoted_strings_can_be_null=True,
+                ),
+            )
+            line = first
+            for batch in reader:
+                frame = pl.from_arrow(batch)
+                assert isinstance(frame, pl.DataFrame)
+                yield frame, Place(str(path), line, "line")
+                line += len(frame)
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise self._fault(path, str(error)) from error
+
+    def _parse_options(self, quote: str | Literal[False]) -> pyarrow.csv.ParseOptions:
+        return pyarrow.csv.ParseOptions(
+            delimiter="\t" if self.format == "tsv" else ",",
+            quote_char=quote,
+            double_quote=bool(quote),
+            newlines_in_values=False,
+            ignore_empty_lines=True,
+        )
+
+    def _names(self, path: Path, quote: str | Literal[False]) -> list[str]:
+        import pyarrow.fs  # noqa: F401  (the reader below opens paths through it)
+
+        with pa.input_stream(str(path), compression="detect") as stream:
+            start = b""
+            while b"\n" not in start and (block := stream.read(1 << 16)):
+                start += block
+        line = start.split(b"\n", 1)[0].rstrip(b"\r") + b"\n"
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(line),
+            read_options=pyarrow.csv.ReadOptions(autogenerate_column_names=True),
+            parse_options=self._parse_options(quote),
+            convert_options=pyarrow.csv.ConvertOptions(
+                null_values=[], column_types={f"f{index}": pa.string() for index in range(line.count(b"\t") + line.count(b",") + 1)}
+            ),
+        )
+        return [str(column[0].as_py()).lstrip("\ufeff") for column in table.columns]
+
+    def _fault(self, path: Path, message: str) -> DataError:
+        ragged = re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", message)
+        if ragged:
+            row, expected, got = ragged.groups()
+            return DataError(
+                f"the row has {got} fields, {expected} are expected",
+                where=f"{path}, line {row}",
+                remedy="correct the line; fields that hold the separator must be quoted"
+                if self.format == "csv"
+                else "correct the line",
+            )
+        if "UTF8" in message or "utf8" in message.lower():
+            return DataError("the text is not UTF-8", where=str(path), remedy="convert the file to UTF-8")
+        return DataError(f"the file cannot be read as {self.format.upper()} ({message})", where=str(path))
+
+
+def guess_format(path: Path) -> Format:
+    """The format that a file's name tells.
+
+    Raises:
+        DataError: it tells none.
+    """
+    name = path.name.lower()
+    for suffix in (".gz", ".zst"):
+        name = name.removesuffix(suffix)
+    for suffix, kind in ((".csv", "csv"), (".tsv", "tsv"), (".txt", "tsv"), (".parquet", "parquet"), (".pq", "parquet")):
+        if name.endswith(suffix):
+            return kind  # type: ignore[return-value]
+    raise DataError("the name does not tell the format", where=str(path), remedy='set data.format to "csv", "tsv" or "parquet"')
+
+
+def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
+    """Files of a path, a folder (its files by name) or several of them, in order; ``~`` is the home folder.
+
+    Raises:
+        DataError: a folder holds no files, or a pattern finds none.
+    """
+    files: list[Path] = []
+    for name in [path] if isinstance(path, str) else path:
+        place = Path(name).expanduser()
+        if place.is_dir():
+            inside = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith((".", "_")))
+            if not inside:
+                raise DataError("the folder holds no files", where=str(place))
+            files += inside
+        elif any(mark in name for mark in "*?[") and not place.exists():
+            found = sorted(place.parent.glob(place.name))
+            if not found:
+                raise DataError("no file fits the pattern", where=str(place))
+            files += found
+        else:
+            files.append(place)
+    return tuple(Path(os.path.abspath(file)) for file in files)
+
+
+CRITEO_DENSE = tuple(f"I{index}" for index in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{index}" for index in range(1, 27))
+CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+"""Columns of the Criteo display advertising challenge: tab-separated, no header, blanks for missing values."""
+
+
+def criteo_schema(min_count: int = 10) -> Schema:
+    """The Criteo log: 13 counts, 26 hashed ids, a click label; rows are in time order, but carry no time.
+
+    Args:
+        min_count: Values seen less often in training share the row for the unseen.
+    """
+    return Schema(
+        dense=tuple(DenseFeature(name=name, transform="log") for name in CRITEO_DENSE),
+        categorical=tuple(CategoricalFeature(name=name, min_count=min_count) for name in CRITEO_CATEGORICAL),
+        labels=("label",),
+    )
+
+
+AVAZU_CATEGORICAL = (
+    "C1",
+    "banner_pos",
+    "site_id",
+    "site_domain",
+    "site_category",
+    "app_id",
+    "app_domain",
+    "app_category",
+    "device_id",
+    "device_ip",
+    "device_model",
+    "device_type",
+    "device_conn_type",
+    *(f"C{index}" for index in range(14, 22)),
+)
+AVAZU_COLUMNS = ("id", "click", "hour", *AVAZU_CATEGORICAL)
+"""Columns of the Avazu click-through challenge: comma-separated, with a header."""
+
+
+def avazu_schema(min_count: int = 5) -> Schema:
+    """The Avazu log: 21 ids, hour of day and weekday, a click label, hours as timestamps.
+
+    Args:
+        min_count: Values seen less often in training share the row for the unseen.
+    """
+    return Schema(
+        categorical=(
+            *(CategoricalFeature(name=name, min_count=min_count) for name in AVAZU_CATEGORICAL),
+            CategoricalFeature(name="hour_of_day"),
+            CategoricalFeature(name="weekday"),
+        ),
+        labels=("click",),
+        timestamp="timestamp",
+        ids=("id",),
+    )
+
+
+def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
+    """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to rows whose ``hour`` reads YYMMDDHH.
+
+    Raises:
+        DataError: ``hour`` is missing or does not read YYMMDDHH.
+    """
+    if "hour" not in frame.columns:
+        raise DataError(f"column 'hour' is missing; there are {frame.columns}", where=place.source)
+    hour = frame["hour"].cast(pl.String)
+    time = (hour + "00").str.to_datetime("%y%m%d%H%M", strict=False, time_unit="us")
+    wrong = time.is_null().to_numpy()
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(f"{hour[row]!r} does not read YYMMDDHH", where=place.at(row, "hour"), remedy="correct the hour")
+    return frame.with_columns(
+        timestamps=time.dt.epoch("s"), hour_of_day=time.dt.hour().cast(pl.String), weekday=time.dt.weekday().cast(pl.String)
+    ).rename({"timestamps": "timestamp"})
+
+
+def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, Place]]:
+    """The timestamps of a log, chunk by chunk, as ``int64`` seconds."""
+    name = log.schema.timestamp
+    assert name is not None
+    for frame, place in log.chunks([name]):
+        if name not in frame.columns:
+            raise DataError(f"column '{name}' is missing; there are {frame.columns}", where=place.source)
+        yield pl.Series("time", timestamps_of(frame[name], name, place)), place

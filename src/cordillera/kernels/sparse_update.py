@@ -1,0 +1,275 @@
+"""The exact sparse update: one optimizer step a distinct row, fused from the gradient of the pooled output.
+
+The gradient of a large embedding table is zero almost everywhere, so it is never made. Bags of rows were summed on the
+way forward; their output gradients are what is at hand. For every row ``r`` that the batch looked up,
+
+    G_r = sum over positions p with rows[p] = r of value_weights[p] * grad[bag of p]
+
+in ascending order of ``p``, kept in float64; then the optimizer runs once with ``G_r``. A row that was looked up a
+thousand times is updated once, and rows that were not looked up are neither read nor written. Because the order of the
+sum is a property of the data, results do not depend on the number of threads.
+
+Source: Mudigere et al. 2022 (arXiv 2104.05158), section 4.1; row-wise Adagrad as in Naumov et al. 2019
+(arXiv 1906.00091), ``rwsadagrad``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from importlib import import_module
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from cordillera.errors import DependencyError, TrainingError
+
+Backend = Literal["auto", "torch", "numba", "fbgemm", "triton"]
+
+
+class SparseOptimizer(BaseModel):
+    """How rows are updated. ``G`` is a row's reduced gradient, ``t`` the number of updates so far, this one included.
+
+    ``sgd``: ``w -= lr * G``.
+    ``adagrad``: ``s += G**2; w -= lr * G / (sqrt(s) + eps)``, as ``torch.optim.Adagrad``.
+    ``rowwise_adagrad``: one ``s`` a row, ``s += mean(G**2)``, else as ``adagrad``.
+    ``adam``: ``torch.optim.Adam`` on the rows that were looked up, and only on those: a row's moments do not decay while
+    it is not looked up, and bias correction uses the global ``t`` (so does ``torch.optim.SparseAdam``, whose ``eps``
+    stands inside the correction instead). A row that is first seen late therefore begins with small steps:
+    its young moments are divided by corrections that are already close to one.
+
+    Attributes:
+        name: The rule.
+        learning_rate: Step size, before schedules.
+        eps: Added to the denominator (not used by ``sgd``).
+        beta1: Decay of Adam's first moment.
+        beta2: Decay of Adam's second moment.
+        initial_accumulator: What Adagrad's sums of squares start from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    learning_rate: float = Field(0.01, ge=0, allow_inf_nan=False)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    initial_accumulator: float = Field(0.0, ge=0, allow_inf_nan=False)
+
+
+def init_state(optimizer: SparseOptimizer, weight: Tensor) -> dict[str, Tensor]:
+    """Make the optimizer's state for a table.
+
+    Args:
+        optimizer: The rule.
+        weight: ``float32`` or ``float64 [R, D]``; only its shape, dtype and device are read.
+
+    Returns:
+        Tensors by the names that ``torch.optim`` gives them: nothing for ``sgd``, ``sum`` of shape ``[R, D]`` for
+        ``adagrad`` and ``[R]`` for ``rowwise_adagrad``, ``exp_avg`` and ``exp_avg_sq`` of shape ``[R, D]`` for ``adam``.
+    """
+    rows, dim = weight.shape
+
+    def filled(*shape: int, value: float = 0.0) -> Tensor:
+        state = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        return state.fill_(value) if value else state  # zeros come from the system untouched, and cost nothing
+
+    if optimizer.name == "adagrad":
+        return {"sum": filled(rows, dim, value=optimizer.initial_accumulator)}
+    if optimizer.name == "rowwise_adagrad":
+        return {"sum": filled(rows, value=optimizer.initial_accumulator)}
+    if optimizer.name == "adam":
+        return {"exp_avg": filled(rows, dim), "exp_avg_sq": filled(rows, dim)}
+    return {}
+
+
+def sparse_update(
+    optimizer: SparseOptimizer,
+    weight: Tensor,
+    state: dict[str, Tensor],
+    rows: Tensor,
+    offsets: Tensor | None,
+    grad: Tensor,
+    value_weights: Tensor | None = None,
+    *,
+    learning_rate: float,
+    step: int,
+    backend: Backend = "auto",
+) -> None:
+    """Update, in place, the rows that a batch looked up: exactly once each, with their whole gradient.
+
+    NaN and infinity in ``grad`` go into the rows concerned, as they do in a dense optimizer.
+
+    Args:
+        optimizer: The rule; its ``learning_rate`` is not read.
+        weight: ``float32`` or ``float64 [R, D]``, contiguous.
+        state: From :func:`init_state`.
+        rows: ``int64 [T]`` in ``[0, R)``, trusted.
+        offsets: ``int32`` or ``int64 [N + 1]``: bag ``n`` owns ``rows[offsets[n]:offsets[n + 1]]``. None if bag ``n`` owns
+            ``rows[n]`` alone.
+        grad: Gradient of the bags' sums, any float dtype: ``[N, D]``, or ``[B, F, D]`` where bag ``f * B + b`` is
+            ``grad[b, f]`` (feature-major bags, sample-major gradients; read where they lie).
+        value_weights: ``[T]``, what each row was multiplied by on the way forward, or None for ones.
+        learning_rate: Step size of this update.
+        step: Number of updates of this table, this one included (from 1; read by ``adam``).
+        backend: ``auto`` takes, on a GPU, ``triton``, else ``torch``; on a CPU ``numba``, else ``fbgemm``, else
+            ``torch``: the first that is usable (:func:`available_backends`) and supports the optimizer and dtype. The
+            choice depends on what is installed, never on timing.
+
+    Raises:
+        DependencyError: the back end that was asked for is absent, or does not support what was asked for.
+        TrainingError: shapes do not fit together.
+    """
+    if grad.dim() == 2:
+        grad = grad.unsqueeze(1)
+    _check_shapes(weight, rows, offsets, grad, value_weights)
+    name = choose_backend(backend, optimizer, weight)
+    if not rows.numel():
+        return
+    with torch.no_grad():
+        if name == "torch":
+            _update_torch(optimizer, weight, state, rows, offsets, grad, value_weights, learning_rate, step)
+        else:
+            update = import_module(f"cordillera.kernels.{name}_embeddings").update
+            update(optimizer, weight, state, rows, offsets, grad, value_weights, learning_rate, step)
+
+
+def choose_backend(backend: Backend, optimizer: SparseOptimizer, weight: Tensor) -> str:
+    """The back end that ``backend`` means for this optimizer and this table.
+
+    Args:
+        backend: As given to :func:`sparse_update`.
+        optimizer: The rule.
+        weight: The table; only its dtype and device are read.
+
+    Returns:
+        ``torch``, ``numba``, ``fbgemm`` or ``triton``.
+
+    Raises:
+        DependencyError: a back end was asked for by name that cannot do it.
+    """
+    if backend == "auto":
+        candidates = ("triton",) if weight.device.type == "cuda" else ("numba", "fbgemm")
+        usable = (name for name in candidates if _obstacle(name, optimizer.name, weight.dtype, weight.device.type) is None)
+        return next(usable, "torch")
+    obstacle = _obstacle(backend, optimizer.name, weight.dtype, weight.device.type)
+    if obstacle is not None:
+        raise DependencyError(
+            obstacle, where=f"tables.backend = {backend!r}", remedy="use backend = 'auto', or see `cordillera doctor`"
+        )
+    return backend
+
+
+def available_backends() -> dict[str, str | None]:
+    """Say which back ends work here.
+
+    Returns:
+        For each of ``torch``, ``numba``, ``fbgemm`` and ``triton``: None if it can be used, else the reason why not.
+    """
+    return {name: _unavailable(name) for name in ("torch", "numba", "fbgemm", "triton")}
+
+
+@lru_cache(maxsize=None)
+def _unavailable(name: str) -> str | None:
+    if name == "torch":
+        return None
+    try:
+        reason: str | None = import_module(f"cordillera.kernels.{name}_embeddings").unavailable()
+    except ImportError as error:
+        return f"{name} cannot be imported: {error}"
+    return reason
+
+
+@lru_cache(maxsize=None)
+def _obstacle(name: str, optimizer: str, dtype: torch.dtype, device: str) -> str | None:
+    if dtype not in (torch.float32, torch.float64):
+        return f"tables must be float32 or float64, got {dtype}"
+    if name == "torch":
+        return None
+    reason = _unavailable(name)
+    if reason is not None:
+        return reason
+    support: str | None = import_module(f"cordillera.kernels.{name}_embeddings").unsupported(optimizer, dtype, device)
+    return support
+
+
+def _check_shapes(
+    weight: Tensor, rows: Tensor, offsets: Tensor | None, grad: Tensor, value_weights: Tensor | None
+) -> None:
+    bags = rows.numel() if offsets is None else offsets.numel() - 1
+    if grad.dim() != 3 or grad.shape[0] * grad.shape[1] != bags or grad.shape[2] != weight.shape[1]:
+        raise TrainingError(
+            f"{bags} bags of rows of width {weight.shape[1]} need a gradient of as many rows, got {tuple(grad.shape)}",
+            where="sparse_update",
+        )
+    if not weight.is_contiguous():
+        raise TrainingError("weight must be contiguous", where="sparse_update", remedy="pass the whole table")
+    if value_weights is not None and value_weights.shape != rows.shape:
+        raise TrainingError(
+            f"{rows.numel()} values need as many weights, got {tuple(value_weights.shape)}", where="sparse_update"
+        )
+
+
+def _update_torch(
+    optimizer: SparseOptimizer,
+    weight: Tensor,
+    state: dict[str, Tensor],
+    rows: Tensor,
+    offsets: Tensor | None,
+    grad: Tensor,
+    value_weights: Tensor | None,
+    learning_rate: float,
+    step: int,
+) -> None:
+    batch, features, dim = grad.shape
+    order = torch.sort(rows, stable=True).indices  # stable: duplicates stay in ascending position
+    distinct, counts = torch.unique_consecutive(rows[order], return_counts=True)
+    if offsets is None:
+        bags = order
+    else:
+        lengths = (offsets[1:] - offsets[:-1]).to(torch.int64)
+        bags = torch.repeat_interleave(lengths, output_size=rows.numel())[order]
+    sources = bags % batch * features + bags // batch  # the row of grad, seen as [B * F, D], that holds bag f * B + b
+    starts = torch.zeros_like(counts)
+    torch.cumsum(counts[:-1], 0, out=starts[1:])
+    # a distinct row is a bag of gradient rows: gathered and summed in one pass, a bag by one thread in order
+    reduced = F.embedding_bag(
+        sources,
+        grad.reshape(batch * features, dim).to(torch.float64),
+        starts,
+        mode="sum",
+        per_sample_weights=None if value_weights is None else value_weights[order].to(torch.float64),
+    )
+
+    def stored(name: str) -> Tensor:
+        return state[name][distinct].to(torch.float64)
+
+    def store(name: str, values: Tensor) -> None:
+        state[name][distinct] = values.to(weight.dtype)
+
+    if optimizer.name == "sgd":
+        change = reduced
+    elif optimizer.name == "adagrad":
+        squares = stored("sum").addcmul_(reduced, reduced)
+        store("sum", squares)
+        change = reduced / squares.sqrt_().add_(optimizer.eps)
+    elif optimizer.name == "rowwise_adagrad":
+        squares = stored("sum").add_(reduced.square().mean(1))
+        store("sum", squares)
+        change = reduced / squares.sqrt_().add_(optimizer.eps).unsqueeze(1)
+    else:
+        first = stored("exp_avg").mul_(optimizer.beta1).add_(reduced, alpha=1 - optimizer.beta1)
+        second = stored("exp_avg_sq").mul_(optimizer.beta2).addcmul_(reduced, reduced, value=1 - optimizer.beta2)
+        store("exp_avg", first)
+        store("exp_avg_sq", second)
+        correction1, correction2 = adam_corrections(optimizer, step)
+        change = first.div_(correction1) / second.sqrt_().div_(math.sqrt(correction2)).add_(optimizer.eps)
+    weight[distinct] = weight[distinct].to(torch.float64).sub_(change, alpha=learning_rate).to(weight.dtype)
+
+
+def adam_corrections(optimizer: SparseOptimizer, step: int) -> tuple[float, float]:
+    """Adam's bias corrections ``1 - beta ** step`` of both moments (Kingma and Ba 2015, algorithm 1)."""
+    return 1 - optimizer.beta1**step, 1 - optimizer.beta2**step

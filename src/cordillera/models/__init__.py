@@ -1,0 +1,1 @@
+"""What is computed: ranking models, and the counter of their cost."""

@@ -1,0 +1,59 @@
+"""Parameters and floating-point operations of any model, by one counter for all."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cordillera.data.features import RankingBatch
+from cordillera.models.ranking.base import RankingModel
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a model costs, per example where it is operations.
+
+    Attributes:
+        parameters: Trained numbers outside the embedding tables.
+        embedding_parameters: Trained numbers in the embedding tables.
+        forward_macs: Multiply-accumulates of the matrix products and convolutions of one forward pass.
+        forward_flops: Twice ``forward_macs``.
+        training_flops: Three times ``forward_flops``: a backward pass costs two forward passes.
+    """
+
+    parameters: int
+    embedding_parameters: int
+    forward_macs: int
+    forward_flops: int
+    training_flops: int
+
+    def to_dict(self) -> dict[str, int]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+def count(model: RankingModel, batch: RankingBatch) -> Count:
+    """Count a model's parameters and, per example, its operations.
+
+    Only matrix products and convolutions are counted (``torch.utils.flop_counter``); lookups, norms and activations are
+    not. The model's mode, gradients and random state are left as they were.
+
+    Args:
+        model: Any ranking model.
+        batch: At least one sample; what its ids are makes no difference.
+    """
+    embedding_parameters = sum(parameter.numel() for parameter in model.tables.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters()) - embedding_parameters
+    # norms over the batch need no second sample in evaluation mode
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(batch)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    flops = counter.get_total_flops() // len(batch)
+    return Count(parameters, embedding_parameters, flops // 2, flops, 3 * flops)

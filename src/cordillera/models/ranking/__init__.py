@@ -1,0 +1,48 @@
+"""Ranking models: their registry and the Config that a recipe's ``[model]`` section is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.tables import TablesConfig
+from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.dcn import DCN, DCNConfig
+from cordillera.models.ranking.dhen import DHEN, DHENConfig
+from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
+from cordillera.models.ranking.dnn import DNN, DNNConfig
+from cordillera.models.ranking.fm import FM, FMConfig
+from cordillera.models.ranking.lr import LR, LRConfig
+from cordillera.models.ranking.wukong import Wukong, WukongConfig
+
+MODELS: dict[str, type[Any]] = {
+    "lr": LR,
+    "fm": FM,
+    "dnn": DNN,
+    "dlrm": DLRM,
+    "dcn": DCN,
+    "dhen": DHEN,
+    "wukong": Wukong,
+}
+
+ModelConfig = Annotated[
+    LRConfig | FMConfig | DNNConfig | DLRMConfig | DCNConfig | DHENConfig | WukongConfig, Field(discriminator="name")
+]
+
+__all__ = ["MODELS", "ModelConfig", "RankingModel", "build"]
+
+
+def build(config: ModelConfig, features: FeatureSpec, tables: TablesConfig) -> RankingModel:
+    """Make the model that a Config names, freshly initialised from torch's global random state.
+
+    Args:
+        config: Any model's Config; its ``name`` chooses the model.
+        features: Names and sizes of the inputs.
+        tables: How the tables are stored and updated.
+
+    Raises:
+        DataError: ``features`` holds no feature or no task.
+    """
+    return MODELS[config.name](config, features, tables)

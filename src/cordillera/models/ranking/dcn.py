@@ -1,0 +1,64 @@
+"""DCN-V2: a cross network beside, or below, an MLP.
+
+Source: Wang et al. 2021.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.tables import TablesConfig
+from cordillera.models.ranking.base import DeepConfig, DeepModel, Sizes
+from cordillera.models.ranking.interactions import MLP, CrossNetwork, Norm
+
+
+class DCNConfig(DeepConfig):
+    """Sizes of the cross network and the MLP.
+
+    Attributes:
+        structure: ``parallel`` (both read the inputs, heads read both) or ``stacked`` (the MLP reads the crosses).
+        cross_layers: Number of crosses; the polynomial degree is one more.
+        low_rank: Rank of the crosses' weights; None for full rank.
+        mlp: Widths of the MLP's hidden layers.
+        norm: Of the MLP's hidden layers; ``batch`` mixes samples while training.
+    """
+
+    name: Literal["dcn"] = "dcn"
+    structure: Literal["parallel", "stacked"] = "parallel"
+    cross_layers: int = Field(3, ge=1)
+    low_rank: int | None = Field(None, ge=1)
+    mlp: Sizes = Field((512, 256), min_length=1)
+    norm: Norm = "none"
+
+
+class DCN(DeepModel):
+    """Cross network and MLP over the dense inputs and the flattened embeddings.
+
+    Args:
+        config: Sizes.
+        features: Names and sizes of the inputs.
+        tables: How the tables are stored and updated.
+    """
+
+    Config = DCNConfig
+
+    def __init__(self, config: DCNConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+        super().__init__(config, features, tables)
+        inputs = len(features.dense) + len(features.sparse) * config.embedding_dim
+        self.cross = CrossNetwork(inputs, config.cross_layers, config.low_rank)
+        self.mlp = MLP(inputs, config.mlp, norm=config.norm, dropout=config.dropout)
+        self.stacked = config.structure == "stacked"
+        self.heads = self.make_heads(self.mlp.outputs if self.stacked else inputs + self.mlp.outputs)
+
+    def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        x = torch.cat([embeddings.flatten(1), dense.to(embeddings.dtype)], dim=1)  # [B, w], w = F * d + num_dense
+        crossed = self.cross(x)  # [B, w]
+        if self.stacked:
+            return self.mlp(crossed)  # [B, r]
+        deep = self.mlp(x)
+        return torch.cat([crossed.to(deep.dtype), deep], dim=1)  # [B, w + r]

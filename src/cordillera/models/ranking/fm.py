@@ -1,0 +1,71 @@
+"""FM: logistic regression plus a factorised weight for every pair of inputs.
+
+Source: Rendle 2010.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, RankingModel
+from cordillera.models.ranking.interactions import SecondOrderFM
+
+
+class FMConfig(RankingConfig):
+    """The factorisation's size.
+
+    Attributes:
+        embedding_dim: Width ``d`` of the factors.
+        embedding_init: How the factors begin: a standard deviation, or ``uniform_by_rows``. Linear weights begin at 0.
+    """
+
+    name: Literal["fm"] = "fm"
+    embedding_dim: int = Field(16, ge=1)
+    embedding_init: EmbeddingInit = 0.01
+
+
+class FM(RankingModel):
+    """Linear term plus second-order term, one factorisation machine a task.
+
+    An id's table row holds, for all tasks, first the factors and then the linear weights, so one lookup serves both.
+    The tasks share nothing, so the representation is the logits themselves and the heads leave it as it is.
+
+    Args:
+        config: Sizes.
+        features: Names and sizes of the inputs.
+        tables: How the tables are stored and updated.
+    """
+
+    Config = FMConfig
+
+    def __init__(self, config: FMConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+        super().__init__(features)
+        self.config = config
+        d, tasks, num_dense = config.embedding_dim, len(features.tasks), len(features.dense)
+        self.tables = EmbeddingTables(features, tasks * (d + 1), tables, init=config.embedding_init)
+        with torch.no_grad():
+            self.tables.weight[:, tasks * d :] = 0
+        self.factors = nn.Parameter(torch.randn(num_dense, tasks, d) * 0.01)
+        self.weight = nn.Parameter(torch.zeros(num_dense, tasks))
+        self.bias = nn.Parameter(torch.zeros(tasks))
+        self.second_order = SecondOrderFM()
+        self.heads = nn.Identity()
+
+    def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        tasks = self.bias.shape[0]
+        factors, weights = embeddings.split([self.config.embedding_dim * tasks, tasks], dim=-1)
+        linear = dense @ self.weight + weights.sum(1) + self.bias  # [B, tasks]
+        rows = torch.cat(
+            [
+                dense[:, :, None, None] * self.factors,  # [B, num_dense, tasks, d]
+                factors.unflatten(-1, (tasks, -1)),  # [B, F, tasks, d]
+            ],
+            dim=1,
+        ).float()  # a difference of sums of squares cancels badly in bfloat16
+        return linear + self.second_order(rows.transpose(1, 2))  # [B, tasks, n, d] -> [B, tasks]

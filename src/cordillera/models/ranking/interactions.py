@@ -1,0 +1,438 @@
+"""The interaction modules of the field, each once.
+
+Most take the embeddings of a batch as ``[B, n, d]`` (``B`` samples, ``n`` embeddings, width ``d``) and return either
+new embeddings ``[B, m, d]`` or a flat ``[B, outputs]``. Samples never mix, except through batch norm where it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Activation = Literal["none", "relu", "gelu", "silu", "tanh"]
+Norm = Literal["none", "layer", "batch"]
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "none": nn.Identity,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+
+def _for_batched_matmul(x: Tensor) -> Tensor:
+    """``x`` in the precision in which products of many small matrices are fastest.
+
+    On CPUs such a product of bfloat16 matrices costs several times its float32 one, so it is taken in float32 there and
+    rounded once at the end.
+    """
+    return x.float() if x.device.type == "cpu" and x.dtype.itemsize < 4 else x
+
+
+def _batched_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` for many small matrices, ``[B, n, d] @ [B, d, m]``, in the wider of their dtypes."""
+    if left.device.type != "cpu":
+        return torch.bmm(left, right)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    with torch.autocast("cpu", enabled=False):
+        return torch.bmm(_for_batched_matmul(left.to(dtype)), _for_batched_matmul(right.to(dtype))).to(dtype)
+
+
+class MLP(nn.Module):
+    """Linear layers with activations: ``[..., inputs] -> [..., width of the last layer]``.
+
+    A hidden layer is linear, norm, activation, dropout, in this order. The output layer, if there is one, is linear and
+    ``output_activation``.
+
+    Args:
+        inputs: Width of the input.
+        hidden: Widths of the hidden layers; may be empty.
+        outputs: Width of the output layer; None for none, so that the last hidden layer's activation is the output.
+        activation: Of the hidden layers.
+        norm: ``layer``, ``batch`` (which mixes samples while training) or ``none``.
+        dropout: Probability with which an activation of a hidden layer is zeroed while training.
+        output_activation: Of the output layer.
+
+    Attributes:
+        outputs: Width of the result.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        outputs: int | None = None,
+        *,
+        activation: Activation = "relu",
+        norm: Norm = "none",
+        dropout: float = 0.0,
+        output_activation: Activation = "none",
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        width = inputs
+        for size in hidden:
+            layers.append(nn.Linear(width, size))
+            if norm == "layer":
+                layers.append(nn.LayerNorm(size))
+            elif norm == "batch":
+                layers.append(nn.BatchNorm1d(size))
+            if activation != "none":
+                layers.append(ACTIVATIONS[activation]())
+            if dropout > 0:
+                layers.append(nn.Dropout(dropout))
+            width = size
+        if outputs is not None:
+            layers.append(nn.Linear(width, outputs))
+            if output_activation != "none":
+                layers.append(ACTIVATIONS[output_activation]())
+            width = outputs
+        self.outputs = width
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class RowsMLP(nn.Module):
+    """An MLP whose output is read as embeddings: flat ``[B, inputs] -> [B, rows, d]``.
+
+    Args:
+        inputs: Width of the flat input.
+        hidden: Widths of the hidden layers.
+        rows: Embeddings to make.
+        embedding_dim: Their width ``d``.
+        options: Further arguments of :class:`MLP`.
+    """
+
+    def __init__(self, inputs: int, hidden: Sequence[int], rows: int, embedding_dim: int, **options: Any) -> None:
+        super().__init__()
+        self.rows, self.embedding_dim = rows, embedding_dim
+        self.mlp = MLP(inputs, hidden, rows * embedding_dim, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x).unflatten(-1, (self.rows, self.embedding_dim))
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """Selected entries of ``X X^T``, with a backward that scatters by a gather.
+
+    Autograd's own backward of a column selection adds into zeros entry by entry, which on CPUs costs several times the
+    rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column, so it
+    can be gathered instead, and one batched product then gives the whole gradient of ``X``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
+        ctx.save_for_backward(rows, column_of)
+        ctx.include_diagonal = include_diagonal
+        products = torch.bmm(rows, rows.mT).flatten(1)  # [B, n * n]
+        return products.gather(1, pairs.expand(rows.shape[0], -1))  # [B, pairs]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, column_of = ctx.saved_tensors
+        n = rows.shape[1]
+        symmetric = grad.gather(1, column_of.expand(rows.shape[0], -1)).unflatten(1, (n, n))  # [B, n, n]
+        diagonal = symmetric.diagonal(dim1=1, dim2=2)
+        # x_i . x_i depends on x_i twice; without the diagonal, what was gathered there belongs to another pair
+        if ctx.include_diagonal:
+            diagonal.mul_(2)
+        else:
+            diagonal.zero_()
+        return torch.bmm(symmetric, rows), None, None, None
+
+
+class DotInteraction(nn.Module):
+    """Dot products of all pairs of embeddings: ``[B, n, d] -> [B, n (n - 1) / 2]``.
+
+    Entry order is row-major over the strict lower triangle of ``X X^T``: (1,0), (2,0), (2,1), (3,0), ...
+    Source: Naumov et al. 2019, section 2.1.4, and its reference code.
+
+    Args:
+        rows: ``n``.
+        include_diagonal: Also keep ``x_i . x_i``: ``n (n + 1) / 2`` entries, (0,0), (1,0), (1,1), (2,0), ...
+
+    Attributes:
+        outputs: Number of products.
+    """
+
+    pairs: Tensor
+    column_of: Tensor
+
+    def __init__(self, rows: int, include_diagonal: bool = False) -> None:
+        super().__init__()
+        self.include_diagonal = include_diagonal
+        i, j = torch.tril_indices(rows, rows, 0 if include_diagonal else -1)
+        self.outputs = i.numel()
+        column_of = torch.zeros(rows, rows, dtype=torch.int64)
+        column_of[i, j] = column_of[j, i] = torch.arange(self.outputs)
+        self.register_buffer("pairs", i * rows + j, persistent=False)  # [pairs], into the flattened X X^T
+        self.register_buffer("column_of", column_of.flatten(), persistent=False)  # [n * n], its inverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.outputs == 0:
+            return x.new_zeros(x.shape[0], 0)
+        with torch.autocast(x.device.type, enabled=False):
+            products = _PairwiseDots.apply(_for_batched_matmul(x), self.pairs, self.column_of, self.include_diagonal)
+        return products.to(x.dtype)
+
+
+class SecondOrderFM(nn.Module):
+    """The second-order term of a factorisation machine: ``[B, n, d] -> [B]``, the sum of all pairwise dot products.
+
+    Computed as half of (square of the sum minus sum of the squares), linear in ``n``. Source: Rendle 2010, lemma 3.1.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (x.sum(-2).square().sum(-1) - x.square().sum((-2, -1)))
+
+
+class BasicFM(nn.Module):
+    """All dot products as a matrix, flattened: ``X X^T``, ``[B, n, d] -> [B, n * n]``.
+
+    Source: Zhang et al. 2024, section 3.4 (before its optimisation).
+
+    Args:
+        rows: ``n``.
+
+    Attributes:
+        outputs: ``n * n``.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.outputs = rows * rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _batched_matmul(x, x.mT).flatten(1)
+
+
+class OptimisedFM(nn.Module):
+    """Dot products against ``k`` learned combinations: ``X (X^T Y)``, ``[B, n, d] -> [B, n * k]``, flattened.
+
+    Taken from right to left it costs ``O(n k d)`` where ``(X X^T) Y`` costs ``O(n^2 (d + k))``; as ``X X^T`` has rank
+    at most ``d``, little is lost even with a small ``k``. Source: Zhang et al. 2024, section 3.4.
+
+    Args:
+        rows: ``n``.
+        rank: ``k``; may exceed ``n``.
+        attention_hidden: None for one learned ``Y [n, k]``. Else ``Y`` is made for each sample by an MLP with these
+            hidden widths out of ``k`` linear combinations of the embeddings (the paper's attentive variant; it does not
+            print this MLP's shape).
+        embedding_dim: ``d``; only the attentive variant needs it.
+
+    Attributes:
+        outputs: ``n * k``.
+    """
+
+    def __init__(
+        self, rows: int, rank: int, attention_hidden: Sequence[int] | None = None, embedding_dim: int | None = None
+    ) -> None:
+        super().__init__()
+        self.outputs = rows * rank
+        self.attention: nn.Sequential | None = None
+        if attention_hidden is None:
+            self.y = nn.Parameter(torch.randn(rows, rank) / rows**0.5)
+        else:
+            if embedding_dim is None:
+                raise ValueError("embedding_dim is needed with attention_hidden")
+            self.attention = nn.Sequential(
+                LinearCompression(rows, rank),  # [B, n, d] -> [B, k, d]
+                nn.Flatten(),
+                RowsMLP(rank * embedding_dim, attention_hidden, rows, rank),  # [B, n, k]
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attention is None:
+            combinations = torch.matmul(x.mT, self.y)  # [B, d, k]
+        else:
+            combinations = _batched_matmul(x.mT, self.attention(x))  # [B, d, k]
+        return _batched_matmul(x, combinations).flatten(1)  # [B, n * k]
+
+
+class FactorizationMachineBlock(nn.Module):
+    """New embeddings out of pairwise products: ``reshape(MLP(LN(flatten(FM(X)))))``, ``[B, n, d] -> [B, m, d]``.
+
+    The MLP reads the whole flattened matrix, so each product has weights of its own. Source: Zhang et al. 2024,
+    section 3.4.
+
+    Args:
+        rows: ``n``.
+        outputs: ``m``.
+        embedding_dim: ``d``.
+        fm: ``optimised`` (:class:`OptimisedFM`), ``attentive`` (its variant with a ``Y`` for each sample) or ``basic``.
+        rank: ``k`` of the optimised forms.
+        hidden: Widths of the MLP's hidden layers, and of the one that makes an attentive ``Y``.
+        dropout: Of the MLP's hidden layers.
+        output_activation: After the MLP's last layer; the paper has none.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        outputs: int,
+        embedding_dim: int,
+        *,
+        fm: Literal["optimised", "attentive", "basic"] = "optimised",
+        rank: int = 8,
+        hidden: Sequence[int] = (),
+        dropout: float = 0.0,
+        output_activation: Activation = "none",
+    ) -> None:
+        super().__init__()
+        self.fm: BasicFM | OptimisedFM
+        if fm == "basic":
+            self.fm = BasicFM(rows)
+        else:
+            self.fm = OptimisedFM(rows, rank, hidden if fm == "attentive" else None, embedding_dim)
+        self.norm = nn.LayerNorm(self.fm.outputs)
+        self.mlp = RowsMLP(
+            self.fm.outputs, hidden, outputs, embedding_dim, dropout=dropout, output_activation=output_activation
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(self.fm(x)))  # [B, n, d] -> [B, n * k] -> [B, m, d]
+
+
+class LinearCompression(nn.Module):
+    """Linear combinations of the embeddings: ``W X``, ``[B, n, d] -> [B, m, d]``.
+
+    Source: Zhang et al. 2024, section 3.5 (without bias); DHEN's Linear module and learned shortcut are the same map.
+
+    Args:
+        rows: ``n``.
+        outputs: ``m``.
+        bias: Add one learned number to each output embedding.
+    """
+
+    def __init__(self, rows: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, rows))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # one large product over [B * d, n] is faster than B small ones with the same left factor
+        return F.linear(x.mT, self.weight, self.bias).mT
+
+
+class Attention(nn.Module):
+    """One transformer encoder layer over the embeddings: ``[B, n, d] -> [B, n, d]``.
+
+    Self-attention and a two-layer feed-forward net with ReLU, each with a shortcut and layer norm after it
+    (Vaswani et al. 2017, as ``torch.nn.TransformerEncoderLayer``). Source of its use here: Zhang et al. 2022 (DHEN).
+
+    Args:
+        embedding_dim: ``d``.
+        heads: Attention heads; must divide ``d``.
+        feed_forward: Width of the feed-forward net's hidden layer.
+        dropout: After attention, in and after the feed-forward net.
+    """
+
+    def __init__(self, embedding_dim: int, heads: int = 1, feed_forward: int = 64, dropout: float = 0.0) -> None:
+        super().__init__()
+        if embedding_dim % heads:
+            raise ValueError(f"heads ({heads}) must divide embedding_dim ({embedding_dim})")
+        self.heads = heads
+        self.query_key_value = nn.Linear(embedding_dim, 3 * embedding_dim)
+        self.output = nn.Linear(embedding_dim, embedding_dim)
+        self.norm_attention = nn.LayerNorm(embedding_dim)
+        self.feed_forward = MLP(embedding_dim, (feed_forward,), embedding_dim, dropout=dropout)
+        self.norm_feed_forward = nn.LayerNorm(embedding_dim)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.xavier_uniform_(self.query_key_value.weight)
+        nn.init.zeros_(self.query_key_value.bias)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.query_key_value(x)  # [B, n, 3 d]
+        split = _for_batched_matmul(projected).unflatten(-1, (3, self.heads, -1))  # [B, n, 3, heads, d / heads]
+        query, key, value = split.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each [B * heads, n, d / heads]
+        # n is some tens: the scores are small, and a plain softmax is faster than the fused kernels made for long inputs
+        scores = _batched_matmul(query * (query.shape[-1] ** -0.5), key.mT)  # [B * heads, n, n]
+        mixed = _batched_matmul(scores.softmax(-1).to(value.dtype), value)  # [B * heads, n, d / heads]
+        mixed = mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)  # [B, n, d]
+        mixed = self.output(mixed.to(projected.dtype))
+        x = self.norm_attention(x + self.dropout(mixed))
+        return self.norm_feed_forward(x + self.dropout(self.feed_forward(x)))
+
+
+class CrossNetwork(nn.Module):
+    """Explicit bounded-degree crosses of a flat input: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``, ``[B, w] -> [B, w]``.
+
+    Source: Wang et al. 2021 (DCN-V2), equation 1; with ``low_rank`` equation 2 without mixture, ``W_l = U_l V_l^T``.
+
+    Args:
+        width: ``w``.
+        layers: Number of crosses.
+        low_rank: Rank of ``W_l``; None for full rank.
+    """
+
+    def __init__(self, width: int, layers: int, low_rank: int | None = None) -> None:
+        super().__init__()
+        self.crosses = nn.ModuleList()
+        for _ in range(layers):
+            if low_rank is None:
+                cross: nn.Module = nn.Linear(width, width)
+            else:
+                cross = nn.Sequential(nn.Linear(width, low_rank, bias=False), nn.Linear(low_rank, width))
+            for layer in cross.modules():
+                if isinstance(layer, nn.Linear):
+                    nn.init.xavier_normal_(layer.weight)
+                    if layer.bias is not None:
+                        nn.init.zeros_(layer.bias)
+            self.crosses.append(cross)
+
+    def forward(self, x: Tensor) -> Tensor:
+        crossed = x
+        for cross in self.crosses:
+            crossed = torch.addcmul(crossed, x.to(crossed.dtype), cross(crossed).to(crossed.dtype))
+        return crossed
+
+
+class EmbeddingCross(nn.Module):
+    """DHEN's cross term of the embeddings, without a shortcut of its own: ``[B, n, d] -> [B, m, d]``.
+
+    The paper writes ``X X^T W + b`` with embeddings as columns, ``X [d, n]``; the product has the required shape
+    ``[d, m]`` for ``W [d, m]``. With embeddings as rows that is ``(X W)^T X + b``. Source: Zhang et al. 2022,
+    section 3.2.
+
+    Args:
+        outputs: ``m``.
+        embedding_dim: ``d``.
+    """
+
+    def __init__(self, outputs: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, embedding_dim))
+        self.bias = nn.Parameter(torch.zeros(outputs, embedding_dim))
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = F.linear(x, self.weight)  # [B, n, m]
+        return _batched_matmul(projected.mT, x) + self.bias  # [B, m, d]
+
+
+class Convolution(nn.Module):
+    """A convolution over the plane of embeddings: ``[B, n, d] -> [B, channels * n, d]``.
+
+    Source: Zhang et al. 2022 (DHEN), section 3.2.
+
+    Args:
+        channels: Output channels; each gives ``n`` embeddings.
+        kernel_size: Side of the square kernel, odd; the plane is padded with zeros.
+    """
+
+    def __init__(self, channels: int = 4, kernel_size: int = 3) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, channels, kernel_size, padding=kernel_size // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x.unsqueeze(1)).flatten(1, 2)  # [B, 1, n, d] -> [B, channels, n, d] -> [B, c * n, d]

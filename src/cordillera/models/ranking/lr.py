@@ -1,0 +1,48 @@
+"""LR: logistic regression, one weight an id and one a dense input."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, RankingModel
+
+
+class LRConfig(RankingConfig):
+    """Logistic regression has no sizes.
+
+    Attributes:
+        embedding_init: How the ids' weights begin: a standard deviation, or ``uniform_by_rows``.
+    """
+
+    name: Literal["lr"] = "lr"
+    embedding_init: EmbeddingInit = 1e-4
+
+
+class LR(RankingModel):
+    """A linear model: each id's table row holds its weight for every task.
+
+    The tasks share nothing, so the representation is the logits themselves and the heads leave it as it is.
+
+    Args:
+        config: Initialisation.
+        features: Names and sizes of the inputs.
+        tables: How the tables are stored and updated.
+    """
+
+    Config = LRConfig
+
+    def __init__(self, config: LRConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+        super().__init__(features)
+        self.config = config
+        self.tables = EmbeddingTables(features, len(features.tasks), tables, init=config.embedding_init)
+        self.weight = nn.Parameter(torch.zeros(len(features.dense), len(features.tasks)))
+        self.bias = nn.Parameter(torch.zeros(len(features.tasks)))
+        self.heads = nn.Identity()
+
+    def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        return dense @ self.weight + embeddings.sum(1) + self.bias  # [B, F, tasks] -> [B, tasks]

@@ -1,0 +1,140 @@
+"""Wukong: a stack of factorisation machines, each layer doubling the order of the interactions it reaches.
+
+Source: Zhang et al. 2024, section 3. Layer ``i`` holds interactions of orders 1 to ``2^i``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.tables import TablesConfig
+from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Sizes
+from cordillera.models.ranking.interactions import MLP, FactorizationMachineBlock, LinearCompression, Norm, OptimisedFM
+
+
+class WukongConfig(DeepConfig):
+    """Wukong's sizes.
+
+    Attributes:
+        embedding_init: Standard deviation of the initial embeddings. Products of two embeddings must be well above the
+            layer norm's epsilon, else the first layer begins dead: keep it near 0.05, not 1e-4.
+        layers: ``l``.
+        fmb_embeddings: ``n_F``, embeddings that a layer's factorisation machine block makes.
+        lcb_embeddings: ``n_L``, embeddings that a layer's linear compression block makes.
+        fm: ``optimised``, ``attentive`` (a ``Y`` for each sample) or ``basic`` (all of ``X X^T``).
+        rank: ``k``, columns of ``Y``.
+        fmb_mlp: Hidden widths of the factorisation machine block's MLP.
+        top_mlp: Widths of the MLP over the last layer's embeddings.
+        top_norm: Of that MLP; ``batch`` mixes samples while training.
+        dense_mlp: Hidden widths of the MLP that turns the dense inputs into embeddings.
+        dense_embeddings: How many embeddings it makes.
+        compatibility: ``fuxictr`` gives the network of FuxiCTR's WuKong, for comparisons and its checkpoints: residual
+            maps have a bias, the block's MLP ends in ReLU, each dense input has a vector of its own in place of
+            ``dense_mlp``; linear weights begin as Xavier normal, biases at zero, ``Y`` as N(0, 1).
+    """
+
+    name: Literal["wukong"] = "wukong"
+    layers: int = Field(2, ge=1)
+    fmb_embeddings: int = Field(16, ge=1)
+    lcb_embeddings: int = Field(16, ge=1)
+    fm: Literal["optimised", "attentive", "basic"] = "optimised"
+    rank: int = Field(8, ge=1)
+    fmb_mlp: Sizes = (256,)
+    top_mlp: Sizes = Field((256,), min_length=1)
+    top_norm: Norm = "none"
+    dense_mlp: Sizes = (64,)
+    dense_embeddings: int = Field(1, ge=1)
+    compatibility: Literal["none", "fuxictr"] = "none"
+
+
+class WukongLayer(nn.Module):
+    """``X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + residual(X_i))``: ``[B, n, d] -> [B, n_F + n_L, d]``.
+
+    The residual is the identity where the counts agree, else a linear map over the embeddings. Source: Zhang et al.
+    2024, equation 1.
+
+    Args:
+        config: The model's Config.
+        rows: ``n``.
+    """
+
+    def __init__(self, config: WukongConfig, rows: int) -> None:
+        super().__init__()
+        d, outputs = config.embedding_dim, config.fmb_embeddings + config.lcb_embeddings
+        as_fuxictr = config.compatibility == "fuxictr"
+        self.fmb = FactorizationMachineBlock(
+            rows,
+            config.fmb_embeddings,
+            d,
+            fm=config.fm,
+            rank=config.rank,
+            hidden=config.fmb_mlp,
+            dropout=config.dropout,
+            output_activation="relu" if as_fuxictr else "none",
+        )
+        self.lcb = LinearCompression(rows, config.lcb_embeddings)
+        self.residual: nn.Module = nn.Identity()
+        if rows != outputs:
+            self.residual = LinearCompression(rows, outputs, bias=as_fuxictr)
+        self.norm = nn.LayerNorm(d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.fmb(x), self.lcb(x)], dim=1)  # [B, n_F + n_L, d]
+        return self.norm(joined + self.residual(x))
+
+
+def _initialise_as_fuxictr(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | LinearCompression):
+        nn.init.xavier_normal_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, OptimisedFM) and module.attention is None:
+        nn.init.normal_(module.y)
+
+
+class Wukong(DeepModel):
+    """Embedding layer, Wukong layers, MLP over the flattened last embeddings.
+
+    Args:
+        config: Sizes.
+        features: Names and sizes of the inputs.
+        tables: How the tables are stored and updated.
+    """
+
+    Config = WukongConfig
+
+    def __init__(self, config: WukongConfig, features: FeatureSpec, tables: TablesConfig) -> None:
+        super().__init__(config, features, tables)
+        as_fuxictr = config.compatibility == "fuxictr"
+        self.embed = EmbeddingLayer(
+            len(features.dense),
+            len(features.sparse),
+            config.embedding_dim,
+            hidden=config.dense_mlp,
+            dense_embeddings=config.dense_embeddings,
+            separate=as_fuxictr,
+            dropout=config.dropout,
+        )
+        outputs = config.fmb_embeddings + config.lcb_embeddings
+        self.layers = nn.Sequential(
+            *(WukongLayer(config, self.embed.outputs if i == 0 else outputs) for i in range(config.layers))
+        )
+        self.top = MLP(
+            outputs * config.embedding_dim,
+            config.top_mlp,
+            norm=config.top_norm,
+            dropout=0.0 if as_fuxictr else config.dropout,
+        )
+        self.heads = self.make_heads(self.top.outputs)
+        if as_fuxictr:
+            self.apply(_initialise_as_fuxictr)
+
+    def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        x = self.embed(dense, embeddings)  # [B, n, d]
+        x = self.layers(x)  # [B, n_F + n_L, d]
+        return self.top(x.flatten(1))  # [B, r]

@@ -1,0 +1,260 @@
+"""Recipes: one TOML file that describes one run, whole.
+
+A recipe's sections are the ``Config`` classes that the rooms define beside their classes. Shipped recipes are used by
+name, others by path; every mistake of a file is reported at once, each with its dotted path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tomlkit.items import Table
+
+from cordillera.data.datasets import DataConfig
+from cordillera.embeddings.tables import TablesConfig
+from cordillera.errors import RecipeError
+from cordillera.models.ranking import MODELS, ModelConfig
+from cordillera.training.trainer import TrainingConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Recipe(BaseModel):
+    """The description of one run.
+
+    Attributes:
+        name: What the run's folder is called.
+        description: One sentence for people.
+        seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+        threads: Threads of the CPU's kernels; null for all cores.
+        data: Where samples come from.
+        model: What is computed; ``model.name`` chooses it.
+        tables: How embedding tables are trained.
+        training: How the model is trained.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    seed: int = Field(1, ge=0, lt=2**63)
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    threads: int | None = Field(None, ge=1)
+    data: DataConfig
+    model: ModelConfig
+    tables: TablesConfig = TablesConfig()
+    training: TrainingConfig = TrainingConfig()
+
+
+def shipped() -> dict[str, str]:
+    """Names of the recipes in the package, with their descriptions."""
+    found = {}
+    for entry in sorted(resources.files("cordillera.recipes").iterdir(), key=lambda e: e.name):
+        if entry.name.endswith(".toml"):
+            content = tomllib.loads(entry.read_text(encoding="utf-8"))
+            found[entry.name.removesuffix(".toml")] = str(content.get("description", ""))
+    return found
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    """The text of a recipe and the name by which errors call it."""
+    path = Path(source)
+    names = shipped()
+    if str(source) in names:
+        return (resources.files("cordillera.recipes") / f"{source}.toml").read_text(encoding="utf-8"), str(source)
+    if path.is_dir() and (path / "recipe.toml").is_file():
+        path = path / "recipe.toml"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except UnicodeDecodeError as error:
+            raise RecipeError(str(path), [("file", f"is not UTF-8 text: {error}")]) from error
+    close = difflib.get_close_matches(str(source), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise RecipeError(
+        str(source), [("recipe", f"is neither a shipped recipe ({', '.join(names)}) nor a file{hint}")]
+    )
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Read ``a.b=value``; the value is TOML where it can be, text otherwise.
+
+    Raises:
+        RecipeError: there is no ``=`` or no key.
+    """
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise RecipeError("--set", [(text, "must look like section.key=value")])
+    if value.strip() in ("null", "none", "None"):
+        return key, None
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _apply(content: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    place = content
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise RecipeError("--set", [(key, f"{parent!r} is a value, not a section")])
+    place[last] = value
+
+
+def _known_keys(path: tuple[Any, ...], content: dict[str, Any]) -> list[str]:
+    """Keys that a section accepts, for the hint at an unknown one."""
+    here: Any = Recipe
+    for part in path:
+        if not (inspect.isclass(here) and issubclass(here, BaseModel)):
+            return []
+        if here is Recipe and part == "model":
+            here = MODELS[content["model"]["name"]].Config
+            continue
+        fields = {f.alias or name: f for name, f in here.model_fields.items()}
+        if part not in fields:
+            return []
+        classes = [c for c in _classes(fields[part].annotation)]
+        here = classes[0] if classes else None
+    if not (inspect.isclass(here) and issubclass(here, BaseModel)):
+        return []
+    return [field.alias or name for name, field in here.model_fields.items()]
+
+
+def _classes(annotation: Any) -> Iterable[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _classes(part)
+
+
+def _explain(error: Any, content: dict[str, Any]) -> tuple[str, str]:
+    location = [part for part in error["loc"] if part not in ("function-wrap", "function-after")]
+    if len(location) > 1 and location[0] == "model" and location[1] in MODELS:
+        del location[1]  # the tag of the union, which does not stand in the file
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    kind, message = error["type"], error["msg"]
+    if kind == "extra_forbidden":
+        known = _known_keys(tuple(location[:-1]), content)
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        message = "is not a key here" + (f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else "")
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "union_tag_invalid":
+        path, message = "model.name", f"must be one of {', '.join(MODELS)}, got {error['ctx'].get('tag')!r}"
+    elif kind == "union_tag_not_found":
+        path, message = "model.name", f"is missing; choose one of {', '.join(MODELS)}"
+    else:
+        message = re.sub(r"^(Value error|Assertion failed), ", "", message)
+        message = message[0].lower() + message[1:]
+        if not isinstance(error.get("input"), dict | list):
+            message += f", got {error['input']!r}"
+    return path or "recipe", message
+
+
+def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        source: A shipped name, a path, or a run's folder.
+        overrides: ``section.key=value`` texts, or a mapping from dotted keys to values.
+
+    Raises:
+        RecipeError: with every mistake that was found.
+    """
+    text, name = _read(source)
+    try:
+        content: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(name, [("file", f"is not TOML: {error}")]) from error
+    content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem) or "run")
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
+    for key, value in pairs:
+        _apply(content, key, value)
+    return validate(content, name)
+
+
+def validate(content: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Make a recipe from plain values.
+
+    Args:
+        content: Sections and keys, as a TOML file holds them.
+        source: What errors call it.
+
+    Raises:
+        RecipeError: with every mistake that was found.
+    """
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(source, [_explain(entry, content) for entry in error.errors()]) from error
+
+
+def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
+    """What each field of a Config means: its ``Field`` description, or its line in the docstring's ``Attributes``."""
+    found: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "") if issubclass(base, BaseModel) and base is not BaseModel else ""
+        _, _, block = text.partition("Attributes:\n")
+        for match in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", block, re.MULTILINE):
+            found[match[1]] = re.sub(r"\s+", " ", match[2])
+    found |= {name: field.description for name, field in config.model_fields.items() if field.description}
+    return found
+
+
+def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool) -> None:
+    texts = field_descriptions(type(model)) if comments else {}
+    nested = []
+    for name, field in type(model).model_fields.items():
+        key, value = field.alias or name, getattr(model, name)
+        if isinstance(value, BaseModel):
+            nested.append((key, value))
+            continue
+        if comments and name in texts:
+            table.add(tomlkit.comment(texts[name].replace("``", "`")))
+        if value is None:
+            if comments:
+                table.add(tomlkit.comment(f"{key} is not set"))
+            continue
+        if isinstance(value, tuple | list) and value and all(isinstance(entry, BaseModel) for entry in value):
+            rows = tomlkit.array()
+            for entry in value:
+                row = tomlkit.inline_table()
+                row.update(entry.model_dump(exclude_defaults=True, by_alias=True))
+                rows.append(row)
+            table.add(key, rows.multiline(True))
+        else:
+            plain = model.model_dump(mode="json", by_alias=True, include={name}, exclude_none=True)
+            table.add(key, plain[key])
+    for key, value in nested:
+        section = tomlkit.table()
+        _fill(section, value, comments)
+        table.add(key, section)
+
+
+def dump(recipe: Recipe, *, comments: bool = False) -> str:
+    """A recipe as TOML, every default written out.
+
+    Args:
+        recipe: What to write.
+        comments: Put each key's meaning above it.
+    """
+    document = tomlkit.document()
+    _fill(document, recipe, comments)
+    return tomlkit.dumps(document)

@@ -1,0 +1,223 @@
+"""Charts as inline SVG whose colours and type come from the page's style sheet, so that they follow light and dark.
+
+Classes: ``axis``, ``grid``, ``tick``, ``rule`` for the frame; ``s0`` to ``s3`` for series; ``mark`` for what is pointed
+at. Every text is escaped here; callers pass plain strings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+_numbers = itertools.count(1)
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers in ``[low, high]``, about ``count`` of them, in steps of 1, 2 or 5 times a power of ten."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low] if math.isfinite(low) else []
+    raw = (high - low) / max(1, count - 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(index * step, 12) + 0.0 for index in range(first, last + 1)]
+
+
+def compact(value: float) -> str:
+    """A count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
+    if not math.isfinite(value):
+        return "–"
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{float(f'{value / limit:.3g}'):g}{suffix}"
+    return f"{float(f'{value:.3g}'):g}"
+
+
+def tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
+    """A format that shows as many decimals as neighbouring ticks need to differ."""
+    step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
+    decimals = next((d for d in range(7) if abs(round(step, d) - step) < step * 1e-6), 6)
+    return lambda value: f"{value:.{decimals}f}"
+
+
+def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
+    """A range that holds all finite values with some air; ``(0, 1)`` if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0, 1.0
+    low, high = min(finite), max(finite)
+    air = (high - low) * share or abs(high) * share or 0.5
+    return low - air, high + air
+
+
+class Chart:
+    """One chart with linear axes.
+
+    Args:
+        title: What it shows; becomes the SVG's accessible name.
+        description: What a reader who cannot see it should know.
+        x: Range of the horizontal axis.
+        y: Range of the vertical axis.
+        x_label: Name and unit.
+        y_label: Name and unit.
+        x_ticks: Positions and texts; None chooses round numbers.
+        y_ticks: The same for the vertical axis.
+        height: In the units of a 480 wide drawing.
+    """
+
+    width, left, right, top, bottom = 480.0, 56.0, 14.0, 22.0, 42.0
+
+    def __init__(
+        self,
+        title: str,
+        description: str,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        *,
+        x_label: str,
+        y_label: str,
+        x_ticks: Sequence[tuple[float, str]] | None = None,
+        y_ticks: Sequence[tuple[float, str]] | None = None,
+        height: float = 280.0,
+    ) -> None:
+        self.title, self.description, self.height = title, description, height
+        self._x, self._y = x, y
+        self._number = next(_numbers)
+        self._parts: list[str] = []
+        x_ticks = [(tick, compact(tick)) for tick in nice_ticks(*x)] if x_ticks is None else x_ticks
+        if y_ticks is None:
+            marks = nice_ticks(*y)
+            text = compact if y[1] >= 1e4 else tick_text(marks)
+            y_ticks = [(tick, text(tick)) for tick in marks]
+        base, end = height - self.bottom, self.width - self.right
+        frame = []
+        for value, text_ in y_ticks:
+            at = self.y(value)
+            frame.append(f'<line class="grid" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
+            frame.append(f'<text class="tick" x="{self.left - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(text_)}</text>')
+        for value, text_ in x_ticks:
+            at = self.x(value)
+            frame.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
+            frame.append(f'<text class="tick" x="{at:.1f}" y="{base + 17}" text-anchor="middle">{escape(text_)}</text>')
+        frame.append(f'<line class="axis" x1="{self.left}" x2="{end}" y1="{base}" y2="{base}"/>')
+        middle = (self.left + end) / 2
+        frame.append(f'<text class="label" x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
+        frame.append(f'<text class="label" x="{self.left - 48}" y="13">{escape(y_label)}</text>')
+        self._frame = frame
+
+    def x(self, value: float) -> float:
+        """Horizontal position of a value."""
+        low, high = self._x
+        return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
+
+    def y(self, value: float) -> float:
+        """Vertical position of a value."""
+        low, high = self._y
+        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0") -> None:
+        """A line through points; values that are not finite interrupt it."""
+        path, pen = [], "M"
+        for a, b in zip(xs, ys, strict=True):
+            if not (math.isfinite(a) and math.isfinite(b)):
+                pen = "M"
+                continue
+            path.append(f"{pen}{self.x(a):.1f} {self.y(b):.1f}")
+            pen = "L"
+        self._parts.append(f'<path class="line {style}" d="{"".join(path)}"/>')
+
+    def dots(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0", radius: float = 3.0) -> None:
+        """Points."""
+        for a, b in zip(xs, ys, strict=True):
+            if math.isfinite(a) and math.isfinite(b):
+                self._parts.append(
+                    f'<circle class="dot {style}" cx="{self.x(a):.1f}" cy="{self.y(b):.1f}" r="{radius:g}"/>'
+                )
+
+    def whiskers(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], style: str = "s0") -> None:
+        """Vertical intervals."""
+        for a, low, high in zip(xs, lows, highs, strict=True):
+            if math.isfinite(low) and math.isfinite(high):
+                at = f"{self.x(a):.1f}"
+                self._parts.append(
+                    f'<line class="whisker {style}" x1="{at}" x2="{at}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"/>'
+                )
+
+    def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
+        """A filled outline of a histogram."""
+        base = self.y(0.0)
+        path = [f"M{self.x(edges[0]):.1f} {base:.1f}"]
+        for index, height in enumerate(heights):
+            at = f"{self.y(height):.1f}"
+            path.append(f"L{self.x(edges[index]):.1f} {at}L{self.x(edges[index + 1]):.1f} {at}")
+        path.append(f"L{self.x(edges[-1]):.1f} {base:.1f}")
+        self._parts.append(f'<path class="area {style}" d="{"".join(path)}"/>')
+
+    def rule(self, *, y: float | None = None, x: float | None = None, text: str = "") -> None:
+        """A straight reference line across the chart, with an optional text at its end."""
+        if y is not None and self._y[0] <= y <= self._y[1]:
+            at, end = self.y(y), self.width - self.right
+            self._parts.append(f'<line class="rule" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
+            if text:
+                self._text(end - 2, at - 5, text, "end", "note")
+        if x is not None and self._x[0] <= x <= self._x[1]:
+            at, base = self.x(x), self.height - self.bottom
+            self._parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{self.top}" y2="{base}"/>')
+            if text:
+                anchor = "end" if at > self.width * 0.6 else "start"
+                self._text(at + (-5 if anchor == "end" else 5), self.top + 10, text, anchor, "note")
+
+    def diagonal(self) -> None:
+        """The line where both axes have the same value."""
+        low, high = max(self._x[0], self._y[0]), min(self._x[1], self._y[1])
+        ends = f'x1="{self.x(low):.1f}" y1="{self.y(low):.1f}" x2="{self.x(high):.1f}" y2="{self.y(high):.1f}"'
+        self._parts.append(f'<line class="rule" {ends}/>')
+
+    def mark(self, x: float, y: float, text: str) -> None:
+        """Point at one place with a ring and a text."""
+        a, b = self.x(x), self.y(y)
+        self._parts.append(f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="5.5"/>')
+        above = b - 11 if b > self.top + 30 else b + 20
+        anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
+        self._text(a, above, text, anchor, "callout")
+
+    def _text(self, x: float, y: float, text: str, anchor: str, style: str) -> None:
+        self._parts.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def svg(self) -> str:
+        """The drawing. What leaves the frame is cut off."""
+        n, inner = self._number, self.height - self.top - self.bottom
+        clip = (
+            f'<clipPath id="c{n}"><rect x="{self.left - 1}" y="{self.top - 7}" '
+            f'width="{self.width - self.left - self.right + 8}" height="{inner + 8}"/></clipPath>'
+        )
+        return (
+            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" aria-labelledby="t{n} d{n}">'
+            f'<title id="t{n}">{escape(self.title)}</title><desc id="d{n}">{escape(self.description)}</desc>{clip}'
+            f'{"".join(self._frame)}<g clip-path="url(#c{n})">{"".join(self._parts)}</g></svg>'
+        )
+
+
+def interval_strip(
+    value: float, interval: tuple[float, float] | None, reference: float, limits: tuple[float, float]
+) -> str:
+    """A value, its interval and a reference on a short horizontal scale, for a cell of a table.
+
+    Decorative: the same numbers stand in the cells beside it, so assistive technology skips it.
+    """
+    width, middle = 120.0, 9.0
+
+    def at(number: float) -> float:
+        low, high = limits
+        return 4 + (min(max(number, low), high) - low) / (high - low) * (width - 8)
+
+    parts = [f'<line class="rule" x1="{at(reference):.1f}" x2="{at(reference):.1f}" y1="1" y2="17"/>']
+    if interval and all(math.isfinite(end) for end in interval):
+        a, b = (at(end) for end in interval)
+        parts.append(f'<line class="whisker s0" x1="{a:.1f}" x2="{b:.1f}" y1="{middle}" y2="{middle}"/>')
+    if math.isfinite(value):
+        parts.append(f'<circle class="dot s0" cx="{at(value):.1f}" cy="{middle}" r="3.5"/>')
+    return f'<svg class="strip" viewBox="0 0 {width:g} 18" aria-hidden="true">{"".join(parts)}</svg>'

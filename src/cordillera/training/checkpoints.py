@@ -1,0 +1,203 @@
+"""Checkpoints: complete or absent, and verified before they are believed.
+
+A checkpoint is a folder ``step-000001234`` with ``tensors.safetensors`` (weights, optimizer moments, random state),
+``state.json`` (counters) and ``checksums.json`` (SHA-256 of the other two). It is written under a hidden name, flushed
+to the disk and renamed, so a folder of that name is a whole checkpoint. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cordillera.errors import CheckpointError
+from cordillera.run import disk_errors, remove_folder
+
+_TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was read from a checkpoint.
+
+    Attributes:
+        folder: Where it lies.
+        tensors: Tensors by dotted name, on the CPU, memory-mapped.
+        state: Plain values: counters, flags, metric accumulators.
+    """
+
+    folder: Path
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Training steps done when it was written."""
+        return int(self.state["step"])
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def folder_of(parent: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return parent / f"step-{step:09d}"
+
+
+def steps(parent: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, ascending. Unfinished ones do not count."""
+    return sorted(int(path.name[5:]) for path in parent.glob("step-*") if path.name[5:].isdigit())
+
+
+def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    """Write a checkpoint.
+
+    Args:
+        parent: The folder of all checkpoints.
+        tensors: What to save, by name; contiguous copies are made only of tensors that are not contiguous.
+        state: Plain JSON values; ``state["step"]`` names the checkpoint.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        RunError: the disk is full or read-only. Earlier checkpoints are intact.
+    """
+    target = folder_of(parent, int(state["step"]))
+    temporary = parent / f".{target.name}.{os.getpid()}.tmp"
+    with disk_errors(target):
+        try:
+            remove_folder(temporary)
+            temporary.mkdir(parents=True)
+            try:
+                save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary / _TENSORS)
+            except SafetensorError as error:
+                # The library reports a failed write as its own error; the cause (errno 28: no space) is in its text.
+                code = 28 if "os error 28" in str(error).lower() or "no space" in str(error).lower() else 5
+                raise OSError(code, str(error)) from error
+            (temporary / _STATE).write_text(json.dumps(state), encoding="utf-8")
+            sums = {name: _digest(temporary / name) for name in (_TENSORS, _STATE)}
+            (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+            for name in (_TENSORS, _STATE, _CHECKSUMS):
+                _sync(temporary / name)
+            remove_folder(target)
+            os.rename(temporary, target)
+            _sync(parent)
+        finally:
+            remove_folder(temporary)
+    return target
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read a checkpoint after verifying every byte of it.
+
+    Raises:
+        CheckpointError: a file is missing or differs from its checksum; the message names it.
+    """
+    remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
+    try:
+        sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("is missing or unreadable", where=str(folder / _CHECKSUMS), remedy=remedy) from error
+    for name, digest in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError("is missing", where=str(path), remedy=remedy)
+        if _digest(path) != digest:
+            raise CheckpointError(
+                "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
+            )
+    state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    return Checkpoint(folder, load_file(folder / _TENSORS), state)
+
+
+def prune(parent: Path, keep: set[int]) -> None:
+    """Delete all checkpoints but those of the steps in ``keep``, and what unfinished writes left behind."""
+    for step in steps(parent):
+        if step not in keep:
+            remove_folder(folder_of(parent, step))
+    for leftover in parent.glob(".step-*.tmp"):
+        remove_folder(leftover)
+
+
+def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
+    """Part nested state into plain JSON values and tensors.
+
+    Args:
+        value: Dicts and lists of plain values and tensors.
+        path: Prefix of the tensors' names.
+
+    Returns:
+        The value with every tensor replaced by ``{"__tensor__": name}``, and the tensors by name.
+    """
+    if isinstance(value, Tensor):
+        return {"__tensor__": path}, {path: value}
+    tensors: dict[str, Tensor] = {}
+    if isinstance(value, dict):
+        plain: Any = {}
+        for key, entry in value.items():
+            plain[key], more = pack(entry, f"{path}.{key}")
+            tensors |= more
+        return plain, tensors
+    if isinstance(value, list | tuple):
+        plain = []
+        for number, entry in enumerate(value):
+            packed, more = pack(entry, f"{path}.{number}")
+            plain.append(packed)
+            tensors |= more
+        return plain, tensors
+    return value, tensors
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Undo :func:`pack`; tensors are copied, since those of a checkpoint are memory-mapped.
+
+    Args:
+        value: What ``pack`` gave first.
+        tensors: All tensors by name.
+    """
+    if isinstance(value, dict):
+        if set(value) == {"__tensor__"}:
+            return tensors[value["__tensor__"]].clone()
+        return {key: unpack(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [unpack(entry, tensors) for entry in value]
+    return value
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of torch's random generators, as tensors for a checkpoint."""
+    state = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["random.cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(tensors: dict[str, Tensor]) -> None:
+    """Set torch's random generators to what :func:`random_state` saved."""
+    torch.set_rng_state(tensors["random.cpu"].clone())
+    if torch.cuda.is_available() and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"].clone())

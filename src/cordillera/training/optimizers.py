@@ -1,0 +1,66 @@
+"""The optimizer of dense parameters and the learning-rate schedule that dense parameters and tables share."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from cordillera.embeddings.tables import EmbeddingTables
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained by the dense optimizer: all but the embedding tables', which update themselves."""
+    owned = {id(p) for module in model.modules() if isinstance(module, EmbeddingTables) for p in module.parameters()}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned}
+
+
+def embedding_tables(model: nn.Module) -> dict[str, EmbeddingTables]:
+    """The embedding tables of a model, by module name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingTables)}
+
+
+def build_adamw(
+    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW over the dense parameters; weight decay spares biases and norms (tensors of fewer than two dimensions).
+
+    Args:
+        model: The model.
+        learning_rate: Peak rate; the schedule scales it.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay a step, times the learning rate (Loshchilov and Hutter 2019).
+    """
+    parameters = dense_parameters(model).values()
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def schedule(
+    step: int, total: int, *, warmup: int, decay: Literal["none", "linear", "cosine"], floor: float = 0.0
+) -> float:
+    """The factor on all learning rates at one step.
+
+    Args:
+        step: Steps taken before this one, from 0.
+        total: Steps of the whole training.
+        warmup: Steps over which the factor rises linearly to 1; the first step uses ``1 / warmup``.
+        decay: How it falls after that.
+        floor: The factor at the last step, with ``linear`` and ``cosine``.
+
+    Returns:
+        A factor in (0, 1].
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if decay == "none":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    shape = 1.0 - progress if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return floor + (1.0 - floor) * shape

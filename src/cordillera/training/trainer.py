@@ -1,0 +1,575 @@
+"""The loop that learns: batches in, updates out, and every interruption survived.
+
+One step is: batch, forward under the chosen precision, weighted loss, backward, clip, AdamW for dense parameters, one
+fused exact update for the tables. Everything a step depends on (weights, moments, counters, random state, position in
+the data) is in a checkpoint, and the order of the data is a function of seed and epoch, so a resumed run takes the same
+steps that an uninterrupted one would have taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.nn import functional
+
+from cordillera.data.features import RankingBatch
+from cordillera.data.loader import Loader
+from cordillera.errors import CheckpointError, DependencyError, TrainingError
+from cordillera.models.ranking.base import RankingModel
+from cordillera.run import Run
+from cordillera.training import checkpoints
+from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
+from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+
+
+class TrainingConfig(BaseModel):
+    """How a model is trained.
+
+    Attributes:
+        epochs: Passes over the training split.
+        max_steps: Stop after so many steps, whatever ``epochs`` says.
+        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32`` does
+            everything in float32.
+        learning_rate: Peak rate of AdamW for dense parameters; the tables' own rate stands in ``[tables]``.
+        betas: AdamW's decay rates.
+        eps: AdamW's denominator term.
+        weight_decay: AdamW's decoupled weight decay, on matrices only.
+        warmup_fraction: Share of all steps over which rates rise linearly from zero.
+        decay: How rates fall after the warm-up: ``none``, ``linear``, ``cosine``.
+        final_rate: The factor on the rates at the last step, with ``linear`` and ``cosine``.
+        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the norm.
+        task_weights: Weight of each task's loss, by task name; null for ones.
+        patience: Stop after so many evaluations without a better NE and go back to the best weights; null to never stop
+            early and keep the last weights.
+        evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
+        checkpoint_every: Steps between checkpoints, beside those at evaluations; null for none.
+        log_every: Steps between records of the training loss.
+        progressive: Predict every batch before training on it and report those predictions' metrics (for streams).
+        progressive_window: Samples a window of the progressive metrics.
+        compile: Compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    learning_rate: float = Field(1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_fraction: float = Field(0.0, ge=0, le=1)
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final_rate: float = Field(0.0, ge=0, le=1)
+    gradient_clip: float | None = Field(None, gt=0)
+    task_weights: dict[str, float] | None = None
+    patience: int | None = Field(None, ge=1)
+    evaluate_every: int | None = Field(None, ge=1)
+    checkpoint_every: int | None = Field(None, ge=1)
+    log_every: int = Field(20, ge=1)
+    progressive: bool = False
+    progressive_window: int = Field(10_000, ge=1)
+    compile: bool = False
+
+
+@dataclass
+class Progress:
+    """Where a training stands. Everything in it is in the checkpoint.
+
+    Attributes:
+        step: Updates done.
+        epoch: The epoch in progress, from 0.
+        batch: Batches of that epoch already used.
+        examples: Samples used.
+        best: Lowest mean NE on the validation split so far.
+        best_step: The step of ``best``.
+        stale: Evaluations since ``best``.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    examples: int = 0
+    best: float = math.inf
+    best_step: int | None = None
+    stale: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**self.__dict__, "best": None if math.isinf(self.best) else self.best}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """Undo :meth:`to_state`."""
+        return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
+
+
+@dataclass
+class Report:
+    """How a training ended.
+
+    Attributes:
+        ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
+        progress: Where it stood.
+        seconds: Wall time of this process's share.
+    """
+
+    ended: Literal["finished", "early", "interrupted"]
+    progress: Progress
+    seconds: float
+
+
+@dataclass
+class _Window:
+    """What happened since the last log record. Sums are checkpointed, clocks are not."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    gradient_norm: float = 0.0
+    examples: int = 0
+    timed: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    waiting: float = 0.0
+
+    def to_state(self) -> dict[str, float]:
+        return {"loss": self.loss, "weight": self.weight, "examples": self.examples}
+
+
+Watcher = Callable[[dict[str, Any], Progress, int], None]
+
+
+def select_device(name: str) -> torch.device:
+    """The device that a recipe's ``device`` names; ``auto`` takes a GPU if there is one.
+
+    Raises:
+        DependencyError: the named device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DependencyError(
+            "no CUDA device is usable here", where=f"device = {name!r}", remedy="use device = 'auto' or 'cpu'"
+        )
+    return device
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """The autocast region of a precision: bfloat16 for ``bf16``, nothing for ``fp32``."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def scorer(model: RankingModel, device: torch.device, precision: str) -> Callable[[RankingBatch], Tensor]:
+    """A function from a batch to logits, without gradients and in evaluation mode.
+
+    Returns:
+        A function that takes a :class:`RankingBatch` and gives ``float32 [B, tasks]`` on the CPU.
+    """
+
+    def score(batch: RankingBatch) -> Tensor:
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode(), autocast(device, precision):
+                return model(batch.to(device)).float().cpu()
+        finally:
+            model.train(was_training)
+
+    return score
+
+
+def weighted_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, task_weights: Tensor | None
+) -> tuple[Tensor, float]:
+    """Mean binary cross-entropy over samples, summed over tasks.
+
+    Args:
+        logits: ``[B, tasks]``; taken to float32.
+        labels: ``float32 [B, tasks]`` of zeros and ones.
+        weights: ``float32 [B]`` sample weights or None.
+        task_weights: ``float32 [tasks]`` or None.
+
+    Returns:
+        The scalar loss and the samples' total weight. If that is zero the loss is zero: such a batch teaches nothing.
+    """
+    losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+    if task_weights is not None:
+        losses = losses * task_weights
+    losses = losses.sum(1)
+    if weights is None:
+        return losses.mean(), float(losses.numel())
+    total = float(weights.sum())
+    return (losses * weights).sum() / (total or 1.0), total
+
+
+class Trainer:
+    """Trains one model on one data set into one run folder.
+
+    Args:
+        config: How to train.
+        model: The model; it is moved to ``device``.
+        training: Batches of the training split.
+        validation: Batches of the validation split, or None to evaluate nothing.
+        run: Where records and checkpoints go.
+        tasks: Label names.
+        device: Where to compute.
+        watch: Called after every step with the newest log record (empty at steps that log nothing), the progress and
+            the total number of steps; draws progress bars.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: RankingModel,
+        training: Loader,
+        validation: Loader | None,
+        run: Run,
+        *,
+        tasks: Sequence[str],
+        device: torch.device,
+        watch: Watcher | None = None,
+    ) -> None:
+        self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
+        self.training, self.validation, self.watch = training, validation, watch
+        self.model = model.to(device)
+        self.optimizer = build_adamw(
+            model, learning_rate=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+        self.tables = embedding_tables(model)
+        self.dense = dense_parameters(model)
+        self.progress = Progress()
+        self._window = _Window()
+        epochs = config.epochs * len(training)
+        self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
+        self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
+        self._stop = threading.Event()
+        unknown = sorted(set(config.task_weights or {}) - set(self.tasks))
+        if unknown:
+            raise TrainingError(
+                f"names no task: {unknown}", where="training.task_weights", remedy=f"tasks are {list(self.tasks)}"
+            )
+        self._task_weights = (
+            torch.tensor([config.task_weights.get(task, 1.0) for task in self.tasks], device=device)
+            if config.task_weights
+            else None
+        )
+        if config.compile:
+            model.score = torch.compile(model.score)  # type: ignore[method-assign]
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        names = {id(parameter): name for name, parameter in self.dense.items()}
+        for parameter, moments in self.optimizer.state.items():
+            for key, value in moments.items():
+                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+        tensors |= checkpoints.random_state()
+        state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
+        if self.progressive is not None:
+            state["progressive"], more = checkpoints.pack(self.progressive.state_dict(), "progressive")
+            tensors |= more
+        return tensors, state
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment; the newest and the best are kept, older ones deleted."""
+        tensors, state = self._state()
+        checkpoints.save(self.run.checkpoints, tensors, state)
+        keep = {self.progress.step}
+        if self.progress.best_step is not None:
+            keep.add(self.progress.best_step)
+        checkpoints.prune(self.run.checkpoints, keep)
+
+    def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
+        """Go to a checkpoint.
+
+        Args:
+            checkpoint: What :func:`cordillera.training.checkpoints.load` gave.
+            weights_only: Take the model's weights and leave optimizer, counters and random state as they are.
+
+        Raises:
+            CheckpointError: it was written for another model.
+        """
+        load_weights(self.model, checkpoint)
+        if weights_only:
+            return
+        for name, parameter in self.dense.items():
+            prefix = f"optimizer.{name}."
+            moments = {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
+            if moments:
+                # AdamW's fused kernel wants moments beside the parameter and its step count as a tensor.
+                self.optimizer.state[parameter] = {k: v.clone().to(self.device) for k, v in moments.items()}
+        self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
+        self._window = _Window(**checkpoint.state["window"])
+        if self.progressive is not None and "progressive" in checkpoint.state:
+            self.progressive.load_state_dict(checkpoints.unpack(checkpoint.state["progressive"], checkpoint.tensors))
+        checkpoints.restore_random_state(checkpoint.tensors)
+
+    def resume(self) -> bool:
+        """Go to the newest checkpoint of the run; False if there is none.
+
+        Raises:
+            CheckpointError: the newest checkpoint is corrupt.
+        """
+        available = checkpoints.steps(self.run.checkpoints)
+        if not available:
+            self.run.rewind_metrics(0)
+            return False
+        self.restore(checkpoints.load(checkpoints.folder_of(self.run.checkpoints, available[-1])))
+        self.run.rewind_metrics(self.progress.step)
+        return True
+
+    def stop(self) -> None:
+        """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
+        self._stop.set()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the run after the step in progress; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            if self._stop.is_set():
+                raise KeyboardInterrupt
+            self.stop()
+
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def fit(self) -> Report:
+        """Train to the end, to the end of patience, or to a signal.
+
+        Returns:
+            How it ended. Unless interrupted, the model holds the weights that the run stands for: the best ones with
+            ``patience``, the last ones without.
+
+        Raises:
+            TrainingError: the loss is not finite.
+            RunError: the disk is full or the run is in use.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        began = time.perf_counter()
+        ended: Literal["finished", "early", "interrupted"] = "finished"
+        board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
+        with self.run.lock(), self._signals(), contextlib.closing(board):
+            self.model.train()
+            ended = self._epochs(board)
+            if ended == "interrupted":
+                if self.progress.step not in checkpoints.steps(self.run.checkpoints):
+                    self.save()
+            elif self.config.patience is not None and self.progress.best_step not in (None, self.progress.step):
+                best = checkpoints.folder_of(self.run.checkpoints, self.progress.best_step or 0)
+                self.restore(checkpoints.load(best), weights_only=True)
+            if self.progressive is not None:
+                self.run.write_json("progressive.json", self.progressive.compute())
+        return Report(ended, self.progress, time.perf_counter() - began)
+
+    def _epochs(self, board: Any) -> Literal["finished", "early", "interrupted"]:
+        config, progress = self.config, self.progress
+        if config.patience is not None and progress.stale >= config.patience:
+            return "early"
+        while progress.step < self.total_steps:
+            batches = self.training.epoch(progress.epoch, progress.batch)
+            with contextlib.closing(batches):  # type: ignore[type-var]
+                asked = time.perf_counter()
+                for batch in batches:
+                    self._window.waiting += time.perf_counter() - asked
+                    self._step(batch, self._window)
+                    record = {}
+                    if self._is_due(config.log_every):
+                        record, self._window = self._log(self._window, board), _Window()
+                    last = progress.step >= self.total_steps
+                    end_of_epoch = progress.batch >= len(self.training)
+                    if end_of_epoch:
+                        progress.epoch, progress.batch = progress.epoch + 1, 0
+                    every = config.evaluate_every
+                    if last or (end_of_epoch if every is None else self._is_due(every)):
+                        paused = time.perf_counter()
+                        self._evaluate(board)
+                        self.save()
+                        self._window.started += time.perf_counter() - paused
+                        if config.patience is not None and progress.stale >= config.patience:
+                            return "early"
+                    elif config.checkpoint_every is not None and self._is_due(config.checkpoint_every):
+                        self.save()
+                    if self.watch is not None:
+                        self.watch(record, progress, self.total_steps)
+                    if self._stop.is_set() and not last:
+                        return "interrupted"
+                    if last or end_of_epoch:
+                        break
+                    asked = time.perf_counter()
+                else:
+                    raise TrainingError(
+                        f"the loader ended after {progress.batch} of {len(self.training)} batches", where="data"
+                    )
+        return "finished"
+
+    def _is_due(self, every: int) -> bool:
+        return self.progress.step % every == 0
+
+    def _step(self, batch: RankingBatch, window: _Window) -> None:
+        progress, config = self.progress, self.config
+        if batch.labels is None:
+            raise TrainingError("the batch has no labels", where="training")
+        if self.progressive is not None:
+            logits = scorer(self.model, self.device, config.precision)(batch)
+            for window_metrics in self.progressive.update(logits, batch.labels, batch.weights, batch.groups):
+                self.run.log({"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics})
+        factor = schedule(
+            progress.step,
+            self.total_steps,
+            warmup=round(config.warmup_fraction * self.total_steps),
+            decay=config.decay,
+            floor=config.final_rate,
+        )
+        moved = batch.to(self.device, non_blocking=True)
+        assert moved.labels is not None
+        with autocast(self.device, config.precision):
+            logits = self.model(moved)
+        loss, weight = weighted_loss(logits, moved.labels, moved.weights, self._task_weights)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            self._refuse(value, batch)
+        loss.backward()
+        if config.gradient_clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
+            window.gradient_norm = float(norm)
+        elif (progress.step + 1) % config.log_every == 0:
+            window.gradient_norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None]))
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * factor
+        self.optimizer.step()
+        for tables in self.tables.values():
+            tables.update(factor)
+        self.optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.batch += 1
+        progress.examples += len(batch)
+        window.loss += value * weight
+        window.weight += weight
+        window.examples += len(batch)
+        window.timed += len(batch)
+
+    def _refuse(self, value: float, batch: RankingBatch) -> None:
+        rows = "" if batch.rows is None or not len(batch.rows) else f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
+        raise TrainingError(
+            f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows}); "
+            "no update was made from it",
+            where=str(self.run.folder),
+            remedy="lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use "
+            "precision = 'fp32'; the last checkpoint is intact",
+        )
+
+    def _log(self, window: _Window, board: Any) -> dict[str, Any]:
+        seconds = time.perf_counter() - window.started
+        progress = self.progress
+        record = {
+            "kind": "train",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "examples": progress.examples,
+            "loss": window.loss / window.weight if window.weight else math.nan,
+            "gradient_norm": window.gradient_norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else math.nan,
+            "examples_per_second": window.timed / seconds,
+            "data_fraction": window.waiting / seconds,
+            "seconds": seconds,
+        }
+        self.run.log(record)
+        for key in ("loss", "gradient_norm", "learning_rate", "examples_per_second"):
+            board.add_scalar(f"train/{key}", record[key], progress.step)
+        return record
+
+    def _evaluate(self, board: Any) -> None:
+        if self.validation is None:
+            return
+        progress, began = self.progress, time.perf_counter()
+        metrics = {task: RankingMetrics() for task in self.tasks}
+        score = scorer(self.model, self.device, self.config.precision)
+        for batch in self.validation.epoch():
+            logits = score(batch)
+            if batch.labels is None:
+                raise TrainingError("the validation split has no labels", where="validation")
+            for column, task in enumerate(self.tasks):
+                metrics[task].update(logits[:, column], batch.labels[:, column], batch.weights, batch.groups)
+        results = {task: metric.compute() for task, metric in metrics.items()}
+        record = {
+            "kind": "evaluation",
+            "split": "validation",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "examples": progress.examples,
+            "tasks": results,
+            "seconds": time.perf_counter() - began,
+        }
+        self.run.log(record)
+        for task, values in results.items():
+            for key in ("ne", "auc", "calibration"):
+                board.add_scalar(f"validation/{task}/{key}", values[key], progress.step)
+        mean = sum(values["ne"] for values in results.values()) / len(results)
+        if math.isnan(mean) and self.config.patience is not None:
+            undefined = [task for task, values in results.items() if math.isnan(values["ne"])]
+            raise TrainingError(
+                f"NE is undefined for {undefined}: all labels of the validation split are of one class",
+                where="validation",
+                remedy="choose another split (data.split), or set training.patience to null",
+            )
+        if mean < progress.best:
+            progress.best, progress.best_step, progress.stale = mean, progress.step, 0
+        else:
+            progress.stale += 1
+
+
+def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> None:
+    """Put a checkpoint's weights into a model.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model; the message names the first difference.
+    """
+    saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
+    try:
+        model.load_state_dict(saved)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"holds another model: {str(error).splitlines()[-1].strip()}",
+            where=str(checkpoint.folder),
+            remedy="use the recipe that stands in the run's folder",
+        ) from error
+
+
+def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
+    """The checkpoint that a finished run stands for.
+
+    Args:
+        run: The run.
+        use_best: True for the step of the lowest validation NE, False for the newest.
+
+    Raises:
+        CheckpointError: there is none, or it is corrupt.
+    """
+    available = checkpoints.steps(run.checkpoints)
+    if not available:
+        raise CheckpointError(
+            "holds no checkpoint", where=str(run.checkpoints), remedy="train first: `cordillera train RECIPE`"
+        )
+    newest = checkpoints.load(checkpoints.folder_of(run.checkpoints, available[-1]))
+    best = newest.state.get("best_step")
+    if not use_best or best in (None, newest.step):
+        return newest
+    return checkpoints.load(checkpoints.folder_of(run.checkpoints, int(best)))

@@ -1,0 +1,320 @@
+"""What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep.
+
+The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a model
+from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow.parquet
+import torch
+
+from cordillera import recipe as recipes
+from cordillera.data.cache import ClickDataset, Splits
+from cordillera.data.datasets import prediction_log, prepare
+from cordillera.data.encoding import Encoder
+from cordillera.data.features import FeatureSpec
+from cordillera.data.loader import Loader
+from cordillera.errors import DataError
+from cordillera.models import flops
+from cordillera.models.ranking import build
+from cordillera.models.ranking.base import RankingModel
+from cordillera.recipe import Recipe
+from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
+from cordillera.training.evaluation import Evaluation
+from cordillera.training.evaluation import evaluate as evaluate_split
+from cordillera.training.report import write_report
+from cordillera.training.trainer import Report, Trainer, Watcher, best_checkpoint, load_weights, scorer, select_device
+
+
+@dataclass
+class Outcome:
+    """What :func:`train` did.
+
+    Attributes:
+        run: The run's folder.
+        report: How training ended.
+        evaluation: The test split's evaluation; None if training was interrupted or there is no test split.
+    """
+
+    run: Run
+    report: Report
+    evaluation: Evaluation | None
+
+
+def model_of(recipe: Recipe, features: FeatureSpec) -> RankingModel:
+    """Build the model of a recipe with weights that depend on the recipe's seed alone.
+
+    Args:
+        recipe: The recipe.
+        features: Names and sizes of the data's features.
+    """
+    torch.manual_seed(recipe.seed)
+    return build(recipe.model, features, recipe.tables)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _loader(recipe: Recipe, dataset: ClickDataset, *, training: bool) -> Loader:
+    data = recipe.data
+    if training:
+        # A stream is trained on in its own order: shuffling would let the past learn from the future.
+        shuffle = "none" if recipe.training.progressive else data.shuffle
+        return Loader(dataset, data.batch_size, shuffle=shuffle, seed=recipe.seed)
+    return Loader(dataset, data.evaluation_batch_size)
+
+
+def _describe(recipe: Recipe, model: RankingModel, splits: Splits) -> dict[str, Any]:
+    sample = next(iter(Loader(splits.train, min(64, len(splits.train))).epoch()))
+    return {
+        "name": recipe.model.name,
+        "config": recipe.model.model_dump(mode="json"),
+        **asdict(flops.count(model, sample)),
+        "tables": dict(splits.features.tables),
+        "tasks": list(splits.features.tasks),
+        "dense_features": list(splits.features.dense),
+        "sparse_features": [feature.name for feature in splits.features.sparse],
+        "data": {
+            "fingerprint": splits.folder.name,
+            "examples": {"train": len(splits.train), "validation": len(splits.validation), "test": len(splits.test)},
+            "facts": splits.facts,
+        },
+    }
+
+
+def train(
+    recipe: Recipe | Run,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    watch: Watcher | None = None,
+    say: Any = lambda text: None,
+) -> Outcome:
+    """Train a recipe into a run folder, evaluate it on the test split and write its report.
+
+    Args:
+        recipe: What to train; with ``resume`` it may be the run.
+        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
+        resume: Continue the run in ``folder`` from its newest checkpoint, with the recipe that stands in it.
+        watch: Called after every step; see :class:`~cordillera.training.trainer.Trainer`.
+        say: Called with one line of text at each stage.
+
+    Raises:
+        RunError: the folder exists (without ``resume``) or does not (with it).
+        CheckpointError: the newest checkpoint is corrupt.
+        DataError: the data cannot be had or is not acceptable.
+        TrainingError: the loss is not finite.
+    """
+    if isinstance(recipe, Run):
+        folder, resume = recipe.folder, True
+    if resume:
+        if folder is None:
+            raise RunError("name the run folder that is to be resumed", where="--resume")
+        run = Run(folder)
+        recipe = recipes.load(run.recipe_file)
+    assert isinstance(recipe, Recipe)
+    device = select_device(recipe.device)
+    with _threads(recipe.threads):
+        say(f"data: {recipe.data.label}")
+        splits = prepare(recipe.data)
+        model = model_of(recipe, splits.features)
+        if resume:
+            described = run.read_json("model.json")
+            if described["data"]["fingerprint"] != splits.folder.name:
+                raise DataError(
+                    "has changed since the run began; a resumed run must see the same samples",
+                    where=recipe.data.label,
+                    remedy="restore the files, or start a new run",
+                )
+        else:
+            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+            described = _describe(recipe, model, splits)
+            splits.encoder.save(run.folder / "encoder")
+            run.write_json("model.json", described)
+        say(
+            f"model: {described['name']}, {described['parameters']:,} parameters "
+            f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs an example"
+        )
+        validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
+        trainer = Trainer(
+            recipe.training,
+            model,
+            _loader(recipe, splits.train, training=True),
+            validation,
+            run,
+            tasks=splits.features.tasks,
+            device=device,
+            watch=watch,
+        )
+        if resume:
+            found = trainer.resume()
+            say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+        report = trainer.fit()
+        if report.ended == "interrupted":
+            return Outcome(run, report, None)
+        evaluation = _evaluate(run, recipe, model, splits, "test", device) if len(splits.test) else None
+        write_report(run)
+        return Outcome(run, report, evaluation)
+
+
+def _evaluate(
+    run: Run, recipe: Recipe, model: RankingModel, splits: Splits, split: str, device: torch.device
+) -> Evaluation:
+    dataset: ClickDataset = getattr(splits, split)
+    evaluation = evaluate_split(
+        scorer(model, device, recipe.training.precision),
+        _loader(recipe, dataset, training=False).epoch(),
+        splits.features.tasks,
+        split=split,
+        segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
+    )
+    name = "evaluation.json" if split == "test" else f"evaluation-{split}.json"
+    write_atomically(run.folder / name, evaluation.to_json())
+    return evaluation
+
+
+def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
+    """The recipe of a run and its model with the weights that the run stands for, ready to score.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is corrupt.
+    """
+    recipe = recipes.load(run.recipe_file)
+    model = model_of(recipe, features)
+    load_weights(model, best_checkpoint(run, use_best=recipe.training.patience is not None))
+    return recipe, model.to(device).eval()
+
+
+def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
+    """Evaluate a run on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
+
+    Args:
+        run: The run or its folder.
+        split: ``train``, ``validation`` or ``test``.
+
+    Raises:
+        RunError: it is not a run, or the split is not one of the three.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    if split not in ("train", "validation", "test"):
+        raise RunError(f"must be train, validation or test, got {split!r}", where="--split")
+    recipe = recipes.load(run.recipe_file)
+    device = select_device(recipe.device)
+    with _threads(recipe.threads):
+        splits = prepare(recipe.data)
+        _, model = load_model(run, splits.features, device)
+        return _evaluate(run, recipe, model, splits, split, device)
+
+
+def report(run: Run | Path | str) -> Path:
+    """Write a run's ``report.html`` anew and return its path."""
+    return write_report(run if isinstance(run, Run) else Run(run))
+
+
+def predict(
+    run: Run | Path | str, file: Path | str, out: Path | str | None = None, *, batch_size: int = 8192
+) -> tuple[Path, int]:
+    """Score a file of samples and write the scores beside the samples' ids.
+
+    Args:
+        run: The run or its folder.
+        file: CSV, TSV or Parquet with the columns of the training data; labels are not needed.
+        out: Where scores go, ``.csv`` or ``.parquet``. Default: beside ``file``, as ``FILE-scores.csv``. Columns: the
+            schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in float64. The file
+            is there whole or not at all.
+        batch_size: Samples scored at a time.
+
+    Returns:
+        The file that was written and its number of rows.
+
+    Raises:
+        DataError: the file cannot be read, lacks a column, or holds a value that training would have refused.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    file = Path(file)
+    target = Path(out) if out is not None else file.with_name(f"{file.name.split('.')[0]}-scores.csv")
+    if target.suffix not in (".csv", ".parquet"):
+        raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
+    if target.resolve() == file.resolve():
+        raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
+    if not target.parent.is_dir():
+        raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
+    recipe = recipes.load(run.recipe_file)
+    device = select_device(recipe.device)
+    encoder = Encoder.load(run.folder / "encoder")
+    tasks = tuple(run.read_json("model.json")["tasks"])
+    with _threads(recipe.threads):
+        _, model = load_model(run, replace(encoder.features, tasks=tasks), device)
+        score = scorer(model, device, recipe.training.precision)
+        names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        rows = 0
+        with disk_errors(target), _Writer(temporary, target.suffix) as writer:
+            for frame, place in prediction_log(recipe.data, file, encoder.schema).chunks():
+                encoded = encoder.encode(
+                    frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False
+                )
+                logits = []
+                for begin in range(0, len(encoded), batch_size):
+                    part = np.arange(begin, min(begin + batch_size, len(encoded)))
+                    logits.append(score(encoded.take(part).batch()))
+                scores = torch.cat(logits).double().sigmoid().numpy()
+                if not np.isfinite(scores).all():
+                    bad = int((~np.isfinite(scores)).any(1).argmax())
+                    raise DataError("the model's score is not a number", where=place.at(bad, "score"))
+                columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
+                columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
+                writer.write(pl.DataFrame(columns))
+                rows += len(frame)
+            writer.finish(target)
+    return target, rows
+
+
+class _Writer:
+    """Writes frames one after another into a file that appears when it is whole."""
+
+    def __init__(self, temporary: Path, suffix: str) -> None:
+        self.temporary, self.suffix = temporary, suffix
+        self.parquet: pyarrow.parquet.ParquetWriter | None = None
+        self.file = open(temporary, "wb")  # noqa: SIM115 (closed in __exit__)
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def write(self, frame: pl.DataFrame) -> None:
+        if self.suffix == ".csv":
+            frame.write_csv(self.file, include_header=self.file.tell() == 0)
+            return
+        table = frame.to_arrow()
+        if self.parquet is None:
+            self.parquet = pyarrow.parquet.ParquetWriter(self.file, table.schema)
+        self.parquet.write_table(table)
+
+    def finish(self, target: Path) -> None:
+        if self.parquet is not None:
+            self.parquet.close()
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        os.replace(self.temporary, target)
+
+    def __exit__(self, *exception: object) -> None:
+        self.file.close()
+        self.temporary.unlink(missing_ok=True)

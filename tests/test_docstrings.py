@@ -1,0 +1,101 @@
+"""Every public name of the package says what it is, and every function what its arguments are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import cordillera
+
+PACKAGE = Path(cordillera.__file__).parent
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def _decorators(node: Function) -> set[str]:
+    return {ast.unparse(decorator).split("(")[0].split(".")[-1] for decorator in node.decorator_list}
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.ClassDef | Function, bool]]:
+    """Public functions, classes and methods: qualified name, node, and whether it is a method."""
+    for node in tree.body:
+        if isinstance(node, Function) and _public(node.name):
+            yield node.name, node, False
+        elif isinstance(node, ast.ClassDef) and _public(node.name):
+            yield node.name, node, False
+            for member in node.body:
+                if isinstance(member, Function) and _public(member.name):
+                    yield f"{node.name}.{member.name}", member, True
+
+
+def _explained_by_help(argument: ast.arg) -> bool:
+    """Arguments of commands are explained by the help that a person reads."""
+    text = ast.unparse(argument.annotation) if argument.annotation else ""
+    return "help=" in text and ("typer.Option" in text or "typer.Argument" in text)
+
+
+def _arguments(node: Function, method: bool) -> list[str]:
+    positional = (*node.args.posonlyargs, *node.args.args)
+    arguments = [argument.arg for argument in positional if not _explained_by_help(argument)]
+    if method and "staticmethod" not in _decorators(node):
+        arguments = arguments[1:]
+    arguments += [argument.arg for argument in node.args.kwonlyargs]
+    arguments += [argument.arg for argument in (node.args.vararg, node.args.kwarg) if argument]
+    return [name for name in arguments if _public(name)]
+
+
+def _classes() -> dict[str, ast.ClassDef]:
+    """Every class of the package by its bare name."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _documented_above(name: str, classes: dict[str, ast.ClassDef]) -> bool:
+    """Whether a method needs no text of its own: a base class documents it, or it is what its documented class computes."""
+    owner, _, method = name.rpartition(".")
+    if owner not in classes:
+        return False
+    if method == "forward" and ast.get_docstring(classes[owner]):
+        return True
+    for base in classes[owner].bases:
+        parent = ast.unparse(base).split("[")[0].split(".")[-1]
+        members = classes[parent].body if parent in classes else []
+        if any(isinstance(m, Function) and m.name == method and ast.get_docstring(m) for m in members):
+            return True
+        if _documented_above(f"{parent}.{method}", classes):
+            return True
+    return False
+
+
+def _problems(path: Path, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    where = path.relative_to(PACKAGE.parent)
+    if not ast.get_docstring(tree) and any(True for _ in _definitions(tree)):
+        yield f"{where}: the module has no docstring"
+    for name, node, method in _definitions(tree):
+        place = f"{where}:{node.lineno} {name}"
+        text = ast.get_docstring(node)
+        if not text:
+            accessor = isinstance(node, Function) and bool({"overload", "setter"} & _decorators(node))
+            if not accessor and not _documented_above(name, classes):
+                yield f"{place}: no docstring"
+            continue
+        if not isinstance(node, Function):
+            continue
+        arguments = _arguments(node, method)
+        unmentioned = [argument for argument in arguments if not re.search(rf"\b{re.escape(argument)}\b", text)]
+        if len(arguments) > 1 and unmentioned:
+            yield f"{place}: the docstring does not mention {', '.join(unmentioned)}"
+
+
+def test_every_public_name_is_documented() -> None:
+    """One sentence a name; with two arguments or more, each is mentioned there (or in the help of a command)."""
+    classes = _classes()
+    problems = [problem for path in sorted(PACKAGE.rglob("*.py")) for problem in _problems(path, classes)]
+    assert not problems, f"{len(problems)} problems\n" + "\n".join(problems)

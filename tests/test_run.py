@@ -1,0 +1,87 @@
+"""A run's folder survives crashes, full disks and second writers."""
+
+import errno
+import json
+import math
+import os
+
+import pytest
+
+from cordillera import run as run_module
+from cordillera.run import Run, RunError, next_folder, write_atomically
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run.create(tmp_path / "r", "name = 'r'\n")
+
+
+def test_metrics_come_back_in_order_and_undefined_numbers_are_null(run):
+    run.log({"step": 1, "ne": 0.5})
+    run.log({"step": 2, "ne": math.nan, "nested": [math.inf, {"a": -math.inf}]})
+    assert run.metrics() == [{"step": 1, "ne": 0.5}, {"step": 2, "ne": None, "nested": [None, {"a": None}]}]
+
+
+def test_a_last_line_cut_by_a_crash_is_left_out_but_damage_before_it_is_named(run):
+    run.log({"step": 1})
+    path = run.folder / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 2, "lo')
+    assert run.metrics() == [{"step": 1}]
+    path.write_text('{"step"\n{"step": 2}\n')
+    with pytest.raises(RunError, match="line 1"):
+        run.metrics()
+
+
+def test_rewinding_drops_records_after_the_step_only(run):
+    for step in (1, 2, 3):
+        run.log({"step": step})
+    run.rewind_metrics(2)
+    assert [record["step"] for record in run.metrics()] == [1, 2]
+
+
+def test_a_folder_that_exists_is_never_overwritten(run):
+    before = (run.folder / "recipe.toml").read_text()
+    with pytest.raises(RunError, match="--resume"):
+        Run.create(run.folder, "name = 'other'\n")
+    assert (run.folder / "recipe.toml").read_text() == before
+
+
+def test_a_folder_without_recipe_is_not_a_run(tmp_path):
+    with pytest.raises(RunError, match="not a run folder"):
+        Run(tmp_path)
+
+
+def test_a_second_writer_is_refused_with_the_first_ones_pid(run):
+    with run.lock(), pytest.raises(RunError, match=str(os.getpid())), Run(run.folder).lock():
+        pass
+    with run.lock():  # free again
+        pass
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypatch):
+    path = run.write_json("model.json", {"a": 1})
+    before = sorted(p.name for p in run.folder.iterdir())
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_module.os, "fsync", full)
+    with pytest.raises(RunError, match="disk is full"):
+        run.write_json("model.json", {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert sorted(p.name for p in run.folder.iterdir()) == before
+
+
+def test_an_unwritable_place_is_named(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunError, match="cannot be written"):
+        write_atomically(tmp_path / "x", "text")
+
+
+def test_the_next_folder_is_the_first_free_one(tmp_path):
+    assert next_folder(tmp_path, "a").name == "a"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a-2").mkdir()
+    assert next_folder(tmp_path, "a").name == "a-3"
