@@ -6,6 +6,7 @@ that row out and prints why. ``make peers`` installs all of them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -13,7 +14,7 @@ import os
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,10 +34,22 @@ class PeerUnavailable(Exception):
     """A peer cannot be measured here; the message says why and what to do."""
 
 
-def _needed(module: str, package: str) -> ModuleType:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Peers warn at length of their own deprecated calls; what is measured here should be read in the table."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _needed(module: str, package: str) -> ModuleType:
+    try:
+        with _quiet():
             return importlib.import_module(module)
     except (ImportError, OSError) as error:
         raise PeerUnavailable(f"{package} cannot be imported ({error}); run `make peers`") from error
@@ -81,9 +94,8 @@ def fuxictr_model(
     *,
     learning_rate: float,
     folder: Path | None = None,
-    list_length: int = 0,
+    list_lengths: Mapping[str, int] | None = None,
     task: int = 0,
-    dense_as_embeddings: bool = True,
     **options: Any,
 ) -> Any:
     """One of FuxiCTR's models over our features, to be trained by its own ``train_step`` or ``fit``.
@@ -93,9 +105,8 @@ def fuxictr_model(
         features: What the batches hold.
         learning_rate: Of its Adam, which steps over all parameters, tables included.
         folder: Where ``fit`` keeps its checkpoint.
-        list_length: Width to which list features are padded.
+        list_lengths: Width to which each list feature is padded.
         task: Which label to learn, by position.
-        dense_as_embeddings: Kept in the signature of the data: dense columns are numeric features.
         **options: The model's own arguments (sizes, dropout, regularizer) and ``BaseModel``'s (monitor, patience).
 
     Returns:
@@ -111,20 +122,16 @@ def fuxictr_model(
         columns[column] = {"type": "numeric", "source": ""}
     owners: dict[str, str] = {}
     for feature in features.sparse:
-        rows = features.tables[feature.table]
-        column_spec: dict[str, Any] = {"source": ""}
-        if feature.is_list:
+        column_spec: dict[str, Any] = {"source": "", "vocab_size": features.tables[feature.table]}
+        if feature.table in _listed(features):
             # Id 0 is FuxiCTR's padding, so every table that a list reads is one row longer and its ids move by one.
+            column_spec |= {"vocab_size": features.tables[feature.table] + 1, "padding_idx": 0}
+        if feature.is_list:
             pooling = "MaskedAveragePooling" if feature.pooling == "mean" else "MaskedSumPooling"
-            column_spec |= {
-                "type": "sequence",
-                "max_len": list_length,
-                "padding_idx": 0,
-                "vocab_size": rows + 1,
-                "feature_encoder": f"layers.{pooling}()",
-            }
+            length = (list_lengths or {})[feature.name]
+            column_spec |= {"type": "sequence", "max_len": length, "feature_encoder": f"layers.{pooling}()"}
         else:
-            column_spec |= {"type": "categorical", "vocab_size": rows + int(feature.table in _listed(features))}
+            column_spec["type"] = "categorical"
         if feature.table in owners:
             column_spec["share_embedding"] = owners[feature.table]
         else:
@@ -137,7 +144,6 @@ def fuxictr_model(
     feature_map.set_column_index()
     root = Path(folder) if folder is not None else Path(tempfile.gettempdir())
     (root / "cordillera").mkdir(parents=True, exist_ok=True)
-    logging.getLogger().setLevel(logging.WARNING)
     settings = {
         "task": "binary_classification",
         "optimizer": "adam",
@@ -154,13 +160,15 @@ def _listed(features: FeatureSpec) -> set[str]:
     return {feature.table for feature in features.sparse if feature.is_list}
 
 
-def fuxictr_batch(batch: RankingBatch, features: FeatureSpec, *, list_length: int = 0, task: int = 0) -> dict[str, Tensor]:
+def fuxictr_batch(
+    batch: RankingBatch, features: FeatureSpec, *, list_lengths: Mapping[str, int] | None = None, task: int = 0
+) -> dict[str, Tensor]:
     """A batch as FuxiCTR's loaders hand it to ``train_step``: a tensor a column.
 
     Args:
         batch: The samples.
         features: What they hold.
-        list_length: Width to which list features are padded, at the end, with id 0.
+        list_lengths: Width to which each list feature is padded, at the end, with id 0.
         task: Which label, by position.
 
     Returns:
@@ -173,7 +181,7 @@ def fuxictr_batch(batch: RankingBatch, features: FeatureSpec, *, list_length: in
     for feature in features.sparse:
         jagged = batch.sparse[feature.name]
         if feature.is_list:
-            lengths = jagged.lengths
+            lengths, list_length = jagged.lengths, (list_lengths or {})[feature.name]
             position = torch.arange(list_length).expand(len(lengths), list_length)
             padded = torch.zeros(len(lengths), list_length, dtype=torch.int64)
             padded[position < lengths[:, None]] = jagged.values + 1
@@ -189,7 +197,7 @@ def fuxictr_batch(batch: RankingBatch, features: FeatureSpec, *, list_length: in
 
 
 class TorchRecDLRM:
-    """TorchRec's DLRM under ``DistributedModelParallel``: one process, gloo, fused row-wise Adagrad in the backward pass.
+    """TorchRec's DLRM under ``DistributedModelParallel``: one gloo process, fused row-wise Adagrad in the backward.
 
     Args:
         features: One-hot features over tables of their own.
@@ -214,6 +222,20 @@ class TorchRecDLRM:
         table_learning_rate: float,
     ) -> None:
         torchrec = _needed("torchrec", "torchrec 1.8.0")
+        with _quiet():
+            self._build(torchrec, features, embedding_dim, bottom, top, table_learning_rate)
+        self.optimizer = torch.optim.AdamW(self.dense.values(), lr=learning_rate, weight_decay=0.0, fused=True)
+        self._loss = nn.BCEWithLogitsLoss()
+
+    def _build(
+        self,
+        torchrec: Any,
+        features: FeatureSpec,
+        embedding_dim: int,
+        bottom: list[int],
+        top: list[int],
+        table_learning_rate: float,
+    ) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed.embedding_types import EmbeddingComputeKernel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -256,8 +278,6 @@ class TorchRecDLRM:
             model, device=torch.device("cpu"), plan=planner.collective_plan(model, [sharder], group), sharders=[sharder]
         )
         self.dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = torch.optim.AdamW(self.dense.values(), lr=learning_rate, weight_decay=0.0, fused=True)
-        self._loss = nn.BCEWithLogitsLoss()
 
     def table(self, name: str) -> Tensor:
         """The rows of one table, shared with the model."""
@@ -294,7 +314,9 @@ class TorchRecDLRM:
 Update = Callable[[JaggedBatch, Tensor], Tensor]
 
 
-def embedding_bag_update(features: FeatureSpec, embedding_dim: int, learning_rate: float) -> tuple[Update, list[Tensor]]:
+def embedding_bag_update(
+    features: FeatureSpec, embedding_dim: int, learning_rate: float
+) -> tuple[Update, list[Tensor]]:
     """``nn.EmbeddingBag(sparse=True)`` a table with ``torch.optim.Adagrad`` over all of them.
 
     Returns:

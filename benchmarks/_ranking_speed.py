@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import logging
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,25 @@ from _ranking_peers import (
 from _timing import Spread, Timing, interleave, times_faster
 from torch import Tensor, nn
 
+from cordillera.data.cache import Splits
+from cordillera.data.datasets import DataConfig, prepare
 from cordillera.data.features import FeatureSpec, RankingBatch
+from cordillera.data.loader import Loader
+from cordillera.data.synthetic import SyntheticConfig
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.kernels.sparse_update import available_backends
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
 from cordillera.models.ranking.wukong import Wukong, WukongConfig
+from cordillera.run import Run
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.trainer import TrainingConfig, autocast, weighted_loss
+from cordillera.training.trainer import Trainer, TrainingConfig, autocast, weighted_loss
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 4096
 TABLE_RATE = 0.01
 AGREEMENT = 1e-4
+BAGS, MODULE = "EmbeddingBag(sparse) + Adagrad", "FBGEMM module"
 DLRM_SIZES = DLRMConfig(embedding_dim=EMBEDDING_DIM, bottom_mlp=(512, 256, 64), top_mlp=(512, 256))
 WUKONG_SIZES = WukongConfig(
     embedding_dim=EMBEDDING_DIM,
@@ -155,66 +162,57 @@ def measure_updates(rows: list[int], rounds: int, calls: int) -> Figures:
         if why is not None:
             figures.notes.append(f"our back end {name} was left out: {why}")
     for size in rows:
-        features = criteo_features(size)
-        batches = criteo_batches(features, 4, BATCH_SIZE)
-        gradients = [torch.randn(BATCH_SIZE, 26, EMBEDDING_DIM) * 1e-3 for _ in batches]
-        makers: dict[str, Callable[[], tuple[Update, list[Tensor]]]] = {
-            f"ours ({name})": (lambda name=name: _our_update(features, name)) for name in ours
-        }
-        makers["EmbeddingBag + Adagrad"] = lambda: embedding_bag_update(features, EMBEDDING_DIM, TABLE_RATE)
-        makers["FBGEMM module"] = lambda: fbgemm_update(features, EMBEDDING_DIM, TABLE_RATE)
-        updates: dict[str, Update] = {}
-        first: list[Tensor] = []
-        reference: Tensor | None = None
-        for name, make in makers.items():
-            try:
-                update, weights = make()
-            except PeerUnavailable as reason:
-                figures.notes.append(f"{name} was left out: {reason}")
-                continue
-            if reference is None:
-                first = [weight.clone() for weight in weights]
-            else:
-                for weight, start in zip(weights, first, strict=True):
-                    weight.copy_(start)
-            # Two updates over the same batch: the second output sees what the first update did.
-            update(batches[0].sparse, gradients[0])
-            out = update(batches[0].sparse, gradients[0])
-            if reference is None:
-                reference = out
-            elif name != "EmbeddingBag + Adagrad":  # element-wise Adagrad is another rule
-                difference = float((out - reference).abs().max())
-                figures.notes.append(f"{size:,} rows: {name} after one update differs by {difference:.1e} at most")
-                if difference > AGREEMENT:
-                    raise RuntimeError(f"{name} does not compute what ours does: outputs differ by {difference:.1e}")
-            updates[name] = update
-        del first
-
-        def run(update: Update) -> Callable[[], object]:
-            pairs = itertools.cycle(zip(batches, gradients, strict=True))
-
-            def call() -> object:
-                batch, gradient = next(pairs)
-                return update(batch.sparse, gradient)
-
-            return call
-
-        timings = interleave(
-            {name: run(update) for name, update in updates.items()}, rounds=rounds, calls=calls, warmup=2
-        )
-        case = f"{size:,} rows"
-        figures.add_rates(case, timings, BATCH_SIZE)
-        for name in (name for name in timings if name.startswith("ours")):
-            for peer in ("EmbeddingBag + Adagrad", "FBGEMM module"):
-                if peer not in timings:
-                    continue
-                target = None
-                if peer.startswith("EmbeddingBag"):
-                    target = 7.0 if "fbgemm" in name else 2.0
-                figures.ratios.append(Ratio(name, peer, case, times_faster(timings[name], timings[peer]), target))
-        del updates
+        _measure_updates_of(size, ours, rounds, calls, figures)
         gc.collect()
     return figures
+
+
+def _measure_updates_of(rows: int, backends: list[str], rounds: int, calls: int, figures: Figures) -> None:
+    case = f"{rows:,} rows"
+    features = criteo_features(rows)
+    batches = criteo_batches(features, 4, BATCH_SIZE)
+    gradients = [torch.randn(BATCH_SIZE, 26, EMBEDDING_DIM) * 1e-3 for _ in batches]
+    makers: dict[str, Callable[[], tuple[Update, list[Tensor]]]] = {
+        **{f"ours ({name})": partial(_our_update, features, name) for name in backends},
+        BAGS: partial(embedding_bag_update, features, EMBEDDING_DIM, TABLE_RATE),
+        MODULE: partial(fbgemm_update, features, EMBEDDING_DIM, TABLE_RATE),
+    }
+    updates: dict[str, Callable[[], object]] = {}
+    first: list[Tensor] = []
+    reference: Tensor | None = None
+    for name, make in makers.items():
+        try:
+            update, weights = make()
+        except PeerUnavailable as reason:
+            figures.notes.append(f"{name} was left out: {reason}")
+            continue
+        if reference is None:
+            first = [weight.clone() for weight in weights]
+        else:
+            for weight, start in zip(weights, first, strict=True):
+                weight.copy_(start)
+        # Two updates over the same batch: the second output sees what the first update did.
+        update(batches[0].sparse, gradients[0])
+        out = update(batches[0].sparse, gradients[0])
+        if reference is None:
+            reference = out
+        elif name != BAGS:  # element-wise Adagrad is another rule
+            difference = float((out - reference).abs().max())
+            figures.notes.append(
+                f"{case}: after an update {name} differs from {next(iter(makers))} by {difference:.1e}"
+            )
+            if not difference <= AGREEMENT:
+                raise RuntimeError(f"{name} does not compute what ours does: outputs differ by {difference:.1e}")
+        updates[name] = _cycle(update, [(batch.sparse, g) for batch, g in zip(batches, gradients, strict=True)])
+    del first
+    timings = interleave(updates, rounds=rounds, calls=calls, warmup=2)
+    figures.add_rates(case, timings, BATCH_SIZE)
+    for backend in backends:
+        mine = f"ours ({backend})"
+        for peer, targets in ((BAGS, {"fbgemm": 7.0, "numba": 2.0}), (MODULE, {})):
+            if peer in timings:
+                times = times_faster(timings[mine], timings[peer])
+                figures.ratios.append(Ratio(mine, peer, case, times, targets.get(backend)))
 
 
 # Whole training steps
@@ -371,7 +369,6 @@ def _against_fuxictr(name: str, rows: int, rounds: int, calls: int, figures: Fig
     except PeerUnavailable as reason:
         figures.notes.append(f"{case}: FuxiCTR was left out: {reason}")
         return
-    logging.disable(logging.INFO)
     ours = OurTraining(config, features)
     (copy_dlrm_to_fuxictr if name == "DLRM" else copy_wukong_to_fuxictr)(ours.model, peer)
     theirs = [(fuxictr_batch(batch, features),) for batch in batches]
@@ -529,8 +526,7 @@ def train_for_memory(rows: int, steps: int) -> dict[str, int]:
         ours.step(batch, "bf16")
     dense = [parameter for group in ours.optimizer.param_groups for parameter in group["params"]]
     weights = sum(t.numel() * t.element_size() for t in [*dense, ours.model.tables.weight])
-    buffers = {name: tensor for name, tensor in ours.model.tables.named_buffers()}
-    state = sum(buffer.numel() * buffer.element_size() for buffer in buffers.values())
+    state = sum(buffer.numel() * buffer.element_size() for buffer in ours.model.tables.buffers())
     state += sum(t.numel() * t.element_size() for s in ours.optimizer.state.values() for t in s.values())
     first = batches[0]
     tensors = [first.dense, first.sparse.values, first.sparse.offsets, first.labels]
@@ -561,4 +557,76 @@ def measure_memory(rows: int, steps: int = 8) -> Figures:
     figures = Figures({"tables": 26, "rows": rows, "embedding_dim": EMBEDDING_DIM, "batch_size": BATCH_SIZE})
     figures.values = {**found, "target_at_most": 1.3}
     figures.notes.append("baseline: interpreter, libraries and compiled kernels, subtracted from the peak")
+    return figures
+
+
+# Data loading
+
+
+class _InMemory:
+    """A loader whose batches are there already: what the step costs when loading costs nothing."""
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self.batches = list(itertools.islice(loader.epoch(), count))
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
+        """The batches, again and again."""
+        return (self.batches[i % len(self.batches)] for i in range(start, self.count))
+
+
+def _trained_records(config: ModelConfig, splits: Splits, loader: Any, steps: int) -> list[dict[str, Any]]:
+    """The trainer's own records of some steps, without the first, in which kernels warm up."""
+    torch.manual_seed(0)
+    model = build(config, splits.features, TablesConfig())
+    training = TrainingConfig(log_every=5, max_steps=steps)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.create(Path(folder) / "run", "")
+        device = torch.device("cpu")
+        Trainer(training, model, loader, None, run, tasks=splits.features.tasks, device=device).fit()
+        return [record for record in run.metrics() if record["kind"] == "train"][1:]
+
+
+def measure_loading(rows: int, steps: int = 60, rounds: int = 3) -> Figures:
+    """What data loading costs a training step.
+
+    Two measures: the share of its time that the trainer waits for the loader, as its own records tell; and how much
+    slower it is than with batches that lie in memory, which also counts the cores that the loader's thread takes away.
+
+    Args:
+        rows: Of the made log (its preparation is not timed).
+        steps: Of each training.
+        rounds: Trainings with the loader and from memory, in turn.
+    """
+    figures = Figures({"rows": rows, "batch_size": BATCH_SIZE, "features": "13 dense, 26 ids, 2 lists, memory-mapped"})
+    splits = prepare(DataConfig(dataset="synthetic", synthetic=SyntheticConfig(rows=rows)))
+    steps = min(steps, len(splits.train) // BATCH_SIZE)
+    entries = []
+    for config in (DLRM_SIZES, WUKONG_SIZES):
+        for shuffle in ("none", "blocks", "global"):
+            loader = Loader(splits.train, BATCH_SIZE, shuffle=shuffle, drop_last=True)
+            memory = _InMemory(loader, steps)
+            waiting, loaded, resident = [], [], []
+            for _ in range(rounds):
+                records = _trained_records(config, splits, loader, steps)
+                seconds = sum(record["seconds"] for record in records)
+                waiting.append(sum(record["data_fraction"] * record["seconds"] for record in records) / seconds)
+                loaded.append(seconds / len(records))
+                records = _trained_records(config, splits, memory, steps)
+                resident.append(sum(record["seconds"] for record in records) / len(records))
+            fraction = Spread.of(waiting)
+            slower = Spread.of([with_it / without - 1 for with_it, without in zip(loaded, resident, strict=True)])
+            entries.append(
+                {
+                    "model": config.name,
+                    "shuffle": shuffle,
+                    "waiting": fraction.to_json(),
+                    "slower_than_memory": slower.to_json(),
+                    "examples_per_second": BATCH_SIZE * 5 / Spread.of(loaded).median,
+                }
+            )
+    figures.values = {"rows": entries, "target_at_most": 0.1}
     return figures

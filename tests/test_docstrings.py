@@ -57,7 +57,7 @@ def _classes() -> dict[str, ast.ClassDef]:
 
 
 def _documented_above(name: str, classes: dict[str, ast.ClassDef]) -> bool:
-    """Whether a method needs no text of its own: a base class documents it, or it is what its documented class computes."""
+    """Whether a method needs no text of its own: a base class documents it, or it computes what its class describes."""
     owner, _, method = name.rpartition(".")
     if owner not in classes:
         return False

@@ -1,1 +1,70 @@
+"""Cordillera trains, serves and plans large recommendation and language models.
 
+The ten lines that do what the command line does::
+
+    import cordillera
+
+    recipe = cordillera.load_recipe("movielens-wukong", {"training.epochs": 2})
+    outcome = cordillera.train(recipe, "runs/mine")
+    print(outcome.evaluation.metrics())
+    cordillera.predict(outcome.run, "samples.csv", "scores.csv")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cordillera.errors import (
+    CheckpointError,
+    CordilleraError,
+    DataError,
+    DependencyError,
+    RecipeError,
+    TrainingError,
+)
+
+if TYPE_CHECKING:
+    from cordillera.jagged import JaggedBatch, JaggedTensor
+    from cordillera.recipe import Recipe
+    from cordillera.recipe import load as load_recipe
+    from cordillera.run import Run
+    from cordillera.workflows import compare, evaluate, predict, report, sweep, train
+
+__all__ = [
+    "CheckpointError",
+    "CordilleraError",
+    "DataError",
+    "DependencyError",
+    "JaggedBatch",
+    "JaggedTensor",
+    "Recipe",
+    "RecipeError",
+    "Run",
+    "TrainingError",
+    "compare",
+    "evaluate",
+    "load_recipe",
+    "predict",
+    "report",
+    "sweep",
+    "train",
+]
+
+_WHERE = {
+    "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),
+    "JaggedTensor": ("cordillera.jagged", "JaggedTensor"),
+    "Recipe": ("cordillera.recipe", "Recipe"),
+    "load_recipe": ("cordillera.recipe", "load"),
+    "Run": ("cordillera.run", "Run"),
+    **{name: ("cordillera.workflows", name) for name in ("compare", "evaluate", "predict", "report", "sweep", "train")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Torch takes seconds to import; `cordillera --help` should not wait for it.
+    if name not in _WHERE:
+        raise AttributeError(f"module 'cordillera' has no attribute {name!r}")
+    from importlib import import_module
+
+    module, attribute = _WHERE[name]
+    return getattr(import_module(module), attribute)

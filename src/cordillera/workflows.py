@@ -20,7 +20,7 @@ import torch
 
 from cordillera import recipe as recipes
 from cordillera.data.cache import ClickDataset, Splits
-from cordillera.data.datasets import prediction_log, prepare
+from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import FeatureSpec
 from cordillera.data.loader import Loader
@@ -147,6 +147,7 @@ def train(
         else:
             run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
             described = _describe(recipe, model, splits)
+            (run.folder / "encoder").mkdir()
             splits.encoder.save(run.folder / "encoder")
             run.write_json("model.json", described)
         say(
@@ -268,7 +269,7 @@ def predict(
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         rows = 0
         with disk_errors(target), _Writer(temporary, target.suffix) as writer:
-            for frame, place in prediction_log(recipe.data, file, encoder.schema).chunks():
+            for frame, place in read_rows(str(file), recipe.data, encoder.schema):
                 encoded = encoder.encode(
                     frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False
                 )

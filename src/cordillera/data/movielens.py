@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeatu
 from cordillera.data.fetch import Wheel, fetch_members
 from cordillera.errors import DataError
 
+NAME = "movielens-100k"
 WHEEL = Wheel(
     "recbole==1.2.1",
     "recbole-1.2.1-py3-none-any.whl",
@@ -169,6 +171,11 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
     return ratings.with_columns(made)
 
 
+def described() -> FrameLog:
+    """The log without its rows: what tells whether a prepared copy is still good."""
+    return FrameLog(schema(), pl.DataFrame(), NAME, {"source": SOURCE, "terms": TERMS}, version="1")
+
+
 def load(cache: Path) -> FrameLog:
     """Fetch the data and describe every rating by what was known before it.
 
@@ -219,4 +226,4 @@ def load(cache: Path) -> FrameLog:
     )
     # The rating is the label in another form.
     frame = frame.drop("rating")
-    return FrameLog(schema(), frame, "movielens-100k", {"source": SOURCE, "terms": TERMS}, version="1")
+    return replace(described(), frame=frame)

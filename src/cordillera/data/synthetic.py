@@ -167,8 +167,6 @@ class Teacher:
         # Products of neighbouring slots are the rows of the second machine.
         products = slots * np.roll(slots, 1, axis=1)
         fourth = np.einsum("nar,nbr,ab->n", products, products, self.quads, optimize=True)
-        # A product of four has long tails, which would make a few rows certain and teach nothing.
-        fourth = np.sign(fourth) * np.log1p(np.abs(fourth) / (np.abs(fourth).mean() + 1e-12)) if False else fourth
         parts = np.stack([total[:, -1], second, fourth], axis=1).astype(np.float64)
         return (parts - self.means) / self.scales
 

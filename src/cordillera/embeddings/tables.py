@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from cordillera.data.features import FeatureSpec
 from cordillera.errors import CheckpointError, DataError, TrainingError
@@ -61,8 +60,13 @@ class _KeepGradient(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # create_graph=True: what follows would silently lack the tables' part
+            raise TrainingError(
+                "second derivatives through embedding tables are not supported",
+                where="EmbeddingTables",
+                remedy="call backward without create_graph",
+            )
         ctx.tables._pending.append(_Pending(*ctx.lookup, grad))
         return (None,) * 6
 

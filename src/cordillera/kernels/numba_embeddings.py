@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _DIGIT_BITS = 11  # histograms of 2,048 counts stay in the first-level cache
 _SMALL = 4096  # values below which waking other threads costs more than it saves
+_AHEAD, _LINE = 16, 64  # prefetch so many positions ahead, in cache lines of so many bytes
 _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 # Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
@@ -87,11 +88,22 @@ def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
         bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
         return builder.trunc(bits, ir.IntType(16))
 
-    return signature_of_narrow(like), generate
+    return like(types.float64, like), generate
 
 
-def signature_of_narrow(like: Any) -> Any:
-    return like(types.float64, like)
+@intrinsic
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, to be written to soon. Rows are far apart: without this every one is a wait."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        )
+        builder.call(prefetch, [builder.inttoptr(arguments[0], pointer), word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
 
 
 @_compiled(parallel=True)
@@ -111,6 +123,7 @@ def _lookup(
     batch, features, dim = output.shape
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
     zero = output[0, 0, 0]
+    weight_at, row_bytes = weight.ctypes.data, dim * weight.itemsize
     for chunk in numba.prange(threads):
         sums = np.empty(dim, np.float64)
         for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
@@ -120,6 +133,11 @@ def _lookup(
                 if not one_hot:
                     first, last = offsets[bag], offsets[bag + 1]
                 target = output[b, f]
+                if one_hot and b + 1 < batch:
+                    # an address made of a misplaced id is harmless: prefetching does not fault
+                    soon = weight_at + (first_row[f] + values[bag + 1]) * row_bytes
+                    for line in range(0, row_bytes, _LINE):
+                        _prefetch(soon + line)
                 if last - first == 1 and not weighted:
                     value = values[first]
                     if value < 0 or value >= num_rows[f]:
@@ -229,6 +247,10 @@ def _apply(
     mask = (1 << position_bits) - 1
     zero = weight[0, 0]
     root2 = np.sqrt(correction2)
+    row_bytes, grad_bytes, state_bytes = dim * weight.itemsize, grad.itemsize, first_state.itemsize
+    state_bytes *= 1 if rule == 2 else dim
+    weight_at, grad_at = weight.ctypes.data, grad.ctypes.data
+    first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
     for chunk in numba.prange(threads):
         reduced = np.empty(dim, np.float64)
         p, last = total * chunk // threads, total * (chunk + 1) // threads
@@ -241,6 +263,19 @@ def _apply(
                 reduced[d] = 0.0
             while p < total and keys[p] >> position_bits == row:
                 position = keys[p] & mask
+                if p + _AHEAD < total:
+                    key = keys[p + _AHEAD]
+                    soon, begin = key >> position_bits, grad_at + starts[key & mask] * grad_bytes
+                    for line in range(0, dim * grad_bytes, _LINE):
+                        _prefetch(begin + line)
+                    for line in range(0, row_bytes, _LINE):
+                        _prefetch(weight_at + soon * row_bytes + line)
+                    if rule > 0:
+                        for line in range(0, state_bytes, _LINE):
+                            _prefetch(first_at + soon * state_bytes + line)
+                    if rule == 3:
+                        for line in range(0, state_bytes, _LINE):
+                            _prefetch(second_at + soon * state_bytes + line)
                 source = grad[starts[position] : starts[position] + dim]
                 if weighted:
                     factor = _widen(value_weights[position])

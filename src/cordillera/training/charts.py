@@ -14,22 +14,22 @@ from html import escape
 _numbers = itertools.count(1)
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers in ``[low, high]``, about ``count`` of them, in steps of 1, 2 or 5 times a power of ten."""
+def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
+    """Round numbers in ``[low, high]``: multiples of the largest 1, 2 or 5 times a power of ten that gives enough."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
-    raw = (high - low) / max(1, count - 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(index * step, 12) + 0.0 for index in range(first, last + 1)]
+    power = 10.0 ** math.ceil(math.log10(high - low))
+    for step in (power / divisor for divisor in (1, 2, 5, 10, 20, 50)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first + 1 >= fewest:
+            break
+    return [float(f"{index * step:.12g}") + 0.0 for index in range(first, last + 1)]
 
 
 def compact(value: float) -> str:
     """A count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
     if not math.isfinite(value):
-        return "–"
+        return "n/a"
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{float(f'{value / limit:.3g}'):g}{suffix}"
@@ -97,7 +97,9 @@ class Chart:
         for value, text_ in y_ticks:
             at = self.y(value)
             frame.append(f'<line class="grid" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            frame.append(f'<text class="tick" x="{self.left - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(text_)}</text>')
+            frame.append(
+                f'<text class="tick" x="{self.left - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(text_)}</text>'
+            )
         for value, text_ in x_ticks:
             at = self.x(value)
             frame.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
@@ -141,10 +143,8 @@ class Chart:
         """Vertical intervals."""
         for a, low, high in zip(xs, lows, highs, strict=True):
             if math.isfinite(low) and math.isfinite(high):
-                at = f"{self.x(a):.1f}"
-                self._parts.append(
-                    f'<line class="whisker {style}" x1="{at}" x2="{at}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"/>'
-                )
+                ends = f'x1="{self.x(a):.1f}" x2="{self.x(a):.1f}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"'
+                self._parts.append(f'<line class="whisker {style}" {ends}/>')
 
     def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
         """A filled outline of a histogram."""
@@ -180,12 +180,14 @@ class Chart:
         """Point at one place with a ring and a text."""
         a, b = self.x(x), self.y(y)
         self._parts.append(f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="5.5"/>')
-        above = b - 11 if b > self.top + 30 else b + 20
+        at = b + 21 if b + 26 < self.height - self.bottom else b - 11
         anchor = "end" if a > self.width * 0.72 else "start" if a < self.width * 0.28 else "middle"
-        self._text(a, above, text, anchor, "callout")
+        self._text(a, at, text, anchor, "callout")
 
     def _text(self, x: float, y: float, text: str, anchor: str, style: str) -> None:
-        self._parts.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+        self._parts.append(
+            f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
 
     def svg(self) -> str:
         """The drawing. What leaves the frame is cut off."""

@@ -67,5 +67,7 @@ class FM(RankingModel):
                 factors.unflatten(-1, (tasks, -1)),  # [B, F, tasks, d]
             ],
             dim=1,
-        ).float()  # a difference of sums of squares cancels badly in bfloat16
+        )
+        # a difference of sums of squares cancels badly in bfloat16
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         return linear + self.second_order(rows.transpose(1, 2))  # [B, tasks, n, d] -> [B, tasks]

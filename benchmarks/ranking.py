@@ -1,0 +1,152 @@
+"""Ranking, measured beside its peers: ``cordillera bench ranking`` or ``python benchmarks/ranking.py``.
+
+Parts: ``update`` (the fused table update), ``speed`` (whole training steps beside FuxiCTR and TorchRec), ``memory``,
+``loading``, ``quality`` (MovieLens-100K and Adult beside FuxiCTR), ``dhen`` (ensembles of modules), ``scaling``
+(NE against FLOPs on a log whose best NE is known). Each writes ``results/ranking-PART.json``.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import _ranking_quality
+import _ranking_scaling
+import _ranking_speed
+import torch
+import typer
+from _machine import fingerprint
+from _results import RESULTS, FinishedPieces, write_json
+from _tables import print_notes, print_ratios, print_rows
+from rich.console import Console
+
+
+class Part(str, enum.Enum):
+    """What can be measured alone."""
+
+    update = "update"
+    speed = "speed"
+    memory = "memory"
+    loading = "loading"
+    quality = "quality"
+    dhen = "dhen"
+    scaling = "scaling"
+
+
+SHORT = (Part.update, Part.speed, Part.memory, Part.loading)
+
+
+def _update(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    rows, rounds, calls = ([10_000], 3, 2) if quick else ([100_000, 1_000_000], 15, 8)
+    figures = _ranking_speed.measure_updates(rows, rounds, calls).to_json()
+    print_ratios(console, "forward, backward and update of 26 tables", figures)
+    return figures
+
+
+def _speed(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    rows, rounds, calls = ([10_000], 3, 1) if quick else ([100_000, 1_000_000], 11, 4)
+    figures = _ranking_speed.measure_training(rows, rounds, calls).to_json()
+    print_ratios(console, "training steps", figures)
+    return figures
+
+
+def _memory(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    figures = _ranking_speed.measure_memory(20_000 if quick else 1_000_000).to_json()
+    found, rows = figures["values"], figures["conditions"]["rows"]
+    mebi = {key: f"{found[key] / 2**20:,.0f} MiB" for key in ("weights", "state", "batch", "baseline", "peak")}
+    print_rows(
+        console,
+        f"peak memory of training 26 tables of {rows:,} x 16",
+        ["ratio to what is needed", "at most", *mebi],
+        [[f"{found['ratio']:.2f}", f"{found['target_at_most']}", *mebi.values()]],
+    )
+    print_notes(console, figures["notes"])
+    return figures
+
+
+def _loading(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    figures = _ranking_speed.measure_loading(60_000 if quick else 1_000_000).to_json()
+    rows = [
+        [
+            entry["model"],
+            entry["shuffle"],
+            f"{entry['waiting']['median']:.1%}",
+            f"{entry['slower_than_memory']['median']:+.1%}",
+            f"{figures['values']['target_at_most']:.0%}",
+            f"{entry['examples_per_second']:,.0f}",
+        ]
+        for entry in figures["values"]["rows"]
+    ]
+    headings = ["model", "shuffle", "waiting for data", "slower than from memory", "at most", "examples/s"]
+    print_rows(console, "data loading", headings, rows)
+    print_notes(console, figures["notes"])
+    return figures
+
+
+def _quality(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    return _ranking_quality.measure_quality(console, pieces, quick=quick)
+
+
+def _dhen(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    return _ranking_quality.measure_dhen(console, pieces, quick=quick)
+
+
+def _scaling(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    return _ranking_scaling.measure_scaling(console, pieces, quick=quick)
+
+
+PARTS: dict[Part, Callable[[Console, bool, FinishedPieces], dict[str, Any]]] = {
+    Part.update: _update,
+    Part.speed: _speed,
+    Part.memory: _memory,
+    Part.loading: _loading,
+    Part.quality: _quality,
+    Part.dhen: _dhen,
+    Part.scaling: _scaling,
+}
+
+
+def main(
+    part: Annotated[
+        list[Part] | None,
+        typer.Option("--part", help="What to measure; repeat it for several. Default: update, speed, memory, loading."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every part: about an hour on two cores.")] = False,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
+    fresh: Annotated[bool, typer.Option(help="Forget finished pieces of an earlier, interrupted run.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
+) -> None:
+    """Measure ranking models beside FuxiCTR, TorchRec, FBGEMM and plain PyTorch on this machine."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    # PyTorch's own sparse Adagrad trips over PyTorch's own advice.
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")
+    torch.set_num_threads(threads)
+    folder = results or (RESULTS / "quick" if quick else RESULTS)
+    for chosen in Part if everything else part or SHORT:
+        pieces = FinishedPieces(folder / f"ranking-{chosen.value}.jsonl")
+        if fresh:
+            pieces.clear()
+        elif len(pieces):
+            console.print(f"{chosen.value}: continuing from {len(pieces)} finished pieces ({pieces.path})")
+        began = time.perf_counter()
+        figures = PARTS[chosen](console, quick, pieces)
+        content = {
+            "system": "ranking",
+            "part": chosen.value,
+            "quick": quick,
+            "seconds": time.perf_counter() - began,
+            "machine": fingerprint(),
+            **figures,
+        }
+        console.print(f"{chosen.value}: written to {write_json(folder / f'ranking-{chosen.value}.json', content)}\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

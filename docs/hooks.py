@@ -1,0 +1,112 @@
+"""Writes tables into the pages at build time, out of the code that they describe.
+
+A page holds ``<!-- keys: data -->`` (the keys of a recipe's section, or of ``model.NAME``), ``<!-- recipes -->`` (the
+shipped recipes) or ``<!-- contributing -->`` (the repository's CONTRIBUTING.md), alone on a line.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.synthetic import SyntheticConfig
+from cordillera.models.ranking import MODELS
+from cordillera.recipe import Recipe, field_descriptions, shipped
+
+ROOT = Path(__file__).parent.parent
+FEATURES = {
+    "schema": Schema,
+    "schema.dense": DenseFeature,
+    "schema.categorical": CategoricalFeature,
+    "schema.lists": ListFeature,
+}
+
+
+def _section(name: str) -> type[BaseModel]:
+    if name == "top":
+        return Recipe
+    if name in FEATURES:
+        return FEATURES[name]
+    if name == "data.synthetic":
+        return SyntheticConfig
+    if name.startswith("model."):
+        config: type[BaseModel] = MODELS[name.removeprefix("model.")].Config
+        return config
+    annotation = Recipe.model_fields[name].annotation
+    assert isinstance(annotation, type)
+    return annotation
+
+
+def _type(annotation: Any) -> str:
+    """An annotation as people write values: `"a"` or `"b"`, integer, list of integers."""
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "unset"}
+    if annotation in names:
+        return names[annotation]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(f'`"{value}"`' for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type(argument) for argument in arguments if argument is not type(None))
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin in (list, tuple):
+        inner = list(dict.fromkeys(_type(argument) for argument in arguments if argument is not Ellipsis))
+        return f"list of {' and '.join(inner)}"
+    if origin is dict:
+        return f"table of {_type(arguments[1])} by {_type(arguments[0])}"
+    return getattr(annotation, "__name__", str(annotation)).removesuffix("Config").lower()
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    if isinstance(value, tuple | list):
+        return f"`{list(value)}`"
+    return f"`{value}`"
+
+
+def _keys(name: str) -> str:
+    config = _section(name)
+    texts = field_descriptions(config)
+    rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for field_name, field in config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            continue
+        if name == "top" and field_name == "model":
+            continue
+        default = "needed" if field.is_required() else _value(field.get_default(call_default_factory=True))
+        text = re.sub(r"``", "`", texts.get(field_name, "")).replace("|", "\\|")
+        rows.append(f"| `{field.alias or field_name}` | {_type(field.annotation)} | {default} | {text} |")
+    return "\n".join(rows)
+
+
+def _recipes() -> str:
+    rows = ["| recipe | what it trains |", "| --- | --- |"]
+    return "\n".join(rows + [f"| `{name}` | {description} |" for name, description in shipped().items()])
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill the marked places of a page; called by MkDocs.
+
+    Args:
+        markdown: The page's text.
+
+    Returns:
+        The text with its tables.
+    """
+    markdown = re.sub(r"^<!-- keys: ([\w.]+) -->$", lambda match: _keys(match[1]), markdown, flags=re.MULTILINE)
+    markdown = markdown.replace("<!-- recipes -->", _recipes())
+    if "<!-- contributing -->" in markdown:
+        text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+        markdown = markdown.replace("<!-- contributing -->", re.sub(r"\]\(docs/", "](", text))
+    return markdown

@@ -1,0 +1,53 @@
+"""``cordillera bench SYSTEM``: a system's headline figures, peers side by side, on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import cordillera
+from cordillera.errors import CordilleraError
+
+# What follows SYSTEM belongs to the benchmark's own program.
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def folders() -> list[Path]:
+    """Where benchmarks are looked for: the source checkout that this package runs from, then the current folder."""
+    checkout = Path(cordillera.__file__).resolve().parents[2]
+    found = [checkout / "benchmarks"] if (checkout / "pyproject.toml").is_file() else []
+    return [*found, Path.cwd() / "benchmarks"]
+
+
+def programs() -> dict[str, Path]:
+    """Benchmark programs by the name of their system."""
+    found: dict[str, Path] = {}
+    for folder in folders():
+        for path in sorted(folder.glob("*.py")):
+            if not path.name.startswith("_"):
+                found.setdefault(path.stem, path)
+    return found
+
+
+def bench(
+    context: typer.Context,
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="What to measure, for instance `ranking`.")],
+) -> None:
+    """Measure a system beside its peers; options after SYSTEM go to its benchmark (`bench ranking -- --help`)."""
+    available = programs()
+    if system not in available:
+        looked = ", ".join(str(folder) for folder in folders())
+        known = f"one of {', '.join(available)}" if available else "none was found"
+        raise CordilleraError(
+            f"there is no benchmark {system!r} ({known})",
+            where=looked,
+            remedy="benchmarks are part of the source checkout, not of the installed package: "
+            "clone the repository and run this command in it",
+        )
+    done = subprocess.run([sys.executable, str(available[system]), *context.args])
+    if done.returncode:
+        raise typer.Exit(done.returncode)

@@ -1,0 +1,113 @@
+"""``cordillera data``: what there is, get it, look at it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cordillera.cli._show import console
+from cordillera.data.cache import SPLITS, Splits
+from cordillera.data.datasets import DATASETS, DataConfig, configure, export, prepare
+
+app = typer.Typer(no_args_is_help=True)
+
+_Name = Annotated[str, typer.Argument(help="A data set of 'cordillera data list'.")]
+_Path = Annotated[list[str] | None, typer.Option("--path", help="A file of a data set that you downloaded yourself.")]
+
+
+@app.command("list")
+def list_() -> None:
+    """The data sets that have names."""
+    table = Table("name", "what it is", "source", "terms", box=None, pad_edge=False)
+    for name, entry in DATASETS.items():
+        table.add_row(name, entry.summary, entry.source, entry.terms)
+    console().print(table)
+
+
+@app.command()
+def get(
+    name: _Name,
+    path: _Path = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", help="Write raw rows to this .csv or .parquet file, to predict on.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Rows to export: train, validation or test.")] = "test",
+    rows: Annotated[int | None, typer.Option(min=1, help="Export the first so many rows.")] = None,
+) -> None:
+    """Fetch a data set and prepare it for training."""
+    config = configure(name, path)
+    splits = prepare(config)
+    out = console()
+    _terms(splits)
+    counts = splits.facts["rows"]
+    out.print(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
+    out.print(f"prepared in {splits.folder}")
+    if export_to is not None:
+        out.print(f"wrote {export(config, export_to, split=split, rows=rows):,} rows of the {split} split to {export_to}")
+
+
+@app.command()
+def describe(name: _Name, path: _Path = None) -> None:
+    """Rows, labels, features and their gaps."""
+    config: DataConfig = configure(name, path)
+    splits = prepare(config)
+    facts = splits.facts
+    out = console()
+    _terms(splits)
+    out.print(_split_table(splits))
+    out.print(_feature_table(splits))
+    if facts.get("bayes_ne") is not None:
+        out.print(f"best possible NE on the test split (that of the true probabilities): {facts['bayes_ne']:.4f}")
+    for warning in facts["warnings"]:
+        out.print(f"warning: {warning}")
+
+
+def _terms(splits: Splits) -> None:
+    facts = splits.facts
+    console().print(f"{facts['name']}\nsource: {facts['source']}\nterms: {facts['terms']}")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _split_table(splits: Splits) -> Table:
+    facts: dict[str, Any] = splits.facts
+    tasks = list(facts["positives"]["train"])
+    table = Table(title=f"split by {facts['split']}", title_justify="left")
+    for heading in ("split", "rows", *(f"{task} = 1" for task in tasks), "first", "last"):
+        table.add_column(heading, justify="left" if heading == "split" else "right")
+    for split in SPLITS:
+        times = [_time(second) for second in facts["times"].get(split, ())] or ["", ""]
+        shares = [_share(facts["positives"][split][task]) for task in tasks]
+        table.add_row(split, f"{facts['rows'][split]:,}", *shares, *times)
+    return table
+
+
+def _feature_table(splits: Splits) -> Table:
+    facts, schema, features = splits.facts, splits.encoder.schema, splits.features
+    table = Table(title="features", title_justify="left")
+    for heading in ("feature", "kind", "encoding", "table", "rows", "blank", "unseen in test"):
+        table.add_column(heading, justify="right" if heading in ("rows", "blank", "unseen in test") else "left")
+    for dense in schema.dense:
+        table.add_row(dense.name, "dense", dense.transform, "", "", _share(facts["blanks"].get(dense.name)), "")
+    encodings = {feature.name: feature.encoding for feature in (*schema.categorical, *schema.lists)}
+    for feature in features.sparse:
+        table.add_row(
+            feature.name,
+            f"list, {feature.pooling}" if feature.is_list else "id",
+            encodings[feature.name],
+            feature.table,
+            f"{features.tables[feature.table]:,}",
+            _share(facts["blanks"].get(feature.name)),
+            _share(facts["unseen"]["test"].get(feature.name)),
+        )
+    return table

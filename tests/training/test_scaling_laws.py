@@ -1,0 +1,177 @@
+"""Fits keep the sign of the data, know how sure they are, and refuse what shows no law."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from cordillera.errors import DataError
+from cordillera.training.scaling_laws import Measurement, fit_power_law, measure, plot, study
+from tests.training.sample_runs import make_run
+
+# Wukong, Table 5: GFLOP an example and relative log loss in percent, first task.
+WUKONG = [(0.53, -0.35), (1.25, -0.45), (2.12, -0.53), (5.6, -0.60), (22.23, -0.67), (61, -0.70), (108, -0.76)]
+DLRM = [(1.37, -0.11), (3.85, -0.23), (7.29, -0.28), (14.61, -0.32), (31, -0.37), (71.2, -0.36)]
+
+
+def test_wukongs_own_table_gives_a_falling_law_where_its_printed_formula_rises() -> None:
+    law = fit_power_law(*zip(*WUKONG, strict=True), floor=-100.0)
+    assert law.falls
+    assert law.exponent == pytest.approx(-0.00071, abs=5e-6)
+    assert law.scale == pytest.approx(99.56, abs=5e-3)
+    printed = -100 + 99.56 * np.array([0.53, 108]) ** 0.00071
+    assert printed[1] > printed[0]
+    table = [value for _, value in WUKONG]
+    assert table[-1] < table[0]
+    assert fit_power_law(*zip(*DLRM, strict=True), floor=-100.0).falls
+
+
+@given(
+    st.floats(0.01, 2), st.floats(-0.6, 0.6).filter(lambda b: abs(b) > 1e-3), st.sampled_from([0.0, 0.5, -3.0])
+)
+@settings(max_examples=50, deadline=None)
+def test_an_exact_law_is_recovered_with_its_sign(scale: float, exponent: float, floor: float) -> None:
+    x = np.geomspace(1, 1000, 5)
+    law = fit_power_law(x, floor + scale * x**exponent, floor=floor)
+    assert law.exponent == pytest.approx(exponent, abs=1e-8)
+    assert law.scale == pytest.approx(scale, rel=1e-7)
+    assert law.r_squared == pytest.approx(1.0, abs=1e-6)
+    assert law.decades == pytest.approx(3.0)
+    assert np.abs(law.residuals).max() < 1e-9 * (1 + abs(floor) + max(law.y))
+
+
+def test_the_interval_is_that_of_ordinary_least_squares() -> None:
+    random = np.random.default_rng(0)
+    x = np.geomspace(1e6, 1e9, 8)
+    y = 0.9 * x**-0.02 * np.exp(random.normal(0, 0.002, 8))
+    law = fit_power_law(x, y)
+    line = stats.linregress(np.log(x), np.log(y))
+    half = stats.t.ppf(0.975, 6) * line.stderr
+    assert (law.exponent_low, law.exponent_high) == pytest.approx((line.slope - half, line.slope + half), rel=1e-9)
+    assert law.r_squared == pytest.approx(line.rvalue**2)
+
+
+def test_the_interval_covers_the_true_exponent_about_as_often_as_it_says() -> None:
+    random = np.random.default_rng(1)
+    x = np.geomspace(1, 100, 6)
+    hits = 0
+    for _ in range(400):
+        law = fit_power_law(x, x**-0.1 * np.exp(random.normal(0, 0.01, 6)), resamples=0)
+        hits += law.exponent_low <= -0.1 <= law.exponent_high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_repeating_seeds_does_not_make_sizes() -> None:
+    x = [1.0, 10.0, 100.0, 1000.0]
+    y = [0.9, 0.85, 0.83, 0.78]
+    once = fit_power_law(x, y)
+    often = fit_power_law(x * 10, y * 10)
+    assert (often.exponent_low, often.exponent_high) == pytest.approx((once.exponent_low, once.exponent_high))
+    assert often.repetitions == [10] * 4
+    with pytest.raises(DataError, match="2 sizes cannot show a law"):
+        fit_power_law([1.0, 10.0] * 5, [0.9, 0.8] * 5)
+
+
+def test_noise_does_not_become_a_law() -> None:
+    random = np.random.default_rng(2)
+    law = fit_power_law(np.geomspace(1, 100, 5), 0.8 + random.normal(0, 0.001, 5))
+    assert law.exponent_low < 0 < law.exponent_high
+    assert not law.falls
+
+
+def test_seed_interval_is_seeded_and_needs_two_seeds_a_size() -> None:
+    random = np.random.default_rng(3)
+    x = np.repeat(np.geomspace(1, 100, 5), 4)
+    y = x**-0.1 * np.exp(random.normal(0, 0.01, x.size))
+    a, b = fit_power_law(x, y, seed=1), fit_power_law(x, y, seed=1)
+    assert a == b
+    assert a.seed_low < a.exponent < a.seed_high
+    assert math.isnan(fit_power_law(x[::4], y[::4]).seed_low)
+
+
+def test_a_fitted_floor_is_found_or_called_undetermined() -> None:
+    x = np.geomspace(1, 1e4, 9)
+    law = fit_power_law(x, 0.7 + 0.2 * x**-0.35, floor=None)
+    assert law.floor == pytest.approx(0.7, abs=1e-5)
+    assert law.exponent == pytest.approx(-0.35, abs=1e-4)
+    assert law.floor_fitted
+    assert law.predict(x) == pytest.approx(law.y, abs=1e-6)
+    straight = fit_power_law(x, 1.0 - 0.01 * np.log(x), floor=None)
+    assert any("bound" in warning for warning in straight.warnings)
+    with pytest.raises(DataError, match="at least 4"):
+        fit_power_law([1, 2, 4], [0.9, 0.8, 0.75], floor=None)
+    with pytest.raises(DataError, match="no room"):
+        fit_power_law(x, 0.7 + 0.2 * x**-0.35, floor=None, floor_bounds=(0.9, 0.95))
+
+
+def test_short_spans_and_few_sizes_are_called_out() -> None:
+    law = fit_power_law([1, 2, 4], [0.9, 0.88, 0.865])
+    assert any("0.60 decades" in warning for warning in law.warnings)
+    assert any("one degree of freedom" in warning for warning in law.warnings)
+    assert "WARNING" in law.summary
+    assert not fit_power_law([1, 4, 16, 64], [0.9, 0.88, 0.865, 0.85]).warnings
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ([1, 2], [1, 2, 3], "one length"),
+        ([0, 1, 2], [1, 1, 1], "point 0"),
+        ([1, 2, 3], [1, math.nan, 1], "point 1"),
+        ([1, 2, 3], [1, 1, math.inf], "point 2"),
+        ([1, 2, 3], [0.9, 0.5, 0.4], "not above the floor"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(x: list[float], y: list[float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        fit_power_law(x, y, floor=0.45)
+
+
+@pytest.mark.parametrize("floor", [0.5, None])
+def test_the_band_holds_the_law_and_widens_outwards(floor: float | None) -> None:
+    random = np.random.default_rng(4)
+    x = np.geomspace(1, 1000, 8)
+    law = fit_power_law(x, 0.5 + 0.3 * x**-0.3 + random.normal(0, 0.002, 8), floor=floor)
+    low, high = law.band(x)
+    assert (low < law.predict(x)).all()
+    assert (law.predict(x) < high).all()
+    far_low, far_high = law.band(np.array([1e-2]))
+    assert far_high[0] - far_low[0] > high[0] - low[0]
+
+
+def test_a_study_fits_every_model_and_names_those_it_cannot(tmp_path: Path) -> None:
+    points = [Measurement("wukong", f, 0.8 * f**-0.02, s) for f in (1e6, 4e6, 16e6, 64e6) for s in (0, 1)]
+    points += [Measurement("a <b>", f, 0.85, 0) for f in (1e6, 4e6)]
+    result = study(points)
+    assert list(result.laws) == ["wukong"]
+    assert "2 sizes" in result.failures["a <b>"]
+    assert "wukong" in result.summary
+    assert json.loads(result.to_json())["laws"]["wukong"]["exponent"] == pytest.approx(-0.02)
+    assert result.to_table().row_count == 4
+    plot(result, [tmp_path / "a.png", tmp_path / "a.svg"], bayes=0.5)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "a.svg").read_text()
+    assert "Bayes-optimal" in svg
+    assert "wukong: exponent" in svg
+    plot(result, [tmp_path / "b.svg"], bayes=0.5)
+    assert (tmp_path / "b.svg").read_text() == svg
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg"]
+
+
+def test_measurements_come_from_run_folders(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one", seed=3, flops=600)
+    (found,) = measure([run])
+    assert (found.model, found.flops, found.seed) == ("wukong", 600.0, 3)
+    assert 0.5 < found.value < 1
+    with pytest.raises(DataError, match="'other'"):
+        measure([run], task="other")
+    (run.folder / "evaluation.json").unlink()
+    with pytest.raises(DataError, match="has no evaluation.json"):
+        measure([run])

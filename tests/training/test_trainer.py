@@ -1,0 +1,282 @@
+"""The training loop: interrupted runs equal uninterrupted ones, and bad numbers stop it before they spread."""
+
+import math
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from cordillera.errors import CheckpointError, TrainingError
+from cordillera.jagged import JaggedBatch
+from cordillera.training import checkpoints
+from cordillera.training.optimizers import dense_parameters, embedding_tables, schedule
+from cordillera.training.trainer import TrainingConfig, best_checkpoint, load_weights, scorer, weighted_loss
+
+from .conftest import MemoryLoader
+
+CLOCKS = ("seconds", "examples_per_second", "data_fraction")
+
+
+def records(run):
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in run.metrics()]
+
+
+def assert_same_weights(a, b):
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 10, 13, 19])
+@pytest.mark.parametrize("model", ["dlrm", "wukong"])
+def test_a_run_stopped_at_any_step_resumes_to_the_same_bits(make_trainer, stop_at, model):
+    options = {"model": model, "progressive": True, "progressive_window": 100, "checkpoint_every": 4, "patience": 9}
+    whole = make_trainer("whole", **options)
+    whole.fit()
+    first = make_trainer("parts", **options)
+    first.watch = lambda record, progress, total: first.stop() if progress.step == stop_at else None
+    assert first.fit().ended == "interrupted"
+    second = make_trainer("parts", **options)
+    assert second.resume()
+    assert second.progress.step == stop_at
+    assert second.fit().ended == "finished"
+    assert_same_weights(whole.model, second.model)
+    assert records(whole.run) == records(second.run)
+    assert whole.run.read_json("progressive.json") == second.run.read_json("progressive.json")
+
+
+def test_a_run_that_died_between_checkpoints_repeats_the_lost_steps_exactly(make_trainer):
+    whole = make_trainer("whole", checkpoint_every=4)
+    whole.fit()
+    first = make_trainer("parts", checkpoint_every=4)
+
+    class Died(Exception):
+        pass
+
+    def die(record, progress, total):
+        if progress.step == 15:
+            raise Died
+
+    first.watch = die
+    with pytest.raises(Died):
+        first.fit()
+    second = make_trainer("parts", checkpoint_every=4)
+    second.resume()
+    assert second.progress.step == 12
+    second.fit()
+    assert_same_weights(whole.model, second.model)
+    assert records(whole.run) == records(second.run)
+
+
+def test_resuming_before_the_first_checkpoint_starts_from_the_beginning(make_trainer):
+    trainer = make_trainer("parts")
+    trainer.run.log({"kind": "train", "step": 3})
+    assert not trainer.resume()
+    assert trainer.run.metrics() == []
+
+
+def test_resuming_a_finished_run_changes_nothing(make_trainer):
+    first = make_trainer()
+    first.fit()
+    second = make_trainer()
+    second.resume()
+    assert second.fit().ended == "finished"
+    assert_same_weights(first.model, second.model)
+    assert records(first.run) == records(second.run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_returns_and_handlers_are_put_back(make_trainer, number):
+    before = signal.getsignal(number)
+    trainer = make_trainer(batches=10)
+    trainer.watch = lambda record, progress, total: os.kill(os.getpid(), number) if progress.step == 5 else None
+    assert trainer.fit().ended == "interrupted"
+    assert checkpoints.steps(trainer.run.checkpoints) == [6] or checkpoints.steps(trainer.run.checkpoints) == [5]
+    assert signal.getsignal(number) == before
+
+
+def test_training_works_outside_the_main_thread(make_trainer):
+    trainer = make_trainer()
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(trainer.fit().ended))
+    thread.start()
+    thread.join(60)
+    assert ended == ["finished"]
+
+
+def test_early_stopping_keeps_the_best_weights_and_their_checkpoint(make_trainer):
+    trainer = make_trainer(epochs=30, patience=2, learning_rate=0.05)
+    report = trainer.fit()
+    assert report.ended == "early"
+    evaluations = [r for r in trainer.run.metrics() if r["kind"] == "evaluation"]
+    means = [sum(t["ne"] for t in r["tasks"].values()) / 2 for r in evaluations]
+    best = min(range(len(means)), key=means.__getitem__)
+    assert len(means) == best + 3
+    assert report.progress.best_step == evaluations[best]["step"]
+    kept = best_checkpoint(trainer.run, use_best=True)
+    assert kept.step == evaluations[best]["step"]
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, kept.tensors[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_training_before_it_reaches_the_weights(make_trainer, value):
+    loader = MemoryLoader(10)
+
+    def spoil(number, batch):
+        if number == 6:
+            batch.dense[3, 0] = value
+        return batch
+
+    loader.spoil = spoil
+    trainer = make_trainer(loader=loader, checkpoint_every=2)
+    with pytest.raises(TrainingError, match=r"step 7 .*epoch 1"):
+        trainer.fit()
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.isfinite(tensor).all(), name
+    assert checkpoints.steps(trainer.run.checkpoints)[-1] == 6
+
+
+def test_undefined_ne_is_an_error_where_a_decision_needs_it_and_null_elsewhere(make_trainer):
+    def one_class(number, batch):
+        batch.labels[:, 0] = 1
+        return batch
+
+    for patience in (None, 2):
+        trainer = make_trainer(f"p{patience}", patience=patience)
+        trainer.validation.spoil = one_class
+        if patience is None:
+            trainer.fit()
+            evaluation = [r for r in trainer.run.metrics() if r["kind"] == "evaluation"][-1]
+            assert evaluation["tasks"]["click"]["ne"] is None
+            assert evaluation["tasks"]["buy"]["ne"] is not None
+        else:
+            with pytest.raises(TrainingError, match=r"undefined for \['click'\]"):
+                trainer.fit()
+
+
+def test_gradient_clipping_bounds_the_norm_of_the_dense_gradients(make_trainer):
+    trainer = make_trainer(gradient_clip=1e-3, batches=3, epochs=1, log_every=1)
+    seen = []
+    step = trainer.optimizer.step
+
+    def spy():
+        seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in trainer.dense.values() if p.grad is not None])))
+        step()
+
+    trainer.optimizer.step = spy
+    trainer.fit()
+    assert max(seen) <= 1e-3 * (1 + 1e-4)
+    logged = [r["gradient_norm"] for r in trainer.run.metrics() if r["kind"] == "train"]
+    assert min(logged) > 1e-3
+
+
+def test_a_sample_of_weight_zero_teaches_nothing(make_trainer):
+    class Weighted(MemoryLoader):
+        def __init__(self, junk):
+            super().__init__(5, weights=True)
+            self.junk = junk
+
+        def epoch(self, epoch=0, start=0):
+            for batch in super().epoch(epoch, start):
+                batch.weights[:10] = 0.0
+                batch.labels[:10] = self.junk
+                yield batch
+
+    trained = []
+    for junk in (0.0, 1.0):
+        trainer = make_trainer(f"junk{junk}", loader=Weighted(junk), epochs=1)
+        trainer.fit()
+        trained.append(trainer.model)
+    assert_same_weights(*trained)
+
+
+def test_the_weighted_loss_is_its_definition():
+    logits, labels = torch.randn(8, 2, dtype=torch.float64), (torch.rand(8, 2) < 0.5).double()
+    weights, tasks = torch.rand(8, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    p = logits.sigmoid()
+    each = -(labels * p.log() + (1 - labels) * (1 - p).log())
+    expected = (weights * (each * tasks).sum(1)).sum() / weights.sum()
+    loss, total = weighted_loss(logits, labels.float(), weights.float(), tasks.float())
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert total == pytest.approx(float(weights.sum()), rel=1e-6)
+    assert float(weighted_loss(logits, labels.float(), torch.zeros(8), None)[0]) == 0.0
+
+
+def test_bf16_computes_in_bfloat16_over_float32_master_weights(make_trainer):
+    trainer = make_trainer(precision="bf16", epochs=1)
+    kinds = []
+    trainer.model.heads.register_forward_pre_hook(lambda module, inputs: kinds.append(inputs[0].dtype))
+    trainer.fit()
+    assert set(kinds) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert {v.dtype for s in trainer.optimizer.state.values() for k, v in s.items() if k != "step"} == {torch.float32}
+
+
+def test_tables_are_never_in_the_dense_optimizer(make_trainer):
+    trainer = make_trainer()
+    owned = {id(t.weight) for t in embedding_tables(trainer.model).values()}
+    assert owned
+    assert not owned & {id(p) for p in dense_parameters(trainer.model).values()}
+    assert not owned & {id(p) for g in trainer.optimizer.param_groups for p in g["params"]}
+
+
+def test_weights_of_another_model_are_refused(make_trainer):
+    trainer = make_trainer(epochs=1, batches=2)
+    trainer.fit()
+    other = make_trainer("other", model="wukong")
+    with pytest.raises(CheckpointError, match="another model"):
+        load_weights(other.model, best_checkpoint(trainer.run, use_best=False))
+
+
+def test_scoring_needs_no_labels_and_leaves_the_mode_alone(make_trainer):
+    trainer = make_trainer()
+    batch = next(iter(MemoryLoader(1).epoch()))
+    score = scorer(trainer.model, torch.device("cpu"), "fp32")
+    trainer.model.train()
+    first = score(batch)
+    assert trainer.model.training
+    assert torch.equal(first, score(batch))
+    assert first.shape == (64, 2)
+
+
+@pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
+def test_the_schedule_rises_to_one_and_never_leaves_zero_to_one(decay):
+    factors = [schedule(s, 100, warmup=10, decay=decay, floor=0.1) for s in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == pytest.approx(1.0)
+    assert all(0 < f <= 1 for f in factors)
+    assert factors[:10] == sorted(factors[:10])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    if decay != "none":
+        assert schedule(100, 100, warmup=10, decay=decay, floor=0.1) == pytest.approx(0.1)
+
+
+def test_unknown_task_weights_are_refused(make_trainer):
+    with pytest.raises(TrainingError, match="names no task"):
+        make_trainer(task_weights={"clik": 2.0})
+
+
+def test_max_steps_ends_training_in_the_middle_of_an_epoch(make_trainer):
+    trainer = make_trainer(max_steps=7)
+    assert trainer.fit().progress.step == 7
+
+
+def test_a_batch_with_an_id_out_of_range_is_named(make_trainer):
+    loader = MemoryLoader(2)
+
+    def spoil(number, batch):
+        batch.sparse.values[5] = 50
+        return batch
+
+    loader.spoil = spoil
+    with pytest.raises(Exception, match="id"):
+        make_trainer(loader=loader).fit()
+
+
+def test_config_defaults_train(make_trainer):
+    assert TrainingConfig().epochs == 1
+    assert isinstance(next(iter(MemoryLoader(1).epoch())).sparse, JaggedBatch)
