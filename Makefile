@@ -49,11 +49,9 @@ docs: $(VENV)/.docs
 hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
 
-# TorchRec and FuxiCTR name dependencies that nothing here uses (a CUDA build of FBGEMM, a cluster scheduler),
-# so they are installed without them.
+# FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
 peers: $(VENV)/.test .peers/FuxiCTR/.complete
-	$(INSTALL) h5py pyyaml scikit-learn pandas tqdm
-	$(INSTALL) --no-deps fuxictr==2.3.10
+	$(INSTALL) fuxictr==2.3.10
 
 .peers/FuxiCTR/.complete:
 	rm -rf .peers/FuxiCTR
@@ -77,6 +75,7 @@ $(VENV)/.dev: $(VENV)/.made $(PINS)
 	$(INSTALL) -e '.[cpu,dev]'
 	@touch $@ $(VENV)/.cpu
 
+# TorchRec is the tests' oracle. Its metadata asks for the CUDA build of FBGEMM, so its needs are named here.
 $(VENV)/.test: $(VENV)/.dev
 	$(INSTALL) tensordict torchmetrics tqdm pyre-extensions
 	$(INSTALL) --no-deps torchrec==1.8.0

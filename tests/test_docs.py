@@ -48,8 +48,8 @@ NOT_RUN = {
 }
 
 SHORTER = {
-    "train": ["training.max_steps=12", "training.evaluate_every=6", "data.evaluation_batch_size=8192"],
-    "sweep": ["training.max_steps=6", "data.evaluation_batch_size=8192"],
+    "train": ["training.max_steps=4", "training.evaluate_every=4"],
+    "sweep": ["training.max_steps=3"],
 }
 
 

@@ -34,15 +34,22 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.ClassDef | Functio
                     yield f"{node.name}.{member.name}", member, True
 
 
-def _explained_by_help(argument: ast.arg) -> bool:
+def _aliases(tree: ast.Module) -> dict[str, str]:
+    """Names that a module gives to annotations, and what they stand for."""
+    pairs = [(node.targets[0], node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    return {target.id: ast.unparse(value) for target, value in pairs if isinstance(target, ast.Name)}
+
+
+def _explained_by_help(argument: ast.arg, aliases: dict[str, str]) -> bool:
     """Arguments of commands are explained by the help that a person reads."""
     text = ast.unparse(argument.annotation) if argument.annotation else ""
+    text = aliases.get(text, text)
     return "help=" in text and ("typer.Option" in text or "typer.Argument" in text)
 
 
-def _arguments(node: Function, method: bool) -> list[str]:
+def _arguments(node: Function, method: bool, aliases: dict[str, str]) -> list[str]:
     positional = (*node.args.posonlyargs, *node.args.args)
-    arguments = [argument.arg for argument in positional if not _explained_by_help(argument)]
+    arguments = [argument.arg for argument in positional if not _explained_by_help(argument, aliases)]
     if method and "staticmethod" not in _decorators(node):
         arguments = arguments[1:]
     arguments += [argument.arg for argument in node.args.kwonlyargs]
@@ -75,7 +82,7 @@ def _documented_above(name: str, classes: dict[str, ast.ClassDef]) -> bool:
 
 def _problems(path: Path, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    where = path.relative_to(PACKAGE.parent)
+    where, aliases = path.relative_to(PACKAGE.parent), _aliases(tree)
     if not ast.get_docstring(tree) and any(True for _ in _definitions(tree)):
         yield f"{where}: the module has no docstring"
     for name, node, method in _definitions(tree):
@@ -88,7 +95,7 @@ def _problems(path: Path, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
             continue
         if not isinstance(node, Function):
             continue
-        arguments = _arguments(node, method)
+        arguments = _arguments(node, method, aliases)
         unmentioned = [argument for argument in arguments if not re.search(rf"\b{re.escape(argument)}\b", text)]
         if len(arguments) > 1 and unmentioned:
             yield f"{place}: the docstring does not mention {', '.join(unmentioned)}"

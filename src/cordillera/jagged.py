@@ -76,7 +76,7 @@ class JaggedTensor:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.int64) -> JaggedTensor:
-        """Build from Python lists, one a sample."""
+        """Build from ``rows``, a Python list a sample, with values of ``dtype``."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         values = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return cls(values, offsets_from_lengths(lengths))
@@ -101,7 +101,7 @@ class JaggedTensor:
         return [flat[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
-        """Move to a device."""
+        """Move to a device; with ``non_blocking``, without waiting for copies out of page-locked memory."""
         moved = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         return JaggedTensor(
             self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking), moved
@@ -189,7 +189,7 @@ class JaggedBatch:
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedBatch:
-        """Move to a device."""
+        """Move to a device; with ``non_blocking``, without waiting for copies out of page-locked memory."""
         weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         return replace(
             self,

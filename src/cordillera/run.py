@@ -67,7 +67,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file beside its place and rename it, so that readers see the old file or the new one."""
+    """Write ``text`` beside ``path`` and rename it, so that readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
@@ -215,7 +215,7 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", text)
 
     def write_json(self, name: str, content: Any) -> Path:
-        """Write a JSON file into the folder; numbers that are not finite are written as null."""
+        """Write ``content`` as the JSON file ``name`` of the folder; numbers that are not finite become null."""
         path = self.folder / name
         write_atomically(path, json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
         return path

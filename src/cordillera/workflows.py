@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,18 @@ from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import Recipe
 from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
+from cordillera.training import scaling_laws
+from cordillera.training.comparison import Comparison
+from cordillera.training.comparison import compare as compare_runs
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
+from cordillera.training.scaling_laws import ScalingStudy
 from cordillera.training.trainer import Report, Trainer, Watcher, best_checkpoint, load_weights, scorer, select_device
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
 
 
 @dataclass
@@ -106,7 +115,7 @@ def train(
     *,
     resume: bool = False,
     watch: Watcher | None = None,
-    say: Any = lambda text: None,
+    say: Callable[[str], object] = _silent,
 ) -> Outcome:
     """Train a recipe into a run folder, evaluate it on the test split and write its report.
 
@@ -194,6 +203,11 @@ def _evaluate(
 
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
     """The recipe of a run and its model with the weights that the run stands for, ready to score.
+
+    Args:
+        run: The run.
+        features: Names and sizes of its data's features.
+        device: Where the model is to be.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupt.
@@ -319,3 +333,98 @@ class _Writer:
     def __exit__(self, *exception: object) -> None:
         self.file.close()
         self.temporary.unlink(missing_ok=True)
+
+
+def compare(runs: Sequence[Run | Path | str]) -> Comparison:
+    """Put finished runs side by side; runs of one recipe with several seeds become one row with intervals.
+
+    Args:
+        runs: Runs or their folders; the first one's recipe is what the others are compared with.
+
+    Raises:
+        RunError: one of them is not a run.
+        DataError: one has no evaluation, or their test splits differ.
+    """
+    return compare_runs([run if isinstance(run, Run) else Run(run) for run in runs])
+
+
+@dataclass
+class Sweep:
+    """What :func:`sweep` found.
+
+    Attributes:
+        folder: Where the runs, ``sweep.json`` and the plots are.
+        study: Sizes, values and the fitted law.
+        plot: The drawing of NE against FLOPs.
+    """
+
+    folder: Path
+    study: ScalingStudy
+    plot: Path
+
+
+def sweep(
+    source: str | Path,
+    sizes: Sequence[str],
+    *,
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    folder: Path | str | None = None,
+    watch: Watcher | None = None,
+    say: Callable[[str], object] = _silent,
+) -> Sweep:
+    """Train a recipe in several sizes and fit test NE against training FLOPs an example.
+
+    Runs that are finished are not trained again and interrupted ones are resumed, so a sweep that was stopped goes on
+    where it was. The law is ``NE = floor + a * FLOPs ** b``; the floor is the Bayes-optimal NE where the data's is known,
+    else zero.
+
+    Args:
+        source: A shipped recipe's name or a path.
+        sizes: Each a text of ``section.key=value`` parts between blanks, smallest size first.
+        seeds: Repetitions of every size: the recipe's seed, and those after it.
+        overrides: Applied to all sizes.
+        folder: Where everything goes. Default: ``runs/NAME-sweep``.
+        watch: See :func:`train`.
+        say: Called with one line of text at each stage.
+
+    Raises:
+        RecipeError: some size is not a valid recipe; nothing is trained then.
+        RunError: a folder of the sweep holds a run of another recipe, or training was interrupted.
+        DataError: there are fewer than three sizes.
+    """
+    if len(sizes) < 3:
+        raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="--size")
+    first = recipes.load(source, [*overrides, *shlex.split(sizes[0])])
+    planned = []
+    for number, size in enumerate(sizes):
+        for seed in range(first.seed, first.seed + seeds):
+            recipe = recipes.load(source, [*overrides, *shlex.split(size), f"seed={seed}"])
+            planned.append((f"size-{number + 1}-seed-{seed}", recipe))
+    parent = Path(folder) if folder is not None else Path("runs") / f"{first.name}-sweep"
+    runs = []
+    for number, (name, recipe) in enumerate(planned, 1):
+        place = parent / name
+        exists = (place / "recipe.toml").is_file()
+        if exists and recipes.load(place / "recipe.toml") != recipe:
+            raise RunError(
+                "holds a run of another recipe", where=str(place), remedy="choose another --run folder for this sweep"
+            )
+        if exists and (place / "evaluation.json").is_file():
+            say(f"[{number}/{len(planned)}] {name}: done before")
+        else:
+            say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
+            outcome = train(recipe, place, resume=exists, watch=watch)
+            if outcome.report.ended == "interrupted":
+                raise RunError(
+                    "the sweep was interrupted; everything is saved",
+                    where=str(place),
+                    remedy="give the same command again to go on",
+                )
+        runs.append(Run(place))
+    bayes = runs[0].read_json("model.json")["data"]["facts"].get("bayes_ne")
+    study = scaling_laws.study(scaling_laws.measure(runs), floor=bayes or 0.0)
+    plot = parent / "sweep.png"
+    scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
+    write_atomically(parent / "sweep.json", study.to_json() + "\n")
+    return Sweep(parent, study, plot)

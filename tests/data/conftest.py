@@ -56,7 +56,9 @@ def make_frame(rows: int, seed: int) -> pl.DataFrame:
             "age": pl.Series([None if random.random() < 0.1 else int(random.integers(18, 80)) for _ in range(rows)]),
             "rank": np.round(random.standard_normal(rows), 4),
             "user": [f"u{user}" for user in random.zipf(1.5, rows) % 97],
-            "shop": pl.Series([None if random.random() < 0.05 else f"s{int(random.integers(0, 300))}" for _ in range(rows)]),
+            "shop": pl.Series(
+                [None if random.random() < 0.05 else f"s{int(random.integers(0, 300))}" for _ in range(rows)]
+            ),
             "place": random.integers(0, 7, rows),
             "tags": pl.Series(lists, dtype=pl.List(pl.String)),
             "seen": pl.Series(seen, dtype=pl.List(pl.String)),

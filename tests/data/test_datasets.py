@@ -86,7 +86,9 @@ def test_several_files_are_one_log(tmp_path: Path, frame: pl.DataFrame, schema: 
         same(whole.test.batch(slice(None)), joined.test.batch(slice(None)))
 
 
-def test_a_split_by_time_has_no_overlap_and_is_in_time_order(tmp_path: Path, frame: pl.DataFrame, schema: Schema) -> None:
+def test_a_split_by_time_has_no_overlap_and_is_in_time_order(
+    tmp_path: Path, frame: pl.DataFrame, schema: Schema
+) -> None:
     splits = prepare(config(write(frame, tmp_path / "log.parquet"), schema, tmp_path), progress=False)
     times = [getattr(splits, name).timestamps for name in SPLITS]
     assert all((np.diff(one) >= 0).all() for one in times)
@@ -103,7 +105,9 @@ def test_rows_of_one_second_stay_together(tmp_path: Path, frame: pl.DataFrame, s
     assert not seen[1] & seen[2]
 
 
-def test_rows_out_of_time_order_are_refused_with_their_line(tmp_path: Path, frame: pl.DataFrame, schema: Schema) -> None:
+def test_rows_out_of_time_order_are_refused_with_their_line(
+    tmp_path: Path, frame: pl.DataFrame, schema: Schema
+) -> None:
     times = frame["time"].to_list()
     times[500] = times[0] - 5
     path = write(frame.with_columns(pl.Series("time", times)), tmp_path / "log.csv")
@@ -150,7 +154,9 @@ def test_the_second_call_reads_no_file(
 
 def test_other_settings_or_files_are_prepared_anew(tmp_path: Path, frame: pl.DataFrame, schema: Schema) -> None:
     path = write(frame, tmp_path / "log.csv")
-    folders = {prepare(config(path, schema, tmp_path, split=split), progress=False).folder for split in ("time", "random")}
+    folders = {
+        prepare(config(path, schema, tmp_path, split=split), progress=False).folder for split in ("time", "random")
+    }
     write(frame.with_columns(click=1 - pl.col("click")), path)
     folders.add(prepare(config(path, schema, tmp_path), progress=False).folder)
     assert len(folders) == 3
@@ -367,7 +373,7 @@ def test_a_batch_shares_no_memory_with_the_file(tmp_path: Path, frame: pl.DataFr
     ("setting", "message"),
     [
         ({"dataset": "movielens"}, "unknown dataset 'movielens'"),
-        ({"dataset": None}, "path and schema are needed"),
+        ({"dataset": None}, "path and schema of your own"),
         ({"dataset": "criteo"}, "download it and set path"),
         ({"dataset": "adult", "path": "x.csv"}, "brings its own rows"),
         ({"fractions": (0.5, 0.1, 0.1)}, "add up to 1"),

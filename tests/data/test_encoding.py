@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,9 @@ def _hash(text: str, salt: str) -> int:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.text(max_size=12).filter(lambda text: "\x00" not in text), min_size=1, max_size=20), st.text(max_size=4))
+@given(
+    st.lists(st.text(max_size=12).filter(lambda text: "\x00" not in text), min_size=1, max_size=20), st.text(max_size=4)
+)
 def test_hashes_equal_their_definition_whatever_else_is_in_the_column(texts: list[str], salt: str) -> None:
     expected = [_hash(text, salt) for text in texts]
     assert hash_strings(pl.Series(texts, dtype=pl.String), salt).tolist() == expected
@@ -66,12 +69,13 @@ def test_lists_keep_their_last_entries_and_drop_blanks() -> None:
     encoder = Encoder.fit(schema, [frame])
     names = encoder.names("tags")
     values, offsets = encoder.encode(frame).lists[0]
-    bags = [[names[value] for value in values[start:end]] for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    bags = [[names[value] for value in values[start:end]] for start, end in pairwise(offsets)]
     assert bags == [["b", "c"], [], [], ["c"], ["a", "b"]]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 333, 2_000])
 def test_fitting_does_not_depend_on_chunks(frame: pl.DataFrame, schema: Schema, chunk: int) -> None:
+    frame = frame.head(300) if chunk == 1 else frame
     whole = Encoder.fit(schema, [frame])
     parts = Encoder.fit(schema, (frame.slice(start, chunk) for start in range(0, len(frame), chunk)))
     assert whole.vocabularies.keys() == parts.vocabularies.keys()
@@ -167,7 +171,9 @@ def test_a_bad_value_is_named_with_file_line_column_and_remedy(
     values[41] = value
     if column == "user":
         values = [value if row == 41 else 1.0 for row in range(len(frame))]
-    broken = frame.with_columns(pl.Series(column, values, strict=False) if not isinstance(value, str) else _text(column, values))
+    broken = frame.with_columns(
+        pl.Series(column, values, strict=False) if not isinstance(value, str) else _text(column, values)
+    )
     with pytest.raises(DataError, match=message) as caught:
         encoder.encode(broken, where="clicks.csv", first_row=2, unit="line")
     assert f"clicks.csv, line 43, column '{column}'" in str(caught.value)

@@ -108,7 +108,9 @@ def test_a_bag_adds_up(make_features: MakeFeatures, make_batch: MakeBatch) -> No
 
 def _torchrec_twin(model: DLRM, features: FeatureSpec) -> nn.Module:
     """TorchRec's DLRM with our weights."""
-    dlrm = pytest.importorskip("torchrec.models.dlrm", reason="torchrec is not installed (make peers)")
+    dlrm = pytest.importorskip(
+        "torchrec.models.dlrm", exc_type=ImportError, reason="torchrec is not installed (make peers)"
+    )
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     d = model.config.embedding_dim

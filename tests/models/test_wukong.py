@@ -104,8 +104,12 @@ def _fuxictr_twin(model: Wukong, features: FeatureSpec, folder: Path) -> nn.Modu
     zoo = os.environ.get("CORDILLERA_FUXICTR_ZOO")
     if not zoo:
         pytest.skip("CORDILLERA_FUXICTR_ZOO does not name a clone of FuxiCTR's repository (make peers)")
-    feature_module = pytest.importorskip("fuxictr.features", reason="fuxictr is not installed (make peers)")
-    pytest.importorskip("fuxictr.pytorch.models", reason="fuxictr cannot be imported (make peers)")
+    feature_module = pytest.importorskip(
+        "fuxictr.features", exc_type=ImportError, reason="fuxictr is not installed (make peers)"
+    )
+    pytest.importorskip(
+        "fuxictr.pytorch.models", exc_type=ImportError, reason="fuxictr cannot be imported (make peers)"
+    )
     source = Path(zoo) / "model_zoo" / "WuKong" / "src" / "WuKong.py"
     spec = importlib.util.spec_from_file_location("fuxictr_model_zoo_wukong", source)
     assert spec is not None

@@ -46,9 +46,7 @@ class MemoryLoader:
             buy = (torch.rand(self.size, generator=generator) < 0.3).float()
             dense = torch.rand(self.size, 2, generator=generator)
             weights = torch.rand(self.size, generator=generator) if self.weights else None
-            yield self.spoil(
-                number, RankingBatch(dense, sparse, torch.stack([click, buy], 1), weights, groups=ids % 7)
-            )
+            yield self.spoil(number, RankingBatch(dense, sparse, torch.stack([click, buy], 1), weights, groups=ids % 7))
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def make_run(
                 "name": "MovieLens-100K",
                 "source": "GroupLens Research, University of Minnesota",
                 "terms": "For research; no redistribution without permission; cite Harper and Konstan 2015.",
-                "positives": {"train": {task: 0.554 for task in tasks}, "test": {task: 0.5312 for task in tasks}},
+                "positives": {"train": dict.fromkeys(tasks, 0.554), "test": dict.fromkeys(tasks, 0.5312)},
                 "warnings": ["312 of 10,000 test rows have items that were never seen in training."],
             },
         },

@@ -30,8 +30,10 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path):
     assert loaded.step == 12
     for name, tensor in _tensors().items():
         assert loaded.tensors[name].dtype == tensor.dtype
-        assert torch.equal(loaded.tensors[name].contiguous().view(torch.uint8) if tensor.dim() else loaded.tensors[name],
-                           tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor)
+        assert torch.equal(
+            loaded.tensors[name].contiguous().view(torch.uint8) if tensor.dim() else loaded.tensors[name],
+            tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor,
+        )
 
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "checksums.json"])

@@ -114,10 +114,14 @@ def test_small_segments_are_marked_and_rare_ones_joined() -> None:
     logits, labels = click_data(1, 400, 1)
     codes = np.r_[np.zeros(300, int), np.arange(1, 101)]
     result = evaluate(
-        identity, batches(logits, labels), ["x"], segments={"f": (codes, [f"v{i}" for i in range(101)])}, most_segments=5
+        identity,
+        batches(logits, labels),
+        ["x"],
+        segments={"f": (codes, [f"v{i}" for i in range(101)])},
+        most_segments=5,
     )
     values = result.segments["f"]
-    assert list(values)[0] == "v0"
+    assert next(iter(values)) == "v0"
     assert values["(96 others)"].examples == 96
     assert not values["v0"].small
     assert values["v1"].small

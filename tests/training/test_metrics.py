@@ -104,9 +104,7 @@ def test_agrees_with_scikit_learn(weighted: bool) -> None:
     labels = (random.random(5000) < sigmoid(logits)).astype(float)
     weights = random.random(5000) * 3 if weighted else None
     metrics = RankingMetrics()
-    metrics.update(
-        torch.tensor(logits), torch.tensor(labels), None if weights is None else torch.tensor(weights)
-    )
+    metrics.update(torch.tensor(logits), torch.tensor(labels), None if weights is None else torch.tensor(weights))
     result = metrics.compute()
     assert result["auc"] == pytest.approx(roc_auc_score(labels, logits, sample_weight=weights), abs=1e-12)
     assert result["log_loss"] == pytest.approx(log_loss(labels, sigmoid(logits), sample_weight=weights), rel=1e-12)

@@ -33,9 +33,7 @@ def test_wukongs_own_table_gives_a_falling_law_where_its_printed_formula_rises()
     assert fit_power_law(*zip(*DLRM, strict=True), floor=-100.0).falls
 
 
-@given(
-    st.floats(0.01, 2), st.floats(-0.6, 0.6).filter(lambda b: abs(b) > 1e-3), st.sampled_from([0.0, 0.5, -3.0])
-)
+@given(st.floats(0.01, 2), st.floats(-0.6, 0.6).filter(lambda b: abs(b) > 1e-3), st.sampled_from([0.0, 0.5, -3.0]))
 @settings(max_examples=50, deadline=None)
 def test_an_exact_law_is_recovered_with_its_sign(scale: float, exponent: float, floor: float) -> None:
     x = np.geomspace(1, 1000, 5)
@@ -173,5 +171,5 @@ def test_measurements_come_from_run_folders(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'other'"):
         measure([run], task="other")
     (run.folder / "evaluation.json").unlink()
-    with pytest.raises(DataError, match="has no evaluation.json"):
+    with pytest.raises(DataError, match=r"has no evaluation\.json"):
         measure([run])

@@ -164,7 +164,9 @@ def test_gradient_clipping_bounds_the_norm_of_the_dense_gradients(make_trainer):
     step = trainer.optimizer.step
 
     def spy():
-        seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in trainer.dense.values() if p.grad is not None])))
+        seen.append(
+            float(torch.nn.utils.get_total_norm([p.grad for p in trainer.dense.values() if p.grad is not None]))
+        )
         step()
 
     trainer.optimizer.step = spy

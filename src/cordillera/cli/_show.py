@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from cordillera.training.trainer import Progress as TrainingProgress
     from cordillera.training.evaluation import Evaluation
 
 
@@ -18,7 +22,7 @@ def console() -> Console:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A metric for people; NaN is a metric that the data does not define."""
+    """A metric's value with so many digits, for people; NaN is a metric that the data does not define."""
     return "undefined" if math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -32,3 +36,41 @@ def evaluation_table(evaluation: Evaluation) -> Table:
         cells = [number(values.get(key, math.nan)) for key in ("ne", "auc", "gauc", "log_loss", "calibration")]
         table.add_row(task, *cells, "undefined" if math.isnan(share) else f"{share:.1%}")
     return table
+
+
+@contextlib.contextmanager
+def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
+    """A progress bar with rate and time left.
+
+    Args:
+        out: Where it is drawn.
+        quiet: Draw and say nothing.
+
+    Returns:
+        What :func:`cordillera.workflows.train` takes as ``watch`` and ``say``.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
+        task = bar.add_task("preparing", total=None, note="")
+
+        def watch(record: dict[str, Any], progress: TrainingProgress, total: int) -> None:
+            if progress.step == 1 or bar.tasks[task].total != total:
+                bar.reset(task, total=total, completed=progress.step)
+            if record:
+                rate = f"{record['examples_per_second']:,.0f} examples/s"
+                bar.update(task, note=f"epoch {progress.epoch + 1}  loss {record['loss']:.4f}  {rate}")
+            best = "" if progress.best_step is None else f"  best NE {progress.best:.4f}"
+            bar.update(task, completed=progress.step, description=f"training{best}")
+
+        def say(text: str) -> None:
+            if not quiet:
+                bar.print(text, markup=False)
+
+        yield watch, say

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from cordillera.cli._show import console
-from cordillera.data.cache import SPLITS, Splits
-from cordillera.data.datasets import DATASETS, DataConfig, configure, export, prepare
+
+if TYPE_CHECKING:
+    from cordillera.data.cache import Splits
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -22,6 +23,8 @@ _Path = Annotated[list[str] | None, typer.Option("--path", help="A file of a dat
 @app.command("list")
 def list_() -> None:
     """The data sets that have names."""
+    from cordillera.data.datasets import DATASETS
+
     table = Table("name", "what it is", "source", "terms", box=None, pad_edge=False)
     for name, entry in DATASETS.items():
         table.add_row(name, entry.summary, entry.source, entry.terms)
@@ -39,6 +42,9 @@ def get(
     rows: Annotated[int | None, typer.Option(min=1, help="Export the first so many rows.")] = None,
 ) -> None:
     """Fetch a data set and prepare it for training."""
+    from cordillera.data.cache import SPLITS
+    from cordillera.data.datasets import configure, export, prepare
+
     config = configure(name, path)
     splits = prepare(config)
     out = console()
@@ -47,13 +53,16 @@ def get(
     out.print(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
     out.print(f"prepared in {splits.folder}")
     if export_to is not None:
-        out.print(f"wrote {export(config, export_to, split=split, rows=rows):,} rows of the {split} split to {export_to}")
+        written = export(config, export_to, split=split, rows=rows)
+        out.print(f"wrote {written:,} rows of the {split} split to {export_to}")
 
 
 @app.command()
 def describe(name: _Name, path: _Path = None) -> None:
     """Rows, labels, features and their gaps."""
-    config: DataConfig = configure(name, path)
+    from cordillera.data.datasets import configure, prepare
+
+    config = configure(name, path)
     splits = prepare(config)
     facts = splits.facts
     out = console()
@@ -80,6 +89,8 @@ def _time(seconds: int) -> str:
 
 
 def _split_table(splits: Splits) -> Table:
+    from cordillera.data.cache import SPLITS
+
     facts: dict[str, Any] = splits.facts
     tasks = list(facts["positives"]["train"])
     table = Table(title=f"split by {facts['split']}", title_justify="left")
@@ -94,9 +105,16 @@ def _split_table(splits: Splits) -> Table:
 
 def _feature_table(splits: Splits) -> Table:
     facts, schema, features = splits.facts, splits.encoder.schema, splits.features
-    table = Table(title="features", title_justify="left")
-    for heading in ("feature", "kind", "encoding", "table", "rows", "blank", "unseen in test"):
-        table.add_column(heading, justify="right" if heading in ("rows", "blank", "unseen in test") else "left")
+    table = Table(
+        title="features (unseen: share of test rows whose value training did not keep)",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for heading in ("feature", "kind", "encoding", "table", "rows", "blank", "unseen"):
+        table.add_column(
+            heading, justify="right" if heading in ("rows", "blank", "unseen") else "left", overflow="fold"
+        )
     for dense in schema.dense:
         table.add_row(dense.name, "dense", dense.transform, "", "", _share(facts["blanks"].get(dense.name)), "")
     encodings = {feature.name: feature.encoding for feature in (*schema.categorical, *schema.lists)}

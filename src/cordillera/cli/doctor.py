@@ -29,7 +29,8 @@ Status = Literal["usable", "limited", "absent", "broken"]
 # FBGEMM is built against one minor version of torch; with another its operators fail to load or crash.
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 
-_PROBE_SECONDS = 60.0
+_AREAS = ("machine", "python", "back ends", "libraries")
+_PROBE_SECONDS = 120.0
 _GIBIBYTE = 1024**3
 _COLOURS: dict[Status, str] = {"usable": "green", "limited": "yellow", "absent": "dim", "broken": "red"}
 
@@ -155,15 +156,28 @@ def _memory() -> Finding:
     return Finding("machine", "memory", "usable", text)
 
 
-def _gpu() -> Finding:
+def _torch_and_gpu() -> list[Finding]:
     worked, text = _probe(
         "import json, torch\n"
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
-        "print(json.dumps([torch.version.cuda or torch.version.hip, names]))"
+        "kernels = torch.backends.cpu.get_cpu_capability()\n"
+        "runtime = torch.version.cuda or torch.version.hip\n"
+        "print(json.dumps([torch.__version__, kernels, torch.get_num_threads(), runtime, names]))"
     )
+    remedy = "pip install -c constraints.txt -e '.[cpu]'"
     if not worked:
-        return Finding("machine", "GPU", "broken", text, "see whether the driver fits torch's CUDA version")
-    runtime, names = json.loads(text)
+        return [Finding("python", "torch", "broken", text, remedy)]
+    version, kernels, threads, runtime, names = json.loads(text)
+    detail = f"{version}, {kernels} kernels, {threads} threads"
+    if _minor(version) in FBGEMM_OF_TORCH:
+        finding = Finding("python", "torch", "usable", detail)
+    else:
+        tested = ", ".join(FBGEMM_OF_TORCH)
+        finding = Finding("python", "torch", "limited", f"{detail}; tested versions are {tested}", remedy)
+    return [_gpu(runtime, names), finding]
+
+
+def _gpu(runtime: str | None, names: list[str]) -> Finding:
     if names:
         return Finding("machine", "GPU", "usable", f"{', '.join(names)}; torch with CUDA {runtime}")
     if shutil.which("nvidia-smi") is None:
@@ -208,21 +222,6 @@ def _disk(name: str, folder: Path, remedy: str) -> Finding:
 def _python() -> Finding:
     text = f"{platform.python_version()} at {sys.executable}"
     return Finding("python", "Python", "usable", text)
-
-
-def _torch() -> Finding:
-    worked, text = _probe(
-        "import torch\nprint(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
-    )
-    remedy = "pip install -c constraints.txt -e '.[cpu]'"
-    if not worked:
-        return Finding("python", "torch", "broken", text, remedy)
-    version, capability, threads = text.rsplit(" ", 2)
-    detail = f"{version}, {capability} kernels, {threads} threads"
-    if _minor(version) not in FBGEMM_OF_TORCH:
-        tested = ", ".join(FBGEMM_OF_TORCH)
-        return Finding("python", "torch", "limited", f"{detail}; tested versions are {tested}", remedy)
-    return Finding("python", "torch", "usable", detail)
 
 
 def _pip() -> Finding:
@@ -278,13 +277,8 @@ def _numba() -> Finding:
 
 
 def _triton() -> Finding:
-    use = "the fused update on GPUs"
-    finding = _library("Triton", "triton", "import triton", use, "on a machine with a GPU: pip install triton")
-    if finding.status != "usable" or _gpu().status == "usable":
-        return finding
-    return Finding(
-        finding.area, finding.name, "limited", f"{finding.detail}; without a GPU it runs in its interpreter, for tests"
-    )
+    use = "the fused update on GPUs; without one it runs in its interpreter, for tests"
+    return _library("Triton", "triton", "import triton", use, "on a machine with a GPU: pip install triton")
 
 
 def _torchrec() -> Finding:
@@ -302,7 +296,7 @@ def _fuxictr() -> Finding:
 
 
 def _tensorboard() -> Finding:
-    code = "from torch.utils.tensorboard import SummaryWriter"
+    code = "from tensorboard.summary.writer.event_file_writer import EventFileWriter"
     return _library(
         "TensorBoard", "tensorboard", code, "shows runs while they train", "pip install -c constraints.txt tensorboard"
     )
@@ -360,14 +354,13 @@ def examine() -> list[Finding]:
     Returns:
         What was found, in the order in which it is shown. A library that crashes is a finding, not an error.
     """
-    looks: list[Callable[[], Finding]] = [
+    looks: list[Callable[[], Finding | list[Finding]]] = [
+        _torch_and_gpu,
         _cpu,
         _memory,
-        _gpu,
         lambda: _disk("disk, cache", _cache_folder(), "point CORDILLERA_CACHE to a folder with space"),
         lambda: _disk("disk, runs", Path("runs"), "start `cordillera` in a folder with space"),
         _python,
-        _torch,
         _pip,
         _update_backends,
         _fbgemm,
@@ -379,7 +372,9 @@ def examine() -> list[Finding]:
         _fuxictr,
     ]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return [future.result() for future in [pool.submit(look) for look in looks]]
+        results = [future.result() for future in [pool.submit(look) for look in looks]]
+    findings = [f for result in results for f in (result if isinstance(result, list) else [result])]
+    return sorted(findings, key=lambda finding: _AREAS.index(finding.area))
 
 
 def doctor(

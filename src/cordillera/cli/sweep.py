@@ -20,10 +20,11 @@ def sweep(
 ) -> None:
     """Train a recipe in several sizes and fit NE against training FLOPs. A sweep that was stopped goes on where it was."""
     from cordillera import workflows
-    from cordillera.cli._show import console
+    from cordillera.cli._show import console, training_progress
 
     out = console()
-    result = workflows.sweep(recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, say=out.print)
-    out.print(result.to_table())
-    out.print(f"fit: {result.summary}", markup=False)
+    with training_progress(out) as (watch, say):
+        result = workflows.sweep(recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, watch=watch, say=say)
+    out.print(result.study.to_table())
+    out.print(result.study.summary, markup=False)
     out.print(f"plot: {result.plot}", markup=False)

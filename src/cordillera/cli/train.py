@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from cordillera.training.trainer import Progress as TrainingProgress
 
 
 def train(
@@ -20,10 +17,8 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Train a recipe, evaluate it on its test split and write the report."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from cordillera import workflows
-    from cordillera.cli._show import console, evaluation_table
+    from cordillera.cli._show import console, evaluation_table, training_progress
     from cordillera.recipe import load
     from cordillera.run import Run, RunError
 
@@ -39,28 +34,9 @@ def train(
                 "is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`"
             )
         what = load(recipe, overrides)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     out = console()
-    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
-        task = bar.add_task("training", total=None, note="", start=False)
-
-        def watch(record: dict[str, Any], progress: TrainingProgress, total: int) -> None:
-            if record:
-                note = f"epoch {progress.epoch + 1}  loss {record['loss']:.4f}  {record['examples_per_second']:,.0f} examples/s"
-                bar.update(task, note=note)
-            if not bar.tasks[task].started:
-                bar.start_task(task)
-            best = "" if progress.best_step is None else f"  best NE {progress.best:.4f}"
-            bar.update(task, completed=progress.step, total=total, description=f"training{best}")
-
-        outcome = workflows.train(what, run, watch=watch, say=(lambda text: None) if quiet else bar.print)
+    with training_progress(out, quiet=quiet) as (watch, say):
+        outcome = workflows.train(what, run, watch=watch, say=say)
     folder = outcome.run.folder
     if outcome.report.ended == "interrupted":
         out.print(f"interrupted at step {outcome.report.progress.step}; everything is saved")

@@ -56,8 +56,8 @@ def described() -> FrameLog:
 def load(cache: Path) -> FrameLog:
     """Fetch the data and make the three tasks.
 
-    ``income``: more than 50,000 dollars a year (24 % of the rows). ``never_married`` (33 %). ``long_hours``: at least 50
-    hours a week (20 %): 40 is what 46 % of the people give, and 50 the next round number that many give.
+    ``income``: more than 50,000 dollars a year (24 % of the rows). ``never_married`` (33 %). ``long_hours``: at least
+    50 hours a week (20 %): 40 is what 47 % of the people give, and 50 the next round number that many give.
 
     Raises:
         DataError: no network and no file.

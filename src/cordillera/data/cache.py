@@ -83,7 +83,7 @@ class CacheWriter:
 
     def _file(self, name: str) -> BinaryIO:
         if name not in self.files:
-            self.files[name] = open(self.folder / f"{name}.bin", "wb", buffering=1 << 20)
+            self.files[name] = open(self.folder / f"{name}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 (closed in close)
         return self.files[name]
 
     def append(self, split: str, rows: EncodedRows) -> None:
@@ -383,7 +383,8 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
     """
     meta = unsealed(folder / "meta.json")
     if meta.get("format") != FORMAT:
-        raise DataError(f"cache format {meta.get('format')}, this version reads {FORMAT}", where=str(folder), remedy=_REMEDY)
+        found = f"cache format {meta.get('format')}, this version reads {FORMAT}"
+        raise DataError(found, where=str(folder), remedy=_REMEDY)
     total = sum(entry["bytes"] for entry in meta["files"].values())
     for name, entry in meta["files"].items():
         path = folder / name

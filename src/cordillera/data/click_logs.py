@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.csv
@@ -165,7 +166,8 @@ class FileLog:
 
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
         first = 1 if self.header else 2
-        quote: str | Literal[False] = '"' if self.format == "csv" else False
+        # Published logs without a header hold raw text, in which a quotation mark means itself.
+        quote: str | Literal[False] = False if self.header else '"'
         try:
             names = list(self.header) if self.header else self._names(path, quote)
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -206,19 +208,18 @@ class FileLog:
         )
 
     def _names(self, path: Path, quote: str | Literal[False]) -> list[str]:
-        import pyarrow.fs  # noqa: F401  (the reader below opens paths through it)
-
         with pa.input_stream(str(path), compression="detect") as stream:
             start = b""
             while b"\n" not in start and (block := stream.read(1 << 16)):
                 start += block
         line = start.split(b"\n", 1)[0].rstrip(b"\r") + b"\n"
+        most = line.count(b"\t") + line.count(b",") + 1
         table = pyarrow.csv.read_csv(
             pa.BufferReader(line),
             read_options=pyarrow.csv.ReadOptions(autogenerate_column_names=True),
             parse_options=self._parse_options(quote),
             convert_options=pyarrow.csv.ConvertOptions(
-                null_values=[], column_types={f"f{index}": pa.string() for index in range(line.count(b"\t") + line.count(b",") + 1)}
+                null_values=[], column_types={f"f{index}": pa.string() for index in range(most)}
             ),
         )
         return [str(column[0].as_py()).lstrip("\ufeff") for column in table.columns]
@@ -230,9 +231,7 @@ class FileLog:
             return DataError(
                 f"the row has {got} fields, {expected} are expected",
                 where=f"{path}, line {row}",
-                remedy="correct the line; fields that hold the separator must be quoted"
-                if self.format == "csv"
-                else "correct the line",
+                remedy="correct the line; a field that holds the separator must stand in quotation marks",
             )
         if "UTF8" in message or "utf8" in message.lower():
             return DataError("the text is not UTF-8", where=str(path), remedy="convert the file to UTF-8")
@@ -248,10 +247,12 @@ def guess_format(path: Path) -> Format:
     name = path.name.lower()
     for suffix in (".gz", ".zst"):
         name = name.removesuffix(suffix)
-    for suffix, kind in ((".csv", "csv"), (".tsv", "tsv"), (".txt", "tsv"), (".parquet", "parquet"), (".pq", "parquet")):
-        if name.endswith(suffix):
-            return kind  # type: ignore[return-value]
-    raise DataError("the name does not tell the format", where=str(path), remedy='set data.format to "csv", "tsv" or "parquet"')
+    endings: dict[str, Format] = {".csv": "csv", ".tsv": "tsv", ".txt": "tsv", ".parquet": "parquet", ".pq": "parquet"}
+    for ending, kind in endings.items():
+        if name.endswith(ending):
+            return kind
+    remedy = 'set data.format to "csv", "tsv" or "parquet"'
+    raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
@@ -338,6 +339,10 @@ def avazu_schema(min_count: int = 5) -> Schema:
 def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
     """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to rows whose ``hour`` reads YYMMDDHH.
 
+    Args:
+        frame: Rows as published.
+        place: Where they stand, for errors.
+
     Raises:
         DataError: ``hour`` is missing or does not read YYMMDDHH.
     """
@@ -350,8 +355,22 @@ def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
         row = int(wrong.argmax())
         raise DataError(f"{hour[row]!r} does not read YYMMDDHH", where=place.at(row, "hour"), remedy="correct the hour")
     return frame.with_columns(
-        timestamps=time.dt.epoch("s"), hour_of_day=time.dt.hour().cast(pl.String), weekday=time.dt.weekday().cast(pl.String)
-    ).rename({"timestamps": "timestamp"})
+        timestamp=time.dt.epoch("s"),
+        hour_of_day=time.dt.hour().cast(pl.String),
+        weekday=time.dt.weekday().cast(pl.String),
+    )
+
+
+def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
+    """A list column.
+
+    Args:
+        values: ``[T]``.
+        offsets: ``int64 [N + 1]``; list ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+    """
+    series = pl.from_arrow(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
+    assert isinstance(series, pl.Series)
+    return series
 
 
 def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, Place]]:

@@ -59,8 +59,8 @@ class DataConfig(BaseModel):
             for one's own logs ``time`` if the schema has a timestamp, else ``random``.
         fractions: Of training, validation and test.
         split_seed: Of the random split.
-        unordered: What rows are that are earlier than the row before, in a split by time: ``refuse`` (an error that names
-            the line) or ``sort`` (each split is brought into time order).
+        unordered: What rows are that are earlier than the row before, in a split by time: ``refuse`` (an error that
+            names the line) or ``sort`` (each split is brought into time order).
         tasks: Labels to learn. Default: all.
         batch_size: Rows a training batch.
         evaluation_batch_size: Rows a batch of validation and test.
@@ -289,9 +289,10 @@ class _Splitter:
         elif self.kind == "order":
             keys = np.arange(first, first + len(frame))
         else:
-            mixed = splitmix64(splitmix64(np.array([self.config.split_seed], dtype=np.uint64)) + np.arange(
-                first, first + len(frame), dtype=np.uint64
-            ))
+            mixed = splitmix64(
+                splitmix64(np.array([self.config.split_seed], dtype=np.uint64))
+                + np.arange(first, first + len(frame), dtype=np.uint64)
+            )
             keys = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
             train, validation, _ = self.config.fractions
             return (keys >= train).astype(np.int8) + (keys >= train + validation) * (validation + train < 1)
@@ -386,12 +387,11 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                 for frame, place in log.chunks(columns):
                     bar.advance(task, len(frame))
                     _require(frame, log.schema, place.source)
-                    inside = splitter.of(frame, place) == 0
-                    # Errors name rows by their place in the file, so a chunk that is cut in the middle goes in parts.
-                    for start, end in _runs(inside):
-                        yield frame.slice(start, end - start), Place(place.source, place.first_row + start, place.unit)
+                    inside = np.flatnonzero(splitter.of(frame, place) == 0)
+                    if len(inside):
+                        yield frame[inside], Place(place.source, place.first_row, place.unit, inside)
 
-            encoder = Encoder.fit(log.schema, _joined(training_rows(), splitter.kind == "random"))
+            encoder = Encoder.fit(log.schema, training_rows())
             splitter.restart()
         with folder_beside(folder) as beside:
             writer = CacheWriter(beside, encoder)
@@ -432,29 +432,6 @@ def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
             where=source,
             remedy="name the column in the file, or take it out of the schema",
         )
-
-
-def _runs(inside: np.ndarray) -> Iterator[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
-def _joined(chunks: Iterator[Chunk], scattered: bool) -> Iterator[Chunk]:
-    """The same chunks; of a random split, whose runs are a few rows long, one chunk from many."""
-    if not scattered:
-        yield from chunks
-        return
-    held: list[pl.DataFrame] = []
-    rows, place = 0, None
-    for frame, at in chunks:
-        place = place or at
-        held.append(frame)
-        rows += len(frame)
-        if rows >= 65_536 and place is not None:
-            yield pl.concat(held), place
-            held, rows, place = [], 0, None
-    if held and place is not None:
-        yield pl.concat(held), place
 
 
 class _Truth:
@@ -541,7 +518,8 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
     if held:
         key = pl.col(splitter.column)
         joined = pl.concat(held)
-        joined = joined.sort(key.cast(pl.Int64) if joined.schema[splitter.column] == pl.String else key, maintain_order=True)
+        key = key.cast(pl.Int64) if joined.schema[splitter.column] == pl.String else key
+        joined = joined.sort(key, maintain_order=True)
         yield joined if rows is None else joined.head(rows)
 
 
@@ -652,7 +630,6 @@ def read_rows(
 def _fields(path: Path) -> int:
     with pa.input_stream(str(path), compression="detect") as stream:
         return stream.read(1 << 16).split(b"\n", 1)[0].count(b"\t") + 1
-
 
 
 def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:

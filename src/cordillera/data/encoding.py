@@ -45,22 +45,30 @@ class Place:
 
     Attributes:
         source: File or data set.
-        first_row: The number that people give to the chunk's first row (1 for a Parquet file's first row, 2 for the line
-            after a CSV header).
+        first_row: The number that people give to the chunk's first row (1 for a Parquet file's first row, 2 for the
+            line after a CSV header).
         unit: ``row`` or ``line``.
+        kept: Positions that the rows had in the chunk, ``int64 [N]``, if some were taken out of it.
     """
 
     source: str
     first_row: int = 1
     unit: str = "row"
+    kept: np.ndarray | None = field(default=None, compare=False)
 
     def at(self, row: int | np.integer[Any], column: str) -> str:
-        """The place of one value, as a person would look for it."""
-        return f"{self.source}, {self.unit} {self.first_row + int(row)}, column '{column}'"
+        """The place of one value, as a person would look for it.
+
+        Args:
+            row: Position among the rows at hand, from 0.
+            column: Name of the column.
+        """
+        position = int(row) if self.kept is None else int(self.kept[row])
+        return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, the SplitMix64 finaliser).
+    """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, SplitMix64's finaliser).
 
     Args:
         values: ``uint64``, any shape.
@@ -142,12 +150,19 @@ class EncodedRows:
         for values, offsets in self.lists:
             lengths = np.diff(offsets)[rows]
             lists.append((values[ragged_positions(offsets[rows], lengths)], offsets_of(lengths)))
+
+        def some(column: np.ndarray | None) -> np.ndarray | None:
+            return None if column is None else column[rows]
+
         return EncodedRows(
             self.features,
             self.dense[rows],
             self.ids[rows],
             tuple(lists),
-            *(None if c is None else c[rows] for c in (self.labels, self.weights, self.groups, self.timestamps)),
+            some(self.labels),
+            some(self.weights),
+            some(self.groups),
+            some(self.timestamps),
         )
 
     def batch(self) -> RankingBatch:
@@ -398,6 +413,11 @@ def _weights(series: pl.Series, name: str, place: Place) -> np.ndarray:
 def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
 
+    Args:
+        series: The column.
+        name: What errors call it.
+        place: Where its rows stand, for errors.
+
     Raises:
         DataError: a blank, or a value that is no whole number.
     """
@@ -486,9 +506,9 @@ class _Counts:
     def vocabulary(self, min_count: int, limit: int | None) -> pl.Series:
         if not self.parts:
             return pl.Series("value", [], dtype=pl.String)
-        kept = self.total().filter(pl.col("count") >= min_count)
-        kept = kept.sort(["count", "value"], descending=[True, False])["value"]
-        return kept if limit is None else kept.head(max(limit - 1, 0))
+        often = self.total().filter(pl.col("count") >= min_count)
+        values = often.sort(["count", "value"], descending=[True, False])["value"]
+        return values if limit is None else values.head(max(limit - 1, 0))
 
 
 class Encoder:
@@ -618,9 +638,7 @@ class Encoder:
             groups = _groups(_column(frame, schema.group, place))
         if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
             timestamps = timestamps_of(_column(frame, schema.timestamp, place), schema.timestamp, place)
-        return EncodedRows(
-            self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks
-        )
+        return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
 
     def _dense_values(self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: Place) -> np.ndarray:
         state = self.dense_state[feature.name]
@@ -670,7 +688,7 @@ class Encoder:
             return place.at(entry if entry_rows is None else entry_rows[entry], feature.name)
 
         size = self.features.tables[feature.table or feature.name]
-        remedy = f"ids must be whole numbers from 0 to {size - 1}; raise num_embeddings, or use encoding = \"vocabulary\""
+        remedy = f'ids must be whole numbers from 0 to {size - 1}; raise num_embeddings or use encoding = "vocabulary"'
         if not series.dtype.is_integer():
             text = _text(series, feature.name, place).str.strip_chars()
             series = text.cast(pl.Int64, strict=False)
@@ -689,10 +707,11 @@ class Encoder:
         return values.astype(np.int64)
 
     def names(self, feature: str) -> list[str]:
-        """What the rows of a categorical feature's table stand for, row by row; row 0 of a vocabulary is ``<other>``."""
+        """What the rows of a feature's table stand for, row by row; row 0 of a vocabulary is ``<other>``."""
         table = next((f.table for f in self.features.sparse if f.name == feature), None)
         if table is None:
-            raise DataError(f"'{feature}' is not an embedded feature", remedy=f"choose one of {list(self.features.sparse)}")
+            names = [f.name for f in self.features.sparse]
+            raise DataError(f"'{feature}' is not an embedded feature", remedy=f"choose one of {names}")
         if table in self.vocabularies:
             return ["<other>", *self.vocabularies[table].to_list()]
         return [str(row) for row in range(self.features.tables[table])]

@@ -20,26 +20,29 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DenseFeature(_Frozen):
+class _Column(_Frozen):
+    name: str
+
+
+class DenseFeature(_Column):
     """A number a sample.
 
     Attributes:
         name: The column.
-        transform: ``none``; ``log`` (``sign(x) * log(1 + |x|)``, then standardised); ``standardise`` (mean 0, variance 1
-            over the training rows); ``quantile`` (rank among the training rows in [0, 1], from 1,024 quantiles).
+        transform: ``none``; ``log`` (``sign(x) * log(1 + |x|)``, then standardised); ``standardise`` (mean 0, variance
+            1 over the training rows); ``quantile`` (rank among the training rows in [0, 1], from 1,024 quantiles).
         missing: What a blank becomes: ``mean`` (of the training rows, after the transform), ``zero`` (after the
             transform), or ``refuse`` (an error that names row and column).
         nan: What a NaN is: ``refuse`` (an error that names row and column) or ``missing`` (the same as a blank).
             Infinity is always an error.
     """
 
-    name: str
     transform: Literal["none", "log", "standardise", "quantile"] = "log"
     missing: Literal["mean", "zero", "refuse"] = "mean"
     nan: Literal["refuse", "missing"] = "refuse"
 
 
-class CategoricalFeature(_Frozen):
+class CategoricalFeature(_Column):
     """An id, or with ``ListFeature`` a list of ids, a sample.
 
     Attributes:
@@ -55,7 +58,6 @@ class CategoricalFeature(_Frozen):
             Default: a table of its own, called like the feature.
     """
 
-    name: str
     encoding: Literal["vocabulary", "hash", "identity"] = "vocabulary"
     min_count: int = Field(1, ge=1)
     num_embeddings: int | None = Field(None, ge=1)
@@ -203,7 +205,12 @@ class RankingBatch:
         return self.dense.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RankingBatch:
-        """Move what models and losses read to a device; bookkeeping (groups, timestamps, rows) stays where it is."""
+        """Move what models and losses read to a device; bookkeeping (groups, timestamps, rows) stays where it is.
+
+        Args:
+            device: Where to.
+            non_blocking: Do not wait for copies out of page-locked memory.
+        """
         return replace(
             self,
             dense=self.dense.to(device, non_blocking=non_blocking),

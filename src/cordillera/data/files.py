@@ -49,6 +49,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file beside its place, flush it to the disk, and rename it.
 
+    Args:
+        path: Its place; the folder is made.
+        content: All of it.
+
     Raises:
         DataError: writing failed; the old file, if any, is still there.
     """

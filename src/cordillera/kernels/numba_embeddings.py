@@ -1,15 +1,16 @@
 """Lookup and exact sparse update on the cores of a CPU, compiled by Numba at first use.
 
 Both kernels read and write tensors where they lie: ids as the batch holds them, gradients through their strides,
-``bfloat16`` as its bits. Sums are kept in float64 and rounded once. Threads share the work by ranges of samples (lookup) and
-of sorted rows (update), and what is computed for a sample or a row never depends on where these ranges begin, so results
-are the same, bit for bit, for any number of threads.
+``bfloat16`` as its bits. Sums are kept in float64 and rounded at the end. Threads share the work by ranges of samples
+(lookup) and of sorted rows (update), and what is computed for a sample or a row never depends on where these ranges
+begin, so results are the same, bit for bit, for any number of threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -23,11 +24,11 @@ from torch import Tensor
 from cordillera.kernels.embedding_bag import Lookup
 
 if TYPE_CHECKING:
-    from cordillera.kernels.sparse_update import SparseOptimizer
+    from cordillera.kernels.sparse_update import Update
 
 _DIGIT_BITS = 11  # histograms of 2,048 counts stay in the first-level cache
 _SMALL = 4096  # values below which waking other threads costs more than it saves
-_AHEAD, _LINE = 16, 64  # prefetch so many positions ahead, in cache lines of so many bytes
+_AHEAD, _LINE = 32, 64  # prefetch so many positions ahead, in cache lines of so many bytes
 _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 # Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
@@ -40,7 +41,13 @@ def unavailable() -> str | None:
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why a table cannot be updated by this back end, or None if it can."""
+    """Why a table cannot be updated by this back end, or None if it can.
+
+    Args:
+        optimizer: Name of the rule.
+        dtype: Of the table.
+        device: Kind of device that it is on.
+    """
     return None if device == "cpu" else f"the numba back end runs on CPUs, the tables are on {device!r}"
 
 
@@ -48,9 +55,9 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         settings = {"error_model": "numpy", "nogil": True, **options}
         try:
-            return numba.njit(cache=True, **settings)(function)  # type: ignore[no-any-return]
+            return numba.njit(cache=True, **settings)(function)
         except RuntimeError:  # no folder for the cache can be written to: compile in every process
-            return numba.njit(**settings)(function)  # type: ignore[no-any-return]
+            return numba.njit(**settings)(function)
 
     return wrap
 
@@ -84,7 +91,9 @@ def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
         bits = builder.bitcast(value, word)
         odd = builder.and_(builder.lshr(bits, word(16)), word(1))
         rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
-        quiet = builder.or_(builder.lshr(bits, word(16)), word(0x40))  # rounding up must not turn a NaN into an infinity
+        quiet = builder.or_(
+            builder.lshr(bits, word(16)), word(0x40)
+        )  # rounding up must not turn a NaN into an infinity
         bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
         return builder.trunc(bits, ir.IntType(16))
 
@@ -93,7 +102,7 @@ def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def _prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, to be written to soon. Rows are far apart: without this every one is a wait."""
+    """Ask for the cache line at an address. Rows lie far apart: without this, every one is waited for."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -297,10 +306,15 @@ def _apply(
                     change = reduced[d] / (np.sqrt(square) + eps)
                     target[d] = _narrow(_widen(target[d]) - learning_rate * change, zero)
             elif rule == 2:
-                square = 0.0
-                for d in range(dim):
-                    square += reduced[d] * reduced[d]
-                square = _widen(first_state[row]) + square / dim
+                sum0 = sum1 = sum2 = sum3 = 0.0  # one sum would wait for each addition in turn
+                for d in range(0, dim - 3, 4):
+                    sum0 += reduced[d] * reduced[d]
+                    sum1 += reduced[d + 1] * reduced[d + 1]
+                    sum2 += reduced[d + 2] * reduced[d + 2]
+                    sum3 += reduced[d + 3] * reduced[d + 3]
+                for d in range(dim - dim % 4, dim):
+                    sum0 += reduced[d] * reduced[d]
+                square = _widen(first_state[row]) + ((sum0 + sum1) + (sum2 + sum3)) / dim
                 first_state[row] = _narrow(square, zero)
                 factor = learning_rate / (np.sqrt(square) + eps)
                 for d in range(dim):
@@ -320,6 +334,19 @@ def _apply(
 def _threads(values: int) -> int:
     """Follow torch's setting; what one thread does faster is left to one."""
     return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+@contextmanager
+def _pool(threads: int) -> Iterator[None]:
+    """Hold Numba's threads. Starting them sets OpenMP's default, which torch reads as its own: that is put back."""
+    before = torch.get_num_threads()
+    with _lock:
+        numba.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
 
 
 def _array(tensor: Tensor) -> Any:
@@ -345,7 +372,20 @@ def lookup(
     num_rows: Tensor,
     dtype: torch.dtype,
 ) -> Lookup:
-    """See :func:`cordillera.kernels.embedding_bag.embedding_bag`."""
+    """Look up and sum bags (:func:`cordillera.kernels.embedding_bag.embedding_bag`).
+
+    Args:
+        weight: ``[R, D]``.
+        values: ``int64 [T]``, ids within their table.
+        offsets: ``[F * B + 1]``, or None for one value a bag.
+        value_weights: ``[T]`` factors, or None.
+        first_row: ``int64 [F]``.
+        num_rows: ``int64 [F]``.
+        dtype: Of the output.
+
+    Returns:
+        Output, rows, and the first misplaced position.
+    """
     features = first_row.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16, torch.float64) else weight.dtype
@@ -355,8 +395,7 @@ def lookup(
     values = values.to(torch.int64).contiguous()
     rows = torch.empty_like(values)
     threads = _threads(values.numel())
-    with _lock:
-        numba.set_num_threads(threads)
+    with _pool(threads):
         misplaced = _lookup(
             weight.detach().numpy(),
             values.numpy(),
@@ -373,18 +412,13 @@ def lookup(
     return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
 
 
-def update(
-    optimizer: SparseOptimizer,
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    offsets: Tensor | None,
-    grad: Tensor,
-    value_weights: Tensor | None,
-    learning_rate: float,
-    step: int,
-) -> None:
-    """See :func:`cordillera.kernels.sparse_update.sparse_update`; ``grad`` is ``[B, F, D]``."""
+def update(call: Update) -> None:
+    """Run one update (:func:`cordillera.kernels.sparse_update.sparse_update`).
+
+    Args:
+        call: What to do, checked.
+    """
+    weight, rows, grad, value_weights = call.weight, call.rows, call.grad, call.value_weights
     batch, features, dim = grad.shape
     if grad.dtype not in (weight.dtype, torch.bfloat16):
         grad = grad.to(weight.dtype)
@@ -395,16 +429,15 @@ def update(
     flat = grad.detach().as_strided((reach,), (1,))  # a slice of a wider gradient is read in place
     row_bits = max(1, (weight.shape[0] - 1).bit_length())
     position_bits = max(1, (rows.numel() - 1).bit_length())
-    stored = [tensor.view(-1).numpy() for tensor in state.values()]
+    stored = [tensor.view(-1).numpy() for tensor in call.state.values()]
     stored += [torch.empty(0, dtype=weight.dtype).numpy()] * (2 - len(stored))
-    adam = optimizer.name == "adam"
+    optimizer, one_hot = call.optimizer, call.offsets is None
     threads = _threads(rows.numel())
-    with _lock:
-        numba.set_num_threads(threads)
+    with _pool(threads):
         keys, starts = _sort(
             rows.contiguous().numpy(),
-            _whole(offsets),
-            offsets is None,
+            _whole(call.offsets),
+            one_hot,
             batch,
             stride_b,
             stride_f,
@@ -423,11 +456,10 @@ def update(
             weight.detach().numpy(),
             stored[0],
             stored[1],
-            learning_rate,
+            call.learning_rate,
             optimizer.eps,
             optimizer.beta1,
             optimizer.beta2,
-            1 - optimizer.beta1**step if adam else 1.0,
-            1 - optimizer.beta2**step if adam else 1.0,
+            *call.corrections,
             threads,
         )

@@ -16,7 +16,8 @@ Source: Mudigere et al. 2022 (arXiv 2104.05158), section 4.1; row-wise Adagrad a
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Literal
 
@@ -36,10 +37,10 @@ class SparseOptimizer(BaseModel):
     ``sgd``: ``w -= lr * G``.
     ``adagrad``: ``s += G**2; w -= lr * G / (sqrt(s) + eps)``, as ``torch.optim.Adagrad``.
     ``rowwise_adagrad``: one ``s`` a row, ``s += mean(G**2)``, else as ``adagrad``.
-    ``adam``: ``torch.optim.Adam`` on the rows that were looked up, and only on those: a row's moments do not decay while
-    it is not looked up, and bias correction uses the global ``t`` (so does ``torch.optim.SparseAdam``, whose ``eps``
-    stands inside the correction instead). A row that is first seen late therefore begins with small steps:
-    its young moments are divided by corrections that are already close to one.
+    ``adam``: ``torch.optim.Adam`` on the rows that were looked up, and only on those: a row's moments do not decay
+    while it is not looked up, and bias correction uses the global ``t`` (as in ``torch.optim.SparseAdam``, which
+    however adds ``eps`` before the correction). A row that is first seen late, when the corrections are close to one,
+    therefore begins with a step of ``(1 - beta1) / sqrt(1 - beta2)``, about three, learning rates.
 
     Attributes:
         name: The rule.
@@ -60,6 +61,40 @@ class SparseOptimizer(BaseModel):
     initial_accumulator: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
+@dataclass(frozen=True)
+class Update:
+    """One call of :func:`sparse_update`, checked, as back ends get it.
+
+    Attributes:
+        optimizer: As given, like all that follow.
+        weight: ``[R, D]``.
+        state: By name, in the order of :func:`init_state`.
+        rows: ``int64 [T]``.
+        offsets: ``[N + 1]`` or None.
+        grad: ``[B, F, D]``; ``F`` is 1 if two dimensions were given.
+        value_weights: ``[T]`` or None.
+        learning_rate: Step size.
+        step: From 1.
+    """
+
+    optimizer: SparseOptimizer
+    weight: Tensor
+    state: dict[str, Tensor]
+    rows: Tensor
+    offsets: Tensor | None
+    grad: Tensor
+    value_weights: Tensor | None
+    learning_rate: float
+    step: int
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """Adam's bias corrections ``1 - beta ** step`` (Kingma and Ba 2015, algorithm 1); ones for other rules."""
+        if self.optimizer.name != "adam":
+            return 1.0, 1.0
+        return 1 - self.optimizer.beta1**self.step, 1 - self.optimizer.beta2**self.step
+
+
 def init_state(optimizer: SparseOptimizer, weight: Tensor) -> dict[str, Tensor]:
     """Make the optimizer's state for a table.
 
@@ -68,8 +103,9 @@ def init_state(optimizer: SparseOptimizer, weight: Tensor) -> dict[str, Tensor]:
         weight: ``float32`` or ``float64 [R, D]``; only its shape, dtype and device are read.
 
     Returns:
-        Tensors by the names that ``torch.optim`` gives them: nothing for ``sgd``, ``sum`` of shape ``[R, D]`` for
-        ``adagrad`` and ``[R]`` for ``rowwise_adagrad``, ``exp_avg`` and ``exp_avg_sq`` of shape ``[R, D]`` for ``adam``.
+        Tensors by the names that ``torch.optim`` gives them: nothing for ``sgd``; ``sum`` of shape ``[R, D]`` for
+        ``adagrad`` and ``[R]`` for ``rowwise_adagrad``; ``exp_avg`` and ``exp_avg_sq`` of shape ``[R, D]`` for
+        ``adam``.
     """
     rows, dim = weight.shape
 
@@ -108,8 +144,8 @@ def sparse_update(
         weight: ``float32`` or ``float64 [R, D]``, contiguous.
         state: From :func:`init_state`.
         rows: ``int64 [T]`` in ``[0, R)``, trusted.
-        offsets: ``int32`` or ``int64 [N + 1]``: bag ``n`` owns ``rows[offsets[n]:offsets[n + 1]]``. None if bag ``n`` owns
-            ``rows[n]`` alone.
+        offsets: ``int32`` or ``int64 [N + 1]``: bag ``n`` owns ``rows[offsets[n]:offsets[n + 1]]``. None if bag ``n``
+            owns ``rows[n]`` alone.
         grad: Gradient of the bags' sums, any float dtype: ``[N, D]``, or ``[B, F, D]`` where bag ``f * B + b`` is
             ``grad[b, f]`` (feature-major bags, sample-major gradients; read where they lie).
         value_weights: ``[T]``, what each row was multiplied by on the way forward, or None for ones.
@@ -129,12 +165,10 @@ def sparse_update(
     name = choose_backend(backend, optimizer, weight)
     if not rows.numel():
         return
+    update = Update(optimizer, weight.detach(), state, rows, offsets, grad.detach(), value_weights, learning_rate, step)
+    run = _update_torch if name == "torch" else import_module(f"cordillera.kernels.{name}_embeddings").update
     with torch.no_grad():
-        if name == "torch":
-            _update_torch(optimizer, weight, state, rows, offsets, grad, value_weights, learning_rate, step)
-        else:
-            update = import_module(f"cordillera.kernels.{name}_embeddings").update
-            update(optimizer, weight, state, rows, offsets, grad, value_weights, learning_rate, step)
+        run(update)
 
 
 def choose_backend(backend: Backend, optimizer: SparseOptimizer, weight: Tensor) -> str:
@@ -153,7 +187,9 @@ def choose_backend(backend: Backend, optimizer: SparseOptimizer, weight: Tensor)
     """
     if backend == "auto":
         candidates = ("triton",) if weight.device.type == "cuda" else ("numba", "fbgemm")
-        usable = (name for name in candidates if _obstacle(name, optimizer.name, weight.dtype, weight.device.type) is None)
+        usable = (
+            name for name in candidates if _obstacle(name, optimizer.name, weight.dtype, weight.device.type) is None
+        )
         return next(usable, "torch")
     obstacle = _obstacle(backend, optimizer.name, weight.dtype, weight.device.type)
     if obstacle is not None:
@@ -172,7 +208,7 @@ def available_backends() -> dict[str, str | None]:
     return {name: _unavailable(name) for name in ("torch", "numba", "fbgemm", "triton")}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _unavailable(name: str) -> str | None:
     if name == "torch":
         return None
@@ -183,7 +219,7 @@ def _unavailable(name: str) -> str | None:
     return reason
 
 
-@lru_cache(maxsize=None)
+@cache
 def _obstacle(name: str, optimizer: str, dtype: torch.dtype, device: str) -> str | None:
     if dtype not in (torch.float32, torch.float64):
         return f"tables must be float32 or float64, got {dtype}"
@@ -213,17 +249,9 @@ def _check_shapes(
         )
 
 
-def _update_torch(
-    optimizer: SparseOptimizer,
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    offsets: Tensor | None,
-    grad: Tensor,
-    value_weights: Tensor | None,
-    learning_rate: float,
-    step: int,
-) -> None:
+def _update_torch(update: Update) -> None:
+    optimizer, weight, state, rows, offsets = update.optimizer, update.weight, update.state, update.rows, update.offsets
+    grad, value_weights = update.grad, update.value_weights
     batch, features, dim = grad.shape
     order = torch.sort(rows, stable=True).indices  # stable: duplicates stay in ascending position
     distinct, counts = torch.unique_consecutive(rows[order], return_counts=True)
@@ -265,11 +293,6 @@ def _update_torch(
         second = stored("exp_avg_sq").mul_(optimizer.beta2).addcmul_(reduced, reduced, value=1 - optimizer.beta2)
         store("exp_avg", first)
         store("exp_avg_sq", second)
-        correction1, correction2 = adam_corrections(optimizer, step)
+        correction1, correction2 = update.corrections
         change = first.div_(correction1) / second.sqrt_().div_(math.sqrt(correction2)).add_(optimizer.eps)
-    weight[distinct] = weight[distinct].to(torch.float64).sub_(change, alpha=learning_rate).to(weight.dtype)
-
-
-def adam_corrections(optimizer: SparseOptimizer, step: int) -> tuple[float, float]:
-    """Adam's bias corrections ``1 - beta ** step`` of both moments (Kingma and Ba 2015, algorithm 1)."""
-    return 1 - optimizer.beta1**step, 1 - optimizer.beta2**step
+    weight[distinct] = weight[distinct].to(torch.float64).sub_(change, alpha=update.learning_rate).to(weight.dtype)

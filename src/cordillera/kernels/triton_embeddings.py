@@ -1,6 +1,7 @@
-"""Exact sparse update on GPUs, in Triton: ids are sorted by torch, then one program reduces and updates one distinct row.
+"""Exact sparse update on GPUs, in Triton: torch sorts the ids, then one program reduces and updates one distinct row.
 
-No atomics: a row's gradients are summed by one program in ascending position, in float64, so results repeat bit for bit.
+No atomics: a row's gradients are summed by one program in ascending position, in float64, so results repeat bit for
+bit.
 Numbers such as ``beta2`` travel in a float64 tensor, because Triton would round a Python float to float32.
 """
 
@@ -8,15 +9,14 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 if TYPE_CHECKING:
-    from cordillera.kernels.sparse_update import SparseOptimizer
+    from cordillera.kernels.sparse_update import Update
 
 _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
@@ -31,7 +31,13 @@ def unavailable() -> str | None:
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why a table cannot be updated by this back end, or None if it can."""
+    """Why a table cannot be updated by this back end, or None if it can.
+
+    Args:
+        optimizer: Name of the rule.
+        dtype: Of the table.
+        device: Kind of device that it is on.
+    """
     if dtype != torch.float32:
         return f"the triton back end updates float32 tables, these are {dtype}"
     if device == "cuda" or _interpreted():
@@ -41,21 +47,21 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
 
 @triton.jit
 def _update(
-    distinct,
-    starts,
-    order,
-    sources,
-    grad,
-    value_weights,
-    weight,
-    first_state,
-    second_state,
-    numbers,
+    distinct: Any,
+    starts: Any,
+    order: Any,
+    sources: Any,
+    grad: Any,
+    value_weights: Any,
+    weight: Any,
+    first_state: Any,
+    second_state: Any,
+    numbers: Any,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     RULE: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+) -> None:
     segment = tl.program_id(0)
     row = tl.load(distinct + segment)
     first, last = tl.load(starts + segment), tl.load(starts + segment + 1)
@@ -99,18 +105,14 @@ def _update(
     tl.store(target, (old - learning_rate * change).to(weight.dtype.element_ty), mask=inside)
 
 
-def update(
-    optimizer: SparseOptimizer,
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    offsets: Tensor | None,
-    grad: Tensor,
-    value_weights: Tensor | None,
-    learning_rate: float,
-    step: int,
-) -> None:
-    """See :func:`cordillera.kernels.sparse_update.sparse_update`; ``grad`` is ``[B, F, D]``."""
+def update(call: Update) -> None:
+    """Run one update (:func:`cordillera.kernels.sparse_update.sparse_update`).
+
+    Args:
+        call: What to do, checked.
+    """
+    optimizer, weight, rows, offsets = call.optimizer, call.weight, call.rows, call.offsets
+    grad, value_weights = call.grad, call.value_weights
     batch, _, dim = grad.shape
     if dim > 1 and grad.stride(2) != 1:
         grad = grad.contiguous()
@@ -124,12 +126,10 @@ def update(
         bags = torch.arange(lengths.numel(), device=rows.device)
         bags = torch.repeat_interleave(bags, lengths, output_size=rows.numel())
     sources = bags % batch * grad.stride(0) + bags // batch * grad.stride(1)
-    adam = optimizer.name == "adam"
-    correction1 = 1 - optimizer.beta1**step if adam else 1.0
-    correction2 = 1 - optimizer.beta2**step if adam else 1.0
+    correction1, correction2 = call.corrections
     numbers = torch.tensor(
         [
-            learning_rate,
+            call.learning_rate,
             optimizer.eps,
             optimizer.beta1,
             1 - optimizer.beta1,
@@ -141,17 +141,17 @@ def update(
         dtype=torch.float64,
         device=rows.device,
     )
-    stored = list(state.values()) + [weight] * (2 - len(state))
+    stored = [*call.state.values(), weight, weight]
     _update[(distinct.numel(),)](
         distinct,
         starts,
         order,
         sources,
-        grad.detach(),
+        grad,
         sources if value_weights is None else value_weights.detach().contiguous(),
-        weight.detach(),
-        stored[0].detach(),
-        stored[1].detach(),
+        weight,
+        stored[0],
+        stored[1],
         numbers,
         DIM=dim,
         BLOCK=triton.next_power_of_2(dim),

@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-_numbers = itertools.count(1)
-
 
 def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
-    """Round numbers in ``[low, high]``: multiples of the largest 1, 2 or 5 times a power of ten that gives enough."""
+    """Round numbers in ``[low, high]``, at least ``fewest``: multiples of 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     power = 10.0 ** math.ceil(math.log10(high - low))
@@ -44,7 +42,7 @@ def tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
 
 
 def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
-    """A range that holds all finite values with some air; ``(0, 1)`` if there are none."""
+    """A range that holds all finite values, with a ``share`` of it as air; ``(0, 1)`` if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0.0, 1.0
@@ -68,7 +66,7 @@ class Chart:
         height: In the units of a 480 wide drawing.
     """
 
-    width, left, right, top, bottom = 480.0, 56.0, 14.0, 22.0, 42.0
+    width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
 
     def __init__(
         self,
@@ -85,7 +83,6 @@ class Chart:
     ) -> None:
         self.title, self.description, self.height = title, description, height
         self._x, self._y = x, y
-        self._number = next(_numbers)
         self._parts: list[str] = []
         x_ticks = [(tick, compact(tick)) for tick in nice_ticks(*x)] if x_ticks is None else x_ticks
         if y_ticks is None:
@@ -107,7 +104,7 @@ class Chart:
         frame.append(f'<line class="axis" x1="{self.left}" x2="{end}" y1="{base}" y2="{base}"/>')
         middle = (self.left + end) / 2
         frame.append(f'<text class="label" x="{middle}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
-        frame.append(f'<text class="label" x="{self.left - 48}" y="13">{escape(y_label)}</text>')
+        frame.append(f'<text class="label" x="{self.left - 48}" y="11">{escape(y_label)}</text>')
         self._frame = frame
 
     def x(self, value: float) -> float:
@@ -121,7 +118,7 @@ class Chart:
         return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
 
     def line(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0") -> None:
-        """A line through points; values that are not finite interrupt it."""
+        """A line through the points ``(xs, ys)`` in a ``style``; values that are not finite interrupt it."""
         path, pen = [], "M"
         for a, b in zip(xs, ys, strict=True):
             if not (math.isfinite(a) and math.isfinite(b)):
@@ -132,7 +129,7 @@ class Chart:
         self._parts.append(f'<path class="line {style}" d="{"".join(path)}"/>')
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0", radius: float = 3.0) -> None:
-        """Points."""
+        """Points at ``(xs, ys)`` in a ``style``, of a ``radius``; those that are not finite are left out."""
         for a, b in zip(xs, ys, strict=True):
             if math.isfinite(a) and math.isfinite(b):
                 self._parts.append(
@@ -140,14 +137,14 @@ class Chart:
                 )
 
     def whiskers(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], style: str = "s0") -> None:
-        """Vertical intervals."""
+        """Vertical intervals at ``xs`` from ``lows`` to ``highs`` in a ``style``."""
         for a, low, high in zip(xs, lows, highs, strict=True):
             if math.isfinite(low) and math.isfinite(high):
                 ends = f'x1="{self.x(a):.1f}" x2="{self.x(a):.1f}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"'
                 self._parts.append(f'<line class="whisker {style}" {ends}/>')
 
     def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
-        """A filled outline of a histogram."""
+        """A filled outline, in a ``style``, of a histogram with ``heights`` between neighbouring ``edges``."""
         base = self.y(0.0)
         path = [f"M{self.x(edges[0]):.1f} {base:.1f}"]
         for index, height in enumerate(heights):
@@ -157,7 +154,7 @@ class Chart:
         self._parts.append(f'<path class="area {style}" d="{"".join(path)}"/>')
 
     def rule(self, *, y: float | None = None, x: float | None = None, text: str = "") -> None:
-        """A straight reference line across the chart, with an optional text at its end."""
+        """A straight reference line across the chart at a height ``y`` or a place ``x``, with an optional ``text``."""
         if y is not None and self._y[0] <= y <= self._y[1]:
             at, end = self.y(y), self.width - self.right
             self._parts.append(f'<line class="rule" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -177,7 +174,7 @@ class Chart:
         self._parts.append(f'<line class="rule" {ends}/>')
 
     def mark(self, x: float, y: float, text: str) -> None:
-        """Point at one place with a ring and a text."""
+        """Point at the place ``(x, y)`` with a ring and a ``text``."""
         a, b = self.x(x), self.y(y)
         self._parts.append(f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="5.5"/>')
         at = b + 21 if b + 26 < self.height - self.bottom else b - 11
@@ -189,9 +186,12 @@ class Chart:
             f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
-    def svg(self) -> str:
-        """The drawing. What leaves the frame is cut off."""
-        n, inner = self._number, self.height - self.top - self.bottom
+    def svg(self, number: int) -> str:
+        """The drawing, with ids that end in ``number``, which no other chart of the page may have.
+
+        What leaves the frame is cut off.
+        """
+        n, inner = number, self.height - self.top - self.bottom
         clip = (
             f'<clipPath id="c{n}"><rect x="{self.left - 1}" y="{self.top - 7}" '
             f'width="{self.width - self.left - self.right + 8}" height="{inner + 8}"/></clipPath>'
@@ -208,7 +208,8 @@ def interval_strip(
 ) -> str:
     """A value, its interval and a reference on a short horizontal scale, for a cell of a table.
 
-    Decorative: the same numbers stand in the cells beside it, so assistive technology skips it.
+    The value and its interval are drawn within ``limits``, which all rows of a table share; what lies outside is drawn
+    at the edge. Assistive technology skips the strip: the value stands in the cell beside it.
     """
     width, middle = 120.0, 9.0
 

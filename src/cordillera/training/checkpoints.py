@@ -62,7 +62,7 @@ def _sync(path: Path) -> None:
 
 
 def folder_of(parent: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Where, in the folder ``parent``, the checkpoint of a step lies."""
     return parent / f"step-{step:09d}"
 
 
@@ -135,7 +135,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def prune(parent: Path, keep: set[int]) -> None:
-    """Delete all checkpoints but those of the steps in ``keep``, and what unfinished writes left behind."""
+    """Delete the checkpoints in ``parent`` but those of the steps in ``keep``, and what unfinished writes left."""
     for step in steps(parent):
         if step not in keep:
             remove_folder(folder_of(parent, step))

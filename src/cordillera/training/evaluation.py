@@ -397,7 +397,17 @@ def calibration_table(
 def score_histogram(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 40
 ) -> ScoreHistogram | None:
-    """Histogram of logits by class, in equal steps from the smallest to the largest; None without samples."""
+    """Histogram of logits by class, in equal steps from the smallest to the largest.
+
+    Args:
+        logits: ``float64 [B]``, finite.
+        positive: ``bool [B]``.
+        weights: ``float64 [B]``.
+        bins: How many steps.
+
+    Returns:
+        The histogram; None without samples.
+    """
     if not logits.size:
         return None
     low, high = float(logits.min()), float(logits.max())

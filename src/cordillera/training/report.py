@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
@@ -47,6 +48,7 @@ class _Material:
     model: dict[str, Any]
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def tasks(self) -> list[str]:
@@ -95,7 +97,7 @@ def render(run: Run) -> str:
     style = resources.files("cordillera.training").joinpath("report_style.css").read_text(encoding="utf-8")
     sections = [_results(material), _notes(material), _learning(material), _progressive(material)]
     if material.evaluation is not None:
-        sections += [_scores(material.evaluation), _segments(material.evaluation)]
+        sections += [_scores(material, material.evaluation), _segments(material.evaluation)]
     sections += [_throughput(material), _model_card(material), _reproduction(material)]
     body = "\n".join(section for section in sections if section)
     model = material.model.get("name", material.recipe.get("model", {}).get("name", "model"))
@@ -240,8 +242,9 @@ def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{rows}</dl>"
 
 
-def _picture(heading: str, chart: Chart, caption: str, key: str = "") -> str:
-    return f"<figure><h3>{escape(heading)}</h3>{chart.svg()}<figcaption>{escape(caption)}{key}</figcaption></figure>"
+def _picture(material: _Material, heading: str, chart: Chart, caption: str, key: str = "") -> str:
+    drawing = chart.svg(next(material.numbers))
+    return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}{key}</figcaption></figure>"
 
 
 def _key(*entries: tuple[str, str]) -> str:
@@ -278,7 +281,11 @@ def _results(material: _Material) -> str:
         basis = (
             f"{material.evaluation.examples:,} examples of the {material.evaluation.split} split. "
             f"Intervals: {100 * level:g} %, "
-            + ("groups (users) taken as independent." if unit == "group" else "samples taken as independent.")
+            + (
+                "groups are taken as independent, samples of one group are not."
+                if unit == "group"
+                else "samples are taken as independent."
+            )
         )
     elif material.best is not None:
         tasks = {
@@ -335,7 +342,7 @@ def _task_table(tasks: Mapping[str, TaskEvaluation]) -> str:
     head = "".join(f'<th scope="col">{_NAMES[name]}</th>' for name in names)
     meaning = "NE: 1 is the constant base rate, lower is better. Calibration: predictions over labels, 1 is unbiased."
     return (
-        f'<h2>Results</h2><p class="soft">{meaning}</p><div class="scroll"><table>'
+        f'<h2>Results</h2><p class="soft">{meaning}</p><div class="scroll" tabindex="0"><table>'
         f'<thead><tr><th scope="col">Task</th>{head}<th scope="col">Base rate</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
@@ -379,8 +386,12 @@ def _learning(material: _Material) -> str:
         )
         chart.line(xs, ys)
         caption = "Mean of the batches since the last record" if size == 1 else f"Mean of {size} records a point"
-        charts.append(_picture("Training loss", chart, caption + ("; early values leave the frame." if cut else ".")))
+        charts.append(
+            _picture(material, "Training loss", chart, caption + ("; early values leave the frame." if cut else "."))
+        )
     best = material.best
+    averaged = ", averaged over tasks" if len(material.tasks) > 1 else ""
+    bayes = _bayes(material, "validation")
     for task in material.tasks:
         points = [
             (_examples(record), number(record["tasks"][task].get("ne")), record)
@@ -393,15 +404,23 @@ def _learning(material: _Material) -> str:
         values = [ne for _, ne, _ in points]
         marked = next(((at, ne) for at, ne, record in points if record is best), None)
         text = f"At step {best['step']:,}: {_figure(marked[1])}." if best and marked else "No step has a defined NE."
-        chart = Chart(heading, text, span, padded(values, 0.2), x_label="training examples", y_label="NE")
+        range_ = padded([*values, bayes], 0.2)
+        chart = Chart(heading, text, span, range_, x_label="training examples", y_label="NE")
         chart.rule(y=1.0, text="base rate")
+        chart.rule(y=bayes, text="Bayes-optimal")
         chart.line([at for at, _, _ in points], values, "s1")
         chart.dots([at for at, _, _ in points], values, "s1", 2.5 if len(points) <= 60 else 1.2)
         if best and marked and math.isfinite(marked[1]):
-            chart.mark(*marked, f"best {marked[1]:.4f}")
-        averaged = ", averaged over tasks" if len(material.tasks) > 1 else ""
-        charts.append(_picture(heading, chart, f"Ring: the step with the lowest NE{averaged}. {text}"))
+            chart.mark(*marked, f"{'best mean: ' if averaged else 'best '}{marked[1]:.4f}")
+        charts.append(_picture(material, heading, chart, f"Ring: the step with the lowest NE{averaged}. {text}"))
     return f'<section><h2>Learning curves</h2><div class="charts">{"".join(charts)}</div></section>'
+
+
+def _bayes(material: _Material, split: str) -> float:
+    """NE of the true probabilities, where the data is synthetic and has one task; else NaN."""
+    known = material.model.get("data", {}).get("facts", {}).get("bayes_ne_by_split") or {}
+    value = known.get(split) if isinstance(known, dict) and len(material.tasks) == 1 else None
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _progressive(material: _Material) -> str:
@@ -421,21 +440,21 @@ def _progressive(material: _Material) -> str:
         )
         chart.rule(y=1.0, text="base rate")
         chart.line(xs, ys, "s1")
-        charts.append(_picture(task, chart, "NE of each window, predicted before training on it."))
+        charts.append(_picture(material, task, chart, "NE of each window, predicted before training on it."))
     return f'<section><h2>Predict, then train</h2><div class="charts">{"".join(charts)}</div></section>'
 
 
-def _scores(evaluation: Evaluation) -> str:
+def _scores(material: _Material, evaluation: Evaluation) -> str:
     blocks = []
     for task, result in evaluation.tasks.items():
-        charts = [chart for chart in (_calibration(result), _histogram(result)) if chart]
+        charts = [chart for chart in (_calibration(material, result), _histogram(material, result)) if chart]
         if charts:
             heading = f"<h3>{escape(task)}</h3>" if len(evaluation.tasks) > 1 else ""
             blocks.append(f'{heading}<div class="charts">{"".join(charts)}</div>')
     return f"<section><h2>Calibration and scores</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
-def _calibration(result: TaskEvaluation) -> str:
+def _calibration(material: _Material, result: TaskEvaluation) -> str:
     bins = result.calibration
     if not bins:
         return ""
@@ -451,10 +470,10 @@ def _calibration(result: TaskEvaluation) -> str:
     chart.whiskers(xs, [entry.low for entry in bins], [entry.high for entry in bins])
     chart.dots(xs, [entry.rate for entry in bins])
     caption = f"{len(bins)} bins of equal weight, 95 % Wilson intervals; dashed: perfect calibration. {text}"
-    return _picture("Calibration", chart, caption)
+    return _picture(material, "Calibration", chart, caption)
 
 
-def _histogram(result: TaskEvaluation) -> str:
+def _histogram(material: _Material, result: TaskEvaluation) -> str:
     histogram = result.histogram
     if histogram is None:
         return ""
@@ -475,7 +494,9 @@ def _histogram(result: TaskEvaluation) -> str:
     )
     chart.steps(histogram.edges, densities[0], "s0")
     chart.steps(histogram.edges, densities[1], "s1")
-    return _picture("Scores by class", chart, "", "Share of each class." + _key(("s0", "negative"), ("s1", "positive")))
+    return _picture(
+        material, "Scores by class", chart, "", "Share of each class." + _key(("s0", "negative"), ("s1", "positive"))
+    )
 
 
 def _probability_ticks(low: float, high: float) -> list[tuple[float, str]]:
@@ -547,9 +568,9 @@ def _segment_table(evaluation: Evaluation, task: str, values: Mapping[str, Segme
     )
     caption = f"<caption>Task {escape(task)}</caption>" if named else ""
     first, rest = rows[:_SHOWN_SEGMENTS], rows[_SHOWN_SEGMENTS:]
-    table = f'<div class="scroll"><table>{caption}{head}<tbody>{"".join(first)}</tbody></table></div>'
+    table = f'<div class="scroll" tabindex="0"><table>{caption}{head}<tbody>{"".join(first)}</tbody></table></div>'
     if rest:
-        more = f'<div class="scroll"><table>{head}<tbody>{"".join(rest)}</tbody></table></div>'
+        more = f'<div class="scroll" tabindex="0"><table>{head}<tbody>{"".join(rest)}</tbody></table></div>'
         table += f"<details><summary>{len(rest)} smaller segments</summary>{more}</details>"
     return table
 
@@ -602,7 +623,11 @@ def _throughput(material: _Material) -> str:
         height=230,
     )
     speed.line(xs, rates)
-    charts = [_picture("Throughput", speed, f"Median {compact(middle)} examples per second, {len(records):,} records.")]
+    charts = [
+        _picture(
+            material, "Throughput", speed, f"Median {compact(middle)} examples per second, {len(records):,} records."
+        )
+    ]
     if math.isfinite(waiting):
         _, shares, _ = _thin([_examples(r) for r in records], [100 * number(r.get("data_fraction")) for r in records])
         top = max([10.5, *(1.15 * share for share in shares if math.isfinite(share))])
@@ -617,7 +642,9 @@ def _throughput(material: _Material) -> str:
         )
         loading.rule(y=10.0, text="10 %")
         loading.line(xs, shares, "s1")
-        charts.append(_picture("Waiting for data", loading, f"{100 * waiting:.1f} % of the training time in all."))
+        charts.append(
+            _picture(material, "Waiting for data", loading, f"{100 * waiting:.1f} % of the training time in all.")
+        )
     times = [f"{_duration(seconds)} of training"]
     if material.evaluations and math.isfinite(validating):
         times.append(f"{_duration(validating)} of validation")
@@ -658,9 +685,6 @@ def _model_card(material: _Material) -> str:
     facts = described.get("facts", {})
     architecture = [("Model", _title(str(model.get("name", recipe.get("model", {}).get("name", "")))))]
     config = model.get("config") or recipe.get("model", {})
-    architecture += [
-        (key.replace("_", " ").capitalize(), _plain(value)) for key, value in config.items() if key != "name"
-    ]
     for key, text in (("parameters", "Dense parameters"), ("embedding_parameters", "Embedding parameters")):
         architecture.append((text, _count(model.get(key))))
     for key, text in (
@@ -673,13 +697,16 @@ def _model_card(material: _Material) -> str:
     if tables:
         rows = sum(value for value in tables.values() if isinstance(value, int))
         architecture.append(("Embedding tables", f"{len(tables)} with {rows:,} rows"))
+    architecture += [(key, _plain(value)) for key, value in config.items() if key != "name"]
     origin = [
         ("Data set", str(facts.get("name") or data.get("dataset") or _plain(data.get("path")))),
         ("Source", _plain(facts.get("source"))),
         ("Terms", _plain(facts.get("terms") or facts.get("licence"))),
-        ("Split", _plain(data.get("split"))),
+        ("Split", _plain(facts.get("split") or data.get("split"))),
         ("Examples", _plain(described.get("examples"))),
         ("Positive rate", _rates(facts.get("positives"))),
+        ("Unseen ids in test", _unseen(facts.get("unseen"))),
+        ("Bayes-optimal NE", _plain(facts.get("bayes_ne"))),
         ("Fingerprint", _plain(described.get("fingerprint"))),
         ("Tasks", _plain(model.get("tasks"))),
         ("Dense features", _plain(model.get("dense_features"))),
@@ -706,6 +733,15 @@ def _model_card(material: _Material) -> str:
         f"<div><h3>Data</h3>{_definitions(origin)}</div><div><h3>Training and machine</h3>{_definitions(machine)}</div>"
         "</div></section>"
     )
+
+
+def _unseen(unseen: Any) -> str:
+    """Features of whose test values a noticeable share was not in the vocabulary."""
+    test = unseen.get("test") if isinstance(unseen, dict) else None
+    if not isinstance(test, dict):
+        return ""
+    shares = {name: share for name, share in test.items() if isinstance(share, float) and share >= 0.001}
+    return ", ".join(f"{name} {100 * share:.1f}\u00a0%" for name, share in shares.items()) or "none"
 
 
 def _rates(positives: Any) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,12 +29,25 @@ from cordillera.errors import DataError
 from cordillera.run import Run
 from cordillera.training.evaluation import Evaluation, jsonable
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _Floats = NDArray[np.float64]
 _FEWEST_SIZES = 3
 _COLOURS = ("#1f5fa8", "#b8520f", "#2a7d4f", "#7a4aa8", "#8a6d00", "#b03060")
+_STYLE: Any = {
+    "svg.hashsalt": "cordillera",
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names of models are not formulas
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -131,8 +145,8 @@ class PowerLaw:
         )
         return (
             f"y = {floor}{self.scale:.6g} * x^{self.exponent:.5g}; exponent {100 * self.level:g} % interval "
-            f"[{self.exponent_low:.5g}, {self.exponent_high:.5g}], {len(self.x)} sizes over {self.decades:.2f} decades, "
-            f"R^2 {self.r_squared:.3f}" + "".join(f"; WARNING: {warning}" for warning in self.warnings)
+            f"[{self.exponent_low:.5g}, {self.exponent_high:.5g}], {len(self.x)} sizes over {self.decades:.2f} decades"
+            f", R^2 {self.r_squared:.3f}" + "".join(f"; WARNING: {warning}" for warning in self.warnings)
         )
 
 
@@ -402,11 +416,7 @@ def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne")
             flops = float(card["training_flops"])
         except KeyError as error:
             raise DataError(f"does not hold {error}", where=str(run.folder)) from error
-        seed = None
-        for line in run.recipe_file.read_text(encoding="utf-8").splitlines():
-            if line.startswith("seed"):
-                seed = int(line.partition("=")[2].split("#")[0])
-                break
+        seed = tomllib.loads(run.recipe_file.read_text(encoding="utf-8")).get("seed")
         measurements.append(Measurement(str(card["name"]), flops, math.fsum(values) / len(values), seed))
     return measurements
 
@@ -456,66 +466,63 @@ def plot(
         references: More horizontal lines, by label.
         title: Above the drawing.
     """
-    figure = _draw(result, bayes, references or {}, title)
-    for path in paths:
-        svg = path.suffix == ".svg"
-        beside = path.with_name(f".{path.name}.tmp")
-        try:
-            figure.savefig(
-                beside, format=path.suffix[1:], dpi=160, metadata={"Date": None} if svg else {"Software": None}
-            )
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        for path in paths:
+            # Saving adjusts the layout, so each file gets a figure of its own and depends on no other.
+            figure = _draw(result, bayes, references or {}, title)
+            beside = path.with_name(f".{path.name}.tmp")
+            # Without a date, equal measurements give equal files.
+            metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+            try:
+                figure.savefig(beside, format=path.suffix[1:], dpi=160, metadata=metadata)
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
 
 
 def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, float], title: str | None) -> Figure:
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatterSciNotation, NullFormatter
 
-    style: Any = {"svg.hashsalt": "cordillera", "svg.fonttype": "none", "font.size": 10.5, "axes.spines.top": False,
-             "axes.spines.right": False}  # fmt: skip
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-        axes = figure.subplots()
-        axes.set_xscale("log")
-        models = list(dict.fromkeys(entry.model for entry in result.measurements))
-        lines = dict(references) | ({} if bayes is None else {"Bayes-optimal": bayes})
-        for label, value in lines.items():
-            axes.axhline(value, color="#5a6672", linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
-            axes.annotate(label, (0, value), xycoords=("axes fraction", "data"), xytext=(4, 4),
-                          textcoords="offset points", color="#44505c", fontsize=9.5)  # fmt: skip
-        for index, model in enumerate(models):
-            colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
-            members = [entry for entry in result.measurements if entry.model == model]
-            sizes = sorted({entry.flops for entry in members})
-            means = [np.mean([entry.value for entry in members if entry.flops == size]) for size in sizes]
-            if len(members) > len(sizes):
-                axes.scatter([entry.flops for entry in members], [entry.value for entry in members], s=9, color=colour,
-                             alpha=0.4, linewidths=0, zorder=2)  # fmt: skip
-            label = model
-            if model in result.laws:
-                law = result.laws[model]
-                grid = np.geomspace(sizes[0], sizes[-1], 100)
-                axes.plot(grid, law.predict(grid), color=colour, linewidth=1.8, zorder=3)
-                low, high = law.band(grid)
-                axes.fill_between(grid, low, high, color=colour, alpha=0.13, linewidth=0, zorder=1)
-                label = f"{model}: exponent {law.exponent:.3g} [{law.exponent_low:.3g}, {law.exponent_high:.3g}]"
-            axes.plot(
-                sizes, means, linestyle="none", marker=marker, markersize=6.5, color=colour, label=label, zorder=4
-            )
-        # A wide band (three sizes) must not squeeze the points: the frame follows the data.
-        values = [entry.value for entry in result.measurements if math.isfinite(entry.value)] + list(lines.values())
-        air = 0.12 * (max(values) - min(values)) or 0.01
-        axes.set_ylim(min(values) - air, max(values) + air)
-        axes.xaxis.set_major_formatter(LogFormatterSciNotation())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_xlabel(result.unit)
-        axes.set_ylabel(result.metric)
-        if title:
-            axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
-        axes.legend(frameon=False, fontsize=9.5, loc="best")
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    models = list(dict.fromkeys(entry.model for entry in result.measurements))
+    lines = dict(references) | ({} if bayes is None else {"Bayes-optimal": bayes})
+    for label, value in lines.items():
+        axes.axhline(value, color="#5a6672", linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+        axes.annotate(label, (0, value), xycoords=("axes fraction", "data"), xytext=(4, 4),
+                      textcoords="offset points", color="#44505c", fontsize=9.5)  # fmt: skip
+    for index, model in enumerate(models):
+        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        members = [entry for entry in result.measurements if entry.model == model]
+        sizes = sorted({entry.flops for entry in members})
+        means = [np.mean([entry.value for entry in members if entry.flops == size]) for size in sizes]
+        if len(members) > len(sizes):
+            axes.scatter([entry.flops for entry in members], [entry.value for entry in members], s=9, color=colour,
+                         alpha=0.4, linewidths=0, zorder=2)  # fmt: skip
+        label = model
+        if model in result.laws:
+            law = result.laws[model]
+            grid = np.geomspace(sizes[0], sizes[-1], 100)
+            axes.plot(grid, law.predict(grid), color=colour, linewidth=1.8, zorder=3)
+            low, high = law.band(grid)
+            axes.fill_between(grid, low, high, color=colour, alpha=0.13, linewidth=0, zorder=1)
+            label = f"{model}: exponent {law.exponent:.3g} [{law.exponent_low:.3g}, {law.exponent_high:.3g}]"
+        axes.plot(sizes, means, linestyle="none", marker=marker, markersize=6.5, color=colour, label=label, zorder=4)
+    # A wide band (three sizes) must not squeeze the points: the frame follows the data.
+    values = [entry.value for entry in result.measurements if math.isfinite(entry.value)] + list(lines.values())
+    air = 0.12 * (max(values) - min(values)) or 0.01
+    axes.set_ylim(min(values) - air, max(values) + air)
+    axes.xaxis.set_major_formatter(LogFormatterSciNotation())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(result.unit)
+    axes.set_ylabel(result.metric)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
+    axes.legend(frameon=False, fontsize=9.5, loc="best")
     return figure

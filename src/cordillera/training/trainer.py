@@ -165,12 +165,17 @@ def select_device(name: str) -> torch.device:
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """The autocast region of a precision: bfloat16 for ``bf16``, nothing for ``fp32``."""
+    """The autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def scorer(model: RankingModel, device: torch.device, precision: str) -> Callable[[RankingBatch], Tensor]:
     """A function from a batch to logits, without gradients and in evaluation mode.
+
+    Args:
+        model: What scores.
+        device: Where it is.
+        precision: ``bf16`` or ``fp32``.
 
     Returns:
         A function that takes a :class:`RankingBatch` and gives ``float32 [B, tasks]`` on the CPU.

@@ -1,0 +1,5 @@
+"""``python -m cordillera`` is the ``cordillera`` command."""
+
+from cordillera.cli import main
+
+main()

@@ -1,0 +1,318 @@
+"""Every command does what its help says, and every mistake is answered with the place and the remedy."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import polars as pl
+import pytest
+
+from cordillera.recipe import load
+from cordillera.run import Run
+from cordillera.training import checkpoints
+
+from .conftest import write_log
+
+
+def test_train_evaluate_predict_report_and_compare_work_together(cli, recipe, tmp_path):
+    done = cli("train", recipe, "--run", "runs/a", "--quiet")
+    assert done.code == 0, done.err
+    assert "report: runs/a/report.html" in done.out
+    folder = tmp_path / "runs/a"
+    for name in ("recipe.toml", "environment.json", "metrics.jsonl", "model.json", "evaluation.json", "report.html"):
+        assert (folder / name).is_file(), name
+    assert list((folder / "tensorboard").iterdir())
+    ne = json.loads((folder / "evaluation.json").read_text())["tasks"]["click"]["metrics"]["ne"]
+    assert ne < 1.0
+    assert f"{ne:.4f}" in done.out
+
+    evaluated = cli("evaluate", "runs/a")
+    assert evaluated.code == 0, evaluated.err
+    assert f"{ne:.4f}" in evaluated.out
+    as_json = json.loads(cli("evaluate", "runs/a", "--split", "validation", "--json").out)
+    assert as_json["split"] == "validation"
+
+    write_log(tmp_path / "new.csv", rows=50, seed=3)
+    predicted = cli("predict", "runs/a", "new.csv")
+    assert predicted.code == 0, predicted.err
+    with open(tmp_path / "new-scores.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == [f"r{n}" for n in range(50)]
+    assert all(0 < float(row["score"]) < 1 for row in rows)
+    assert cli("predict", "runs/a", "new.csv", "--out", "scores.parquet", "--batch-size", 7).code == 0
+    table = pl.read_parquet(tmp_path / "scores.parquet")
+    assert table["score"].to_list() == pytest.approx([float(row["score"]) for row in rows], abs=2e-3)
+
+    assert cli("train", recipe, "--run", "runs/b", "--seed", 2, "-q").code == 0
+    compared = cli("compare", "runs/a", "runs/b", "--json")
+    assert compared.code == 0, compared.err
+    json.loads(compared.out)
+    assert "|" in cli("compare", "runs/a", "runs/b", "--markdown").out
+    (folder / "report.html").unlink()
+    assert cli("report", "runs/a").code == 0
+    assert (folder / "report.html").is_file()
+
+
+def test_predictions_equal_those_of_the_evaluation(cli, recipe, tmp_path):
+    """The file path and the cached path encode the same rows to the same scores."""
+    assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.precision=fp32").code == 0
+    assert cli("predict", "runs/a", "log.csv", "--out", "all.csv").code == 0
+    scores = pl.read_csv(tmp_path / "all.csv")["score"].to_numpy()
+    labels = pl.read_csv(tmp_path / "log.csv")["click"].to_numpy()
+    evaluation = json.loads(cli("evaluate", "runs/a", "--json").out)
+    test = slice(900, 1000)
+    calibration = scores[test].sum() / labels[test].sum()
+    assert evaluation["tasks"]["click"]["metrics"]["calibration"] == pytest.approx(calibration, rel=1e-5)
+
+
+def test_recipe_show_prints_a_recipe_that_trains_the_same(cli, recipe, tmp_path):
+    shown = cli("recipe", "show", recipe, "--set", "training.epochs=1")
+    assert shown.code == 0, shown.err
+    assert "# " in shown.out
+    (tmp_path / "shown.toml").write_text(shown.out)
+    assert load("shown.toml") == load(recipe, ["training.epochs=1"])
+    assert "movielens-wukong" in cli("recipe", "list").out
+
+
+def test_sweep_trains_every_size_once_and_fits_a_law(cli, recipe, tmp_path):
+    sizes = [f"--size=model.top_mlp=[{n}] training.epochs=1" for n in (4, 32, 256)]
+    swept = cli("sweep", recipe, *sizes)
+    assert swept.code == 0, swept.err
+    folder = tmp_path / "runs/small-sweep"
+    assert (folder / "sweep.png").stat().st_size > 1000
+    law = json.loads((folder / "sweep.json").read_text())
+    assert len(law["measurements"]) == 3
+    again = cli("sweep", recipe, *sizes)
+    assert again.out.count("done before") == 3
+    assert cli("sweep", recipe, *sizes[:2]).code == 2
+    other = cli("sweep", recipe, *sizes, "--set", "model.rank=3")
+    assert other.code == 2
+    assert "another recipe" in other.err
+
+
+def test_data_lists_describes_and_fetches_nothing_unasked(cli):
+    listed = cli("data", "list")
+    assert listed.code == 0, listed.err
+    for name in ("movielens-100k", "adult", "criteo", "avazu", "synthetic"):
+        assert name in listed.out
+
+
+def _start(recipe, folder, *more):
+    """A training in a process of its own, as a user's shell would start it."""
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "cordillera", "train", str(recipe), "--run", str(folder), *more]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _wait_for_step(run_folder, process, at_least, deadline=120):
+    until = time.monotonic() + deadline
+    while time.monotonic() < until:
+        found = checkpoints.steps(run_folder / "checkpoints")
+        if found and found[-1] >= at_least:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError("no checkpoint in time")
+
+
+CLOCKS = ("seconds", "examples_per_second", "data_fraction")
+
+
+def _facts(folder):
+    records = [{k: v for k, v in r.items() if k not in CLOCKS} for r in Run(folder).metrics()]
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    del evaluation["seconds"], evaluation["examples_per_second"]
+    return records, evaluation
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number):
+    options = ["--set", "training.precision=fp32", "--set", "training.epochs=40", "--set", "training.checkpoint_every=3"]
+    whole = cli("train", recipe, "--run", "runs/whole", "-q", *options, "--set", "threads=1")
+    assert whole.code == 0, whole.err
+    killed = tmp_path / "runs/killed"
+    process = _start(recipe, killed, "--set", "threads=1", *options)
+    _wait_for_step(killed, process, at_least=6)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    if number != signal.SIGKILL:
+        assert process.returncode == 130, output
+        assert "--resume" in output
+    assert not (killed / "evaluation.json").exists()
+    resumed = cli("train", killed, "--resume", "-q")
+    assert resumed.code == 0, resumed.err
+    a, b = (checkpoints.load(checkpoints.folder_of(p / "checkpoints", 320)) for p in (tmp_path / "runs/whole", killed))
+    assert a.tensors.keys() == b.tensors.keys()
+    for name, tensor in a.tensors.items():
+        assert tensor.equal(b.tensors[name]), name
+    assert _facts(tmp_path / "runs/whole") == _facts(killed)
+    for name in ("whole", "killed"):
+        assert cli("predict", f"runs/{name}", "log.csv", "--out", f"{name}.csv").code == 0
+    assert (tmp_path / "whole.csv").read_bytes() == (tmp_path / "killed.csv").read_bytes()
+
+
+def test_a_flipped_byte_in_the_checkpoint_is_refused_by_name(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
+    path = next((tmp_path / "runs/a/checkpoints").glob("step-*/tensors.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for command in (["evaluate", "runs/a"], ["predict", "runs/a", "log.csv"], ["train", "runs/a", "--resume"]):
+        refused = cli(*command)
+        assert refused.code == 2, command
+        assert "tensors.safetensors" in refused.err
+        assert "corrupt" in refused.err
+    assert not list(tmp_path.glob("*scores*"))
+
+
+def _edit(tmp_path, change):
+    """The log with its lines changed, and a recipe on it."""
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    (tmp_path / "bad.csv").write_text("\n".join(change(lines)) + "\n")
+    text = (tmp_path / "small.toml").read_text().replace("log.csv", "bad.csv")
+    (tmp_path / "bad.toml").write_text(text)
+    return tmp_path / "bad.toml"
+
+
+def _cell(line, column, value):
+    """Puts a value into one cell; ``line`` counts as an editor does."""
+
+    def change(lines):
+        cells = lines[line - 1].split(",")
+        cells[lines[0].split(",").index(column)] = value
+        return [*lines[: line - 1], ",".join(cells), *lines[line:]]
+
+    return change
+
+
+BAD_LOGS = {
+    "missing column": (lambda lines: [line.rsplit(",", 1)[0] for line in lines], r"bad\.csv.*click"),
+    "label outside {0,1}": (_cell(7, "click", "2"), r"bad\.csv.*7.*click"),
+    "label is not a number": (_cell(7, "click", "yes"), r"bad\.csv.*7.*click"),
+    "label missing": (_cell(7, "click", ""), r"bad\.csv.*7.*click"),
+    "infinite dense value": (_cell(9, "price", "inf"), r"bad\.csv.*9.*price"),
+    "NaN dense value": (_cell(9, "price", "nan"), r"bad\.csv.*9.*price.*leave it blank"),
+    "text in a dense column": (_cell(9, "price", "cheap"), r"bad\.csv.*9.*price"),
+    "too many fields": (lambda lines: [*lines[:4], lines[4] + ",1", *lines[5:]], r"bad\.csv.*5"),
+    "too few fields": (lambda lines: [*lines[:4], lines[4].rsplit(",", 1)[0], *lines[5:]], r"bad\.csv.*5"),
+    "empty file": (lambda lines: [], r"bad\.csv"),
+    "header only": (lambda lines: lines[:1], r"bad\.csv"),
+    "one class only": (lambda lines: [lines[0], *(line[:-1] + "1" for line in lines[1:])], r"one class"),
+    "timestamps out of order": (lambda lines: [lines[0], *reversed(lines[1:])], r"bad\.csv.*3.*time"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOGS)
+def test_a_bad_log_is_refused_with_its_place_and_nothing_is_left(cli, recipe, tmp_path, name):
+    change, expected = BAD_LOGS[name]
+    result = cli("train", _edit(tmp_path, change), "--run", "runs/bad", "-q", "--set", "training.epochs=1")
+    assert result.code == 2
+    assert re.search(expected, result.err, re.DOTALL), result.err
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "runs").exists()
+    left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+    assert not left, left
+
+
+def test_a_feature_with_one_value_is_a_named_warning(cli, recipe, tmp_path):
+    path = _edit(tmp_path, lambda lines: [line.replace("tablet", "phone").replace("desk", "phone") for line in lines])
+    with pytest.warns(UserWarning, match="'device' has one value"):
+        assert cli("train", path, "--run", "runs/one", "-q").code == 0
+
+
+IDENTITY = '[{ name = "user" }, { name = "device" }]'
+
+
+@pytest.mark.parametrize(("value", "says"), [("-1", "-1"), ("30", "30"), ("x", "x")])
+def test_ids_out_of_range_are_refused_with_their_place(cli, recipe, tmp_path, value, says):
+    def change(lines):
+        lines = [line.replace(",u", ",") for line in lines]
+        return _cell(11, "user", value)([lines[0].replace(",ser", ",user"), *lines[1:]])
+
+    path = _edit(tmp_path, change)
+    text = path.read_text().replace(
+        IDENTITY, '[{ name = "user", encoding = "identity", num_embeddings = 30 }, { name = "device" }]'
+    )
+    assert "identity" in text
+    path.write_text(text)
+    result = cli("train", path, "--run", "runs/bad", "-q")
+    assert result.code == 2
+    assert re.search(rf"bad\.csv.*11.*user.*{says}", result.err, re.DOTALL), result.err
+
+
+MISTAKES = {
+    "unknown recipe": (["train", "movielens-wukon"], "did you mean 'movielens-wukong'"),
+    "unknown key": (["train", "small.toml", "--set", "model.layer=2"], "did you mean 'layers'"),
+    "wrong type": (["train", "small.toml", "--set", "model.layers=two"], "model.layers"),
+    "malformed override": (["train", "small.toml", "--set", "layers"], "section.key=value"),
+    "no such run": (["evaluate", "runs/none"], "not a run folder"),
+    "resume of nothing": (["train", "runs/none", "--resume"], "not a run folder"),
+    "unknown device": (["train", "small.toml", "--set", "device=tpu"], "device"),
+    "unknown split": (["evaluate", "DONE", "--split", "tset"], "must be train, validation or test"),
+    "predict without file": (["predict", "DONE", "none.csv"], "none.csv"),
+    "predict to another format": (["predict", "DONE", "log.csv", "--out", "x.json"], "must end in .csv or .parquet"),
+    "predict over its input": (["predict", "DONE", "log.csv", "--out", "log.csv"], "would overwrite"),
+    "existing run": (["train", "small.toml", "--run", "DONE"], "already exists"),
+    "a run folder without --resume": (["train", "DONE"], "--resume"),
+    "overrides of a resumed run": (["train", "DONE", "--resume", "--set", "seed=3"], "keeps its recipe"),
+    "unknown data set": (["data", "describe", "movielens"], "movielens"),
+    "unknown benchmark": (["bench", "nothing"], "nothing"),
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run, made once."""
+    folder = tmp_path_factory.mktemp("done")
+    log = write_log(folder / "log.csv", rows=300)
+    from cordillera import workflows
+
+    from .conftest import RECIPE
+
+    path = folder / "small.toml"
+    path.write_text(RECIPE.format(path=log))
+    cache = ["data.cache_dir=" + str(folder / "cache")]
+    return workflows.train(load(path, [*cache, "training.epochs=1"]), folder / "run").run.folder
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_on_the_command_line_is_answered_in_plain_words(cli, recipe, done, name):
+    arguments, says = MISTAKES[name]
+    result = cli(*[str(done) if argument == "DONE" else argument for argument in arguments])
+    assert result.code == 2, result.out + result.err
+    assert says in result.out + result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_file_to_predict_that_lacks_a_column_is_refused_and_nothing_is_written(cli, done, tmp_path):
+    log = pl.read_csv(done.parent / "log.csv").drop("device")
+    log.write_csv(tmp_path / "new.csv")
+    result = cli("predict", done, "new.csv")
+    assert result.code == 2
+    assert "device" in result.err
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["new.csv"]
+
+
+def test_a_bad_row_in_the_middle_of_a_file_to_predict_leaves_no_scores(cli, done, tmp_path):
+    lines = (done.parent / "log.csv").read_text().splitlines()
+    lines[100] = lines[100].replace(lines[100].split(",")[4] or ",,", "inf") if lines[100].split(",")[4] else lines[100]
+    (tmp_path / "new.csv").write_text("\n".join(lines) + "\n")
+    result = cli("predict", done, "new.csv")
+    assert result.code == 2
+    assert "price" in result.err
+    assert "101" in result.err
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["new.csv"]
+
+
+def test_version_and_help_answer_without_loading_torch(tmp_path):
+    code = "import sys; sys.argv = ['cordillera', '--help']\ntry:\n    from cordillera.cli import main; main()\n"
+    code += "except SystemExit: pass\nassert 'torch' not in sys.modules, 'torch was imported'"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    assert "movielens-wukong" in re.sub(r"\s+", " ", finished.stdout)

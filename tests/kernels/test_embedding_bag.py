@@ -1,0 +1,113 @@
+"""The lookup against a dense one-hot product, over every back end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cordillera.kernels.embedding_bag import embedding_bag, linearise
+from cordillera.kernels.sparse_update import available_backends
+
+BACKENDS = tuple(name for name in ("torch", "numba", "fbgemm") if available_backends()[name] is None)
+SIZES = (7, 30, 7)
+FIRST, ROWS = torch.tensor([0, 7, 0]), torch.tensor(SIZES)  # the third feature shares the first one's table
+
+
+def batch(generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+    lengths = torch.randint(0, 5, (3 * size,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    limits = torch.repeat_interleave(ROWS, lengths.view(3, size).sum(1))
+    return (torch.rand(int(offsets[-1]), generator=generator) * limits).long(), offsets
+
+
+def reference(weight: Tensor, values: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
+    size = (offsets.numel() - 1) // 3
+    output = torch.zeros(size, 3, weight.shape[1], dtype=torch.float64)
+    for f in range(3):
+        for b in range(size):
+            for p in range(int(offsets[f * size + b]), int(offsets[f * size + b + 1])):
+                row = weight[FIRST[f] + values[p]].double()
+                output[b, f] += row if factors is None else row * factors[p].double()
+    return output
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bags_equal_their_sums_and_empty_bags_are_zero(backend: str, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(37, 6, generator=generator)
+    values, offsets = batch(generator, 11)
+    factors = torch.rand(values.numel(), generator=generator) if weighted else None
+    for bounds in (offsets, offsets.int()):
+        found = embedding_bag(weight, values, bounds, factors, FIRST, ROWS, dtype=torch.float32, backend=backend)
+        assert found.misplaced == -1
+        torch.testing.assert_close(
+            found.output.double(), reference(weight, values, offsets, factors), rtol=1e-6, atol=1e-6
+        )
+        assert torch.equal(found.rows, linearise(values, offsets, FIRST, ROWS)[0])
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_value_a_bag_is_the_same_with_and_without_offsets(backend: str, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(37, 6, generator=generator)
+    values = (torch.rand(3, 2000, generator=generator) * ROWS[:, None]).long().view(-1)
+    factors = torch.rand(6000, generator=generator) if weighted else None
+    found, expected = (
+        embedding_bag(weight, values, bounds, factors, FIRST, ROWS, dtype=torch.float32, backend=backend)
+        for bounds in (None, torch.arange(6001))
+    )
+    assert torch.equal(found.output, expected.output)
+    assert torch.equal(found.rows, expected.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_low_precision_output_is_rounded_to_nearest_even(backend: str, dtype: torch.dtype) -> None:
+    """Every pattern of the upper half with every kind of lower half; infinities and NaNs stay what they are."""
+    upper = torch.arange(0, 2**16, dtype=torch.int64)
+    bits = torch.cat([upper << 16 | lower for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    weight = bits.to(torch.uint32).view(torch.float32).view(-1, 8).contiguous()
+    values = torch.arange(weight.shape[0])
+    one = torch.zeros(1, dtype=torch.int64), torch.tensor([weight.shape[0]])
+    found = embedding_bag(weight, values, None, None, *one, dtype=dtype, backend=backend).output[:, 0]
+    expected = weight.to(dtype)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**62)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_misplaced_id_is_reported_and_never_read(backend: str, bad: int, one_hot: bool) -> None:
+    values = torch.zeros(3 * 5000, dtype=torch.int64)
+    values[[10_003, 12_000]] = bad  # the third feature, whose table has 7 rows though the weight has more
+    offsets = None if one_hot else torch.arange(15_001)
+    found = embedding_bag(torch.zeros(37, 4), values, offsets, None, FIRST, ROWS, dtype=torch.float32, backend=backend)
+    assert found.misplaced == 10_003
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lookup_is_bitwise_equal_over_thread_counts(backend: str) -> None:
+    generator = torch.Generator().manual_seed(9)
+    weight = torch.randn(37, 6, generator=generator)
+    values, offsets = batch(generator, 3000)
+    threads, outputs = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            outputs.append(
+                embedding_bag(weight, values, offsets, None, FIRST, ROWS, dtype=torch.float32, backend=backend).output
+            )
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_bags_empty_give_zeros(backend: str) -> None:
+    empty, bounds = torch.empty(0, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
+    found = embedding_bag(torch.ones(37, 4), empty, bounds, None, FIRST, ROWS, dtype=torch.float32, backend=backend)
+    assert torch.equal(found.output, torch.zeros(2, 3, 4))

@@ -1,0 +1,130 @@
+"""Comparisons pair runs by seed, and say so when there is nothing to conclude."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from cordillera.errors import DataError
+from cordillera.run import Run
+from cordillera.training.comparison import compare, mean_interval
+from cordillera.training.evaluation import Evaluation, evaluate
+from tests.training.sample_runs import batches, click_data, make_run
+
+
+def evaluation(noise: float, tasks: tuple[str, ...] = ("click",)) -> Evaluation:
+    """One test split, scored with more or less noise."""
+    logits, labels = click_data(0, 800, len(tasks))
+    random = np.random.default_rng(int(noise * 1e6))
+    scores = logits + noise * random.normal(size=logits.shape).astype(np.float32)
+    return evaluate(lambda batch: batch.dense, batches(scores.astype(np.float32), labels), tasks)
+
+
+def family(folder: Path, model: str, noises: dict[int, float]) -> list[Run]:
+    return [
+        make_run(folder / f"{model}-{seed}", seed=seed, model=model, evaluation=evaluation(noise))
+        for seed, noise in noises.items()
+    ]
+
+
+def test_runs_of_one_recipe_are_one_row_and_differences_are_paired_by_seed(tmp_path: Path) -> None:
+    base = family(tmp_path, "dlrm", {1: 0.9, 2: 1.2, 3: 1.0})
+    other = family(tmp_path, "wukong", {3: 0.5, 1: 0.4, 2: 0.6})
+    result = compare([*base, *other])
+    assert [(row.model, row.seeds) for row in result.rows] == [("dlrm", [1, 2, 3]), ("wukong", [3, 1, 2])]
+
+    def ne(runs: list[Run]) -> dict[int, float]:
+        evaluations = [Evaluation.from_json((run.folder / "evaluation.json").read_text()) for run in runs]
+        return {int(run.name[-1]): e.metrics()["click"]["ne"] for run, e in zip(runs, evaluations, strict=True)}
+
+    first, second = ne(base), ne(other)
+    percent = np.array([100 * (second[seed] / first[seed] - 1) for seed in (1, 2, 3)])
+    found = result.rows[1].differences["click"]["relative_ne"]
+    expected = stats.t.interval(0.95, 2, percent.mean(), stats.sem(percent))
+    assert (found.value, found.low, found.high) == pytest.approx((percent.mean(), *expected))
+    assert found.count == 3
+    assert found.excludes_zero
+    assert result.rows[0].differences == {}
+    assert result.rows[1].parameters == 412_345
+    assert result.rows[1].examples_per_second == pytest.approx(61_000, rel=0.05)
+
+
+def test_one_seed_gives_a_difference_without_interval_and_says_so(tmp_path: Path) -> None:
+    result = compare([*family(tmp_path, "dlrm", {1: 0.9}), *family(tmp_path, "wukong", {1: 0.4})])
+    found = result.rows[1].differences["click"]["auc"]
+    assert found.value > 0
+    assert math.isnan(found.low)
+    assert not found.excludes_zero
+    assert any("One seed gives no interval" in note for note in result.notes)
+
+
+def test_without_a_common_seed_there_is_no_difference(tmp_path: Path) -> None:
+    result = compare([*family(tmp_path, "dlrm", {1: 0.9}), *family(tmp_path, "wukong", {2: 0.4})])
+    assert result.rows[1].differences == {}
+    assert any("share no seed" in note for note in result.notes)
+
+
+def test_runs_without_a_partner_are_counted(tmp_path: Path) -> None:
+    base, other = family(tmp_path, "dlrm", {1: 0.9, 2: 1.0}), family(tmp_path, "wukong", {1: 0.4, 2: 0.5, 3: 0.6})
+    result = compare([*base, *other])
+    assert result.rows[1].differences["click"]["auc"].count == 2
+    assert any("1 runs have no partner" in note for note in result.notes)
+
+
+def test_undefined_metrics_stay_undefined(tmp_path: Path) -> None:
+    def dead() -> Evaluation:
+        logits, labels = click_data(0, 50, 1)
+        return evaluate(lambda batch: batch.dense, batches(logits, labels * 0), ["click"])
+
+    runs = [make_run(tmp_path / f"r{seed}", seed=seed, evaluation=dead()) for seed in (1, 2)]
+    result = compare(runs)
+    assert math.isnan(result.rows[0].metrics["click"]["ne"].value)
+    assert "undefined" in result.to_markdown()
+    assert json.loads(result.to_json())["rows"][0]["metrics"]["click"]["ne"]["value"] is None
+
+
+def test_the_table_reads_the_same_in_all_forms(tmp_path: Path) -> None:
+    names = ("click", "buy|now")
+    runs = [make_run(tmp_path / f"m{s}", names, seed=s, evaluation=evaluation(0.1 * s, names)) for s in (1, 2)]
+    result = compare(runs)
+    markdown = result.to_markdown()
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len(lines) == 4
+    assert "buy\\|now" in lines[3]
+    assert {line.replace("\\|", "").count("|") for line in lines} == {12}
+    console = Console(width=250, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(result.to_table())
+    assert "buy|now" in console.export_text()
+    assert json.loads(result.to_json())["tasks"] == list(names)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run"):
+        compare([])
+    a = make_run(tmp_path / "a", seed=1, evaluation=evaluation(0.1))
+    twin = make_run(tmp_path / "b", seed=1, evaluation=evaluation(0.2))
+    with pytest.raises(DataError, match="same recipe and seed"):
+        compare([a, twin])
+    elsewhere = make_run(tmp_path / "c", seed=2)
+    with pytest.raises(DataError, match="evaluated on other data"):
+        compare([a, elsewhere])
+    other_task = make_run(tmp_path / "d", ("buy",), seed=2, evaluation=evaluation(0.1, ("buy",)))
+    with pytest.raises(DataError, match="share no task"):
+        compare([a, other_task])
+    (twin.folder / "evaluation.json").unlink()
+    with pytest.raises(DataError, match=r"has no evaluation\.json"):
+        compare([twin])
+
+
+def test_mean_intervals_are_students() -> None:
+    low, high = stats.t.interval(0.9, 3, 2.5, stats.sem([1, 2, 3, 4]))
+    found = mean_interval([1, 2, 3, 4], 0.9)
+    assert (found.value, found.low, found.high, found.count) == pytest.approx((2.5, low, high, 4))
+    assert math.isnan(mean_interval([]).value)
+    assert math.isnan(mean_interval([1.0, math.nan]).value)
