@@ -50,6 +50,14 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def busy() -> float | None:
+    """Processes that ran or waited for a core over the last minute, this one included; None where it is not known."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
+
+
 def fingerprint() -> dict[str, Any]:
     """Describe this machine and this code, so that a figure can be judged and measured again.
 
@@ -70,6 +78,7 @@ def fingerprint() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
+        "load": busy(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "libraries": libraries,

@@ -19,7 +19,7 @@ import _ranking_scaling
 import _ranking_speed
 import torch
 import typer
-from _machine import fingerprint
+from _machine import busy, fingerprint
 from _results import RESULTS, FinishedPieces, write_json
 from _tables import print_notes, print_ratios, print_rows
 from rich.console import Console
@@ -128,6 +128,10 @@ def main(
     # PyTorch's own sparse Adagrad trips over PyTorch's own advice.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(threads)
+    load = busy()
+    if load is not None and load > 1:
+        # Threads wait for each other many times a step: with other work on the cores even interleaved ratios mislead.
+        console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in Part if everything else part or SHORT:
         pieces = FinishedPieces(folder / f"ranking-{chosen.value}.jsonl")
