@@ -31,9 +31,9 @@ from cordillera.training.scaling_laws import Measurement, plot, study
 from cordillera.training.trainer import Trainer, TrainingConfig, scorer
 
 EMBEDDING_DIM = 16
-BATCH_SIZE = 2048
-LEARNING_RATES = (1e-3, 4e-3)
-TABLE_RATES = (0.02, 0.1)
+BATCH_SIZE = 1024
+LEARNING_RATES = (1e-3, 3e-3)
+TABLE_RATES = (0.05, 0.15)
 LEAST_CLOSED = 0.8
 SIZES: dict[str, list[ModelConfig]] = {
     "Wukong": [
@@ -53,12 +53,11 @@ SIZES: dict[str, list[ModelConfig]] = {
             (2, 8, 8, (128,), (64,)),
             (2, 16, 8, (256,), (128,)),
             (2, 16, 16, (512,), (256,)),
-            (3, 24, 16, (512,), (512,)),
         )
     ],
     "DLRM": [
         DLRMConfig(embedding_dim=EMBEDDING_DIM, bottom_mlp=(32,), top_mlp=top)
-        for top in ((16,), (64,), (128, 64), (256, 256), (512, 512), (1024, 1024))
+        for top in ((16,), (64,), (128, 64), (256, 256), (512, 512))
     ],
     "DCN-V2": [
         DCNConfig(embedding_dim=EMBEDDING_DIM, cross_layers=layers, low_rank=rank, mlp=mlp)
@@ -68,7 +67,6 @@ SIZES: dict[str, list[ModelConfig]] = {
             (2, 32, (128, 64)),
             (2, 64, (256, 256)),
             (3, 128, (512, 512)),
-            (3, None, (1024, 512)),
         )
     ],
 }
@@ -111,7 +109,7 @@ def measure_scaling(console: Console, pieces: FinishedPieces, *, quick: bool) ->
     """
     rows, seeds = (60_000, 1) if quick else (1_250_000, 2)
     sizes = {name: configs[:3] if quick else configs for name, configs in SIZES.items()}
-    splits = prepare(DataConfig(dataset="synthetic", synthetic=SyntheticConfig(rows=rows)))
+    splits = prepare(DataConfig(dataset="synthetic", synthetic=SyntheticConfig(rows=rows, lists=0)))
     bayes = float(splits.facts["bayes_ne"])
 
     def train(name: str, config: ModelConfig, rate: float, table_rate: float, seed: int) -> dict[str, Any]:

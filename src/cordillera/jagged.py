@@ -181,7 +181,8 @@ class JaggedBatch:
             raise DataError(f"feature names must differ, got {list(self.keys)}", where=where)
         if self.keys and (self.offsets.numel() - 1) % len(self.keys):
             raise DataError(
-                f"{self.offsets.numel()} offsets do not describe whole batches of {len(self.keys)} features", where=where
+                f"{self.offsets.numel()} offsets do not describe whole batches of {len(self.keys)} features",
+                where=where,
             )
         _check(self.values, self.offsets, self.weights, where)
         if self.one_hot and not bool((self.lengths == 1).all()):

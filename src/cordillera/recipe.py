@@ -85,9 +85,7 @@ def _read(source: str | Path) -> tuple[str, str]:
             raise RecipeError(str(path), [("file", f"is not UTF-8 text: {error}")]) from error
     close = difflib.get_close_matches(str(source), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise RecipeError(
-        str(source), [("recipe", f"is neither a shipped recipe ({', '.join(names)}) nor a file{hint}")]
-    )
+    raise RecipeError(str(source), [("recipe", f"is neither a shipped recipe ({', '.join(names)}) nor a file{hint}")])
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -153,7 +151,9 @@ def _explain(error: Any, content: dict[str, Any]) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known = _known_keys(tuple(location[:-1]), content)
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        message = "is not a key here" + (f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else "")
+        message = "is not a key here" + (
+            f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else ""
+        )
     elif kind == "missing":
         message = "is missing"
     elif kind == "union_tag_invalid":

@@ -176,7 +176,11 @@ def train(
         )
         if resume:
             found = trainer.resume()
-            say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+            say(
+                f"resumed at step {trainer.progress.step}"
+                if found
+                else "no checkpoint yet: starting from the beginning"
+            )
         report = trainer.fit()
         if report.ended == "interrupted":
             return Outcome(run, report, None)

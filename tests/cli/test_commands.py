@@ -133,7 +133,14 @@ def _facts(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number):
-    options = ["--set", "training.precision=fp32", "--set", "training.epochs=40", "--set", "training.checkpoint_every=3"]
+    options = [
+        "--set",
+        "training.precision=fp32",
+        "--set",
+        "training.epochs=40",
+        "--set",
+        "training.checkpoint_every=3",
+    ]
     whole = cli("train", recipe, "--run", "runs/whole", "-q", *options, "--set", "threads=1")
     assert whole.code == 0, whole.err
     killed = tmp_path / "runs/killed"

@@ -27,9 +27,10 @@ EXACT = ("torch", "numba")
 RATE = 0.05
 
 
-def need(backend: str, optimizer: str, weight: Tensor) -> None:
+def need(backend: str, optimizer: str | SparseOptimizer, weight: Tensor) -> None:
+    rule = SparseOptimizer(name=optimizer) if isinstance(optimizer, str) else optimizer
     try:
-        choose_backend(backend, SparseOptimizer(name=optimizer), weight)
+        choose_backend(backend, rule, weight)
     except DependencyError as error:
         pytest.skip(str(error))
 
@@ -52,6 +53,7 @@ class DenseReference:
         assert g is not None
         touched = torch.zeros(weight.shape[0], 1, dtype=torch.bool)
         touched[rows] = True
+        g = g + o.weight_decay * torch.where(touched, self.weight, 0.0)
         if o.name == "sgd":
             change = g
         elif o.name == "adagrad":
@@ -74,17 +76,19 @@ def bags(generator: torch.Generator, num_rows: int, num_bags: int, longest: int 
     return torch.randint(0, num_rows, (int(offsets[-1]),), generator=generator), offsets
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    ("weighted", "decay"), [(False, 0.0), (True, 0.0), (True, 0.1)], ids=["plain", "weighted", "decaying"]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_back_end_equals_the_dense_optimizer_on_touched_rows(
-    backend: str, optimizer: str, weighted: bool
+    backend: str, optimizer: str, weighted: bool, decay: float
 ) -> None:
     """Duplicates within and over bags, empty bags, three steps."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.rand(30, 5, generator=generator) * 0.4 - 0.2
-    need(backend, optimizer, weight)
-    rule = SparseOptimizer(name=optimizer, eps=1e-6)
+    rule = SparseOptimizer(name=optimizer, eps=1e-6, weight_decay=decay)
+    need(backend, rule, weight)
     reference, state = DenseReference(rule, weight), init_state(rule, weight)
     before = weight.clone()
     seen = torch.zeros(30, dtype=torch.bool)
@@ -115,7 +119,7 @@ def test_triton_path_agrees_in_its_interpreter() -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed" in done.stdout, done.stdout
+    assert "12 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -12,7 +12,9 @@ def sweep(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name or a TOML file.")],
     size: Annotated[
         list[str],
-        typer.Option("--size", help="One size: 'model.layers=2 model.hidden=[64]'. Give one --size for each, smallest first."),
+        typer.Option(
+            "--size", help="One size: 'model.layers=2 model.hidden=[64]'. Give one --size for each, smallest first."
+        ),
     ],
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key for all sizes.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each size.")] = 1,

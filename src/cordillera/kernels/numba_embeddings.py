@@ -246,6 +246,7 @@ def _apply(
     second_state: Any,
     learning_rate: float,
     eps: float,
+    weight_decay: float,
     beta1: float,
     beta2: float,
     correction1: float,
@@ -295,6 +296,9 @@ def _apply(
                         reduced[d] += _widen(source[d])
                 p += 1
             target = weight[row]
+            if weight_decay != 0.0:
+                for d in range(dim):
+                    reduced[d] += weight_decay * _widen(target[d])
             if rule == 0:
                 for d in range(dim):
                     target[d] = _narrow(_widen(target[d]) - learning_rate * reduced[d], zero)
@@ -458,6 +462,7 @@ def update(call: Update) -> None:
             stored[1],
             call.learning_rate,
             optimizer.eps,
+            optimizer.weight_decay,
             optimizer.beta1,
             optimizer.beta2,
             *call.corrections,

@@ -49,6 +49,8 @@ class SparseOptimizer(BaseModel):
         beta1: Decay of Adam's first moment.
         beta2: Decay of Adam's second moment.
         initial_accumulator: What Adagrad's sums of squares start from.
+        weight_decay: L2 regularisation, ``G += weight_decay * w`` before the rule, on the rows that were looked up and
+            only on those, so that frequent rows decay more often than rare ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +61,7 @@ class SparseOptimizer(BaseModel):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     initial_accumulator: float = Field(0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,8 @@ def choose_backend(backend: Backend, optimizer: SparseOptimizer, weight: Tensor)
     """
     if backend == "auto":
         candidates = ("triton",) if weight.device.type == "cuda" else ("numba", "fbgemm")
-        usable = (
-            name for name in candidates if _obstacle(name, optimizer.name, weight.dtype, weight.device.type) is None
-        )
-        return next(usable, "torch")
-    obstacle = _obstacle(backend, optimizer.name, weight.dtype, weight.device.type)
+        return next((name for name in candidates if _obstacle(name, optimizer, weight) is None), "torch")
+    obstacle = _obstacle(backend, optimizer, weight)
     if obstacle is not None:
         raise DependencyError(
             obstacle, where=f"tables.backend = {backend!r}", remedy="use backend = 'auto', or see `cordillera doctor`"
@@ -219,8 +219,15 @@ def _unavailable(name: str) -> str | None:
     return reason
 
 
+def _obstacle(name: str, optimizer: SparseOptimizer, weight: Tensor) -> str | None:
+    """Why a back end cannot do this optimizer on this table, or None if it can."""
+    if name == "fbgemm" and optimizer.weight_decay:
+        return "FBGEMM's exact updates on CPUs know no weight decay"
+    return _misfit(name, optimizer.name, weight.dtype, weight.device.type)
+
+
 @cache
-def _obstacle(name: str, optimizer: str, dtype: torch.dtype, device: str) -> str | None:
+def _misfit(name: str, optimizer: str, dtype: torch.dtype, device: str) -> str | None:
     if dtype not in (torch.float32, torch.float64):
         return f"tables must be float32 or float64, got {dtype}"
     if name == "torch":
@@ -271,6 +278,9 @@ def _update_torch(update: Update) -> None:
         mode="sum",
         per_sample_weights=None if value_weights is None else value_weights[order].to(torch.float64),
     )
+
+    if optimizer.weight_decay:
+        reduced = reduced.add_(weight[distinct].to(torch.float64), alpha=optimizer.weight_decay)
 
     def stored(name: str) -> Tensor:
         return state[name][distinct].to(torch.float64)

@@ -61,6 +61,7 @@ def _update(
     BLOCK: tl.constexpr,
     RULE: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    DECAYS: tl.constexpr,
 ) -> None:
     segment = tl.program_id(0)
     row = tl.load(distinct + segment)
@@ -78,6 +79,8 @@ def _update(
     learning_rate, eps = tl.load(numbers), tl.load(numbers + 1)
     target = weight + row * DIM + columns
     old = tl.load(target, mask=inside, other=0.0).to(tl.float64)
+    if DECAYS:
+        reduced += tl.load(numbers + 8) * old
     if RULE == 0:
         change = reduced
     elif RULE == 1:
@@ -137,6 +140,7 @@ def update(call: Update) -> None:
             1 - optimizer.beta2,
             correction1,
             math.sqrt(correction2),
+            optimizer.weight_decay,
         ],
         dtype=torch.float64,
         device=rows.device,
@@ -157,5 +161,6 @@ def update(call: Update) -> None:
         BLOCK=triton.next_power_of_2(dim),
         RULE=_RULES[optimizer.name],
         WEIGHTED=value_weights is not None,
+        DECAYS=optimizer.weight_decay != 0,
         num_warps=1,
     )

@@ -248,7 +248,11 @@ class Trainer:
         self.training, self.validation, self.watch = training, validation, watch
         self.model = model.to(device)
         self.optimizer = build_adamw(
-            model, learning_rate=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            model,
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
         )
         self.tables = embedding_tables(model)
         self.dense = dense_parameters(model)
@@ -435,7 +439,9 @@ class Trainer:
         if self.progressive is not None:
             logits = scorer(self.model, self.device, config.precision)(batch)
             for window_metrics in self.progressive.update(logits, batch.labels, batch.weights, batch.groups):
-                self.run.log({"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics})
+                self.run.log(
+                    {"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics}
+                )
         factor = schedule(
             progress.step,
             self.total_steps,
@@ -456,7 +462,9 @@ class Trainer:
             norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
             window.gradient_norm = float(norm)
         elif (progress.step + 1) % config.log_every == 0:
-            window.gradient_norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None]))
+            window.gradient_norm = float(
+                torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None])
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * factor
         self.optimizer.step()
@@ -472,7 +480,11 @@ class Trainer:
         window.timed += len(batch)
 
     def _refuse(self, value: float, batch: RankingBatch) -> None:
-        rows = "" if batch.rows is None or not len(batch.rows) else f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
+        rows = (
+            ""
+            if batch.rows is None or not len(batch.rows)
+            else f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
+        )
         raise TrainingError(
             f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows}); "
             "no update was made from it",
