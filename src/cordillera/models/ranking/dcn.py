@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cordillera.data.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.models.ranking.base import DeepConfig, DeepModel, Sizes
+from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Sizes
 from cordillera.models.ranking.interactions import MLP, CrossNetwork, Norm
 
 
@@ -26,6 +26,8 @@ class DCNConfig(DeepConfig):
         low_rank: Rank of the crosses' weights; None for full rank.
         mlp: Widths of the MLP's hidden layers.
         norm: Of the MLP's hidden layers; ``batch`` mixes samples while training.
+        dense_vectors: Give each dense input ``x_j`` a learned vector ``v_j`` and read ``x_j v_j``, as FuxiCTR does, in
+            place of ``x_j`` itself.
     """
 
     name: Literal["dcn"] = "dcn"
@@ -34,6 +36,7 @@ class DCNConfig(DeepConfig):
     low_rank: int | None = Field(None, ge=1)
     mlp: Sizes = Field((512, 256), min_length=1)
     norm: Norm = "none"
+    dense_vectors: bool = False
 
 
 class DCN(DeepModel):
@@ -49,14 +52,21 @@ class DCN(DeepModel):
 
     def __init__(self, config: DCNConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
-        inputs = len(features.dense) + len(features.sparse) * config.embedding_dim
+        self.embed = EmbeddingLayer(
+            len(features.dense) if config.dense_vectors else 0, len(features.sparse), config.embedding_dim, separate=True
+        )
+        num_raw = 0 if config.dense_vectors else len(features.dense)
+        inputs = self.embed.outputs * config.embedding_dim + num_raw
         self.cross = CrossNetwork(inputs, config.cross_layers, config.low_rank)
         self.mlp = MLP(inputs, config.mlp, norm=config.norm, dropout=config.dropout)
         self.stacked = config.structure == "stacked"
         self.heads = self.make_heads(self.mlp.outputs if self.stacked else inputs + self.mlp.outputs)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        x = torch.cat([embeddings.flatten(1), dense.to(embeddings.dtype)], dim=1)  # [B, w], w = F * d + num_dense
+        if self.config.dense_vectors:
+            x = self.embed(dense, embeddings).flatten(1)  # [B, w], w = (num_dense + F) * d
+        else:
+            x = torch.cat([embeddings.flatten(1), dense.to(embeddings.dtype)], dim=1)  # [B, w], w = F * d + num_dense
         crossed = self.cross(x)  # [B, w]
         if self.stacked:
             return self.mlp(crossed)  # [B, r]

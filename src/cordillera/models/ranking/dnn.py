@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cordillera.data.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.models.ranking.base import DeepConfig, DeepModel, Sizes
+from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Sizes
 from cordillera.models.ranking.interactions import MLP, Norm
 
 
@@ -20,11 +20,14 @@ class DNNConfig(DeepConfig):
     Attributes:
         mlp: Widths of the hidden layers.
         norm: Of the hidden layers; ``batch`` mixes samples while training.
+        dense_vectors: Give each dense input ``x_j`` a learned vector ``v_j`` and read ``x_j v_j``, as FuxiCTR does, in
+            place of ``x_j`` itself.
     """
 
     name: Literal["dnn"] = "dnn"
     mlp: Sizes = Field((512, 256), min_length=1)
     norm: Norm = "none"
+    dense_vectors: bool = False
 
 
 class DNN(DeepModel):
@@ -40,10 +43,17 @@ class DNN(DeepModel):
 
     def __init__(self, config: DNNConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
-        inputs = len(features.dense) + len(features.sparse) * config.embedding_dim
+        self.embed = EmbeddingLayer(
+            len(features.dense) if config.dense_vectors else 0, len(features.sparse), config.embedding_dim, separate=True
+        )
+        num_raw = 0 if config.dense_vectors else len(features.dense)
+        inputs = self.embed.outputs * config.embedding_dim + num_raw
         self.mlp = MLP(inputs, config.mlp, norm=config.norm, dropout=config.dropout)
         self.heads = self.make_heads(self.mlp.outputs)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        x = torch.cat([dense.to(embeddings.dtype), embeddings.flatten(1)], dim=1)  # [B, num_dense + F * d]
+        if self.config.dense_vectors:
+            x = self.embed(dense, embeddings).flatten(1)  # [B, (num_dense + F) * d]
+        else:
+            x = torch.cat([dense.to(embeddings.dtype), embeddings.flatten(1)], dim=1)  # [B, num_dense + F * d]
         return self.mlp(x)  # [B, r]
