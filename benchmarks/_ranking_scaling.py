@@ -32,7 +32,7 @@ from cordillera.training.trainer import Trainer, TrainingConfig, scorer
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 1024
-LEARNING_RATES = (1e-3, 3e-3)
+LEARNING_RATES = (2e-3, 6e-3)
 TABLE_RATES = (0.1,)
 LEAST_CLOSED = 0.8
 SIZES: dict[str, list[ModelConfig]] = {
@@ -45,7 +45,8 @@ SIZES: dict[str, list[ModelConfig]] = {
             rank=rank,
             fmb_mlp=mlp,
             top_mlp=top,
-            dense_mlp=(16,),
+            dense_mlp=(),
+            dense_embeddings=13,
         )
         for layers, n, rank, mlp, top in (
             (1, 1, 1, (2,), (4,)),

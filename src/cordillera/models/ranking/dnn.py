@@ -44,7 +44,10 @@ class DNN(DeepModel):
     def __init__(self, config: DNNConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(config, features, tables)
         self.embed = EmbeddingLayer(
-            len(features.dense) if config.dense_vectors else 0, len(features.sparse), config.embedding_dim, separate=True
+            len(features.dense) if config.dense_vectors else 0,
+            len(features.sparse),
+            config.embedding_dim,
+            separate=True,
         )
         num_raw = 0 if config.dense_vectors else len(features.dense)
         inputs = self.embed.outputs * config.embedding_dim + num_raw
