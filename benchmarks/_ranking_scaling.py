@@ -32,7 +32,7 @@ from cordillera.training.trainer import Trainer, TrainingConfig, scorer
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 1024
-LEARNING_RATES = (2e-3, 6e-3)
+LEARNING_RATES = (1e-3, 2e-3, 4e-3)
 TABLE_RATES = (0.1,)
 LEAST_CLOSED = 0.8
 SIZES: dict[str, list[ModelConfig]] = {
@@ -49,27 +49,27 @@ SIZES: dict[str, list[ModelConfig]] = {
             dense_embeddings=13,
         )
         for layers, n, rank, mlp, top in (
-            (1, 1, 1, (2,), (4,)),
             (1, 2, 1, (4,), (8,)),
             (1, 4, 2, (16,), (16,)),
             (1, 8, 4, (64,), (64,)),
             (2, 8, 8, (128,), (64,)),
             (2, 16, 8, (256,), (128,)),
+            (2, 16, 16, (512,), (256,)),
         )
     ],
     "DLRM": [
         DLRMConfig(embedding_dim=EMBEDDING_DIM, bottom_mlp=(32,), top_mlp=top)
-        for top in ((2,), (4,), (16,), (64,), (128, 64), (256, 256))
+        for top in ((4,), (16,), (64,), (128, 64), (256, 256), (512, 512))
     ],
     "DCN-V2": [
         DCNConfig(embedding_dim=EMBEDDING_DIM, cross_layers=layers, low_rank=rank, mlp=mlp)
         for layers, rank, mlp in (
-            (1, 1, (2,)),
             (1, 2, (4,)),
             (1, 4, (16,)),
             (1, 16, (64,)),
             (2, 32, (128, 64)),
             (2, 64, (256, 256)),
+            (3, 128, (512, 512)),
         )
     ],
 }

@@ -107,7 +107,7 @@ def test_overrides_reach_every_section_and_are_typed(tmp_path):
 
 @pytest.mark.parametrize("text", ["model.layers", "=3", ""])
 def test_an_override_without_key_or_value_is_refused(text):
-    with pytest.raises(RecipeError, match="section.key=value"):
+    with pytest.raises(RecipeError, match=r"section\.key=value"):
         parse_override(text)
 
 

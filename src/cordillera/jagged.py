@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +99,7 @@ class JaggedTensor:
         """The samples as Python lists."""
         bounds = self.offsets.tolist()
         flat = self.values.tolist()
-        return [flat[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [flat[a:b] for a, b in pairwise(bounds)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
         """Move to a device; with ``non_blocking``, without waiting for copies out of page-locked memory."""

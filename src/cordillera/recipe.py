@@ -128,7 +128,7 @@ def _known_keys(path: tuple[Any, ...], content: dict[str, Any]) -> list[str]:
         fields = {f.alias or name: f for name, f in here.model_fields.items()}
         if part not in fields:
             return []
-        classes = [c for c in _classes(fields[part].annotation)]
+        classes = list(_classes(fields[part].annotation))
         here = classes[0] if classes else None
     if not (inspect.isclass(here) and issubclass(here, BaseModel)):
         return []

@@ -1,7 +1,7 @@
 """What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep.
 
-The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a model
-from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``.
+The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a
+model from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def train(
             run.write_json("model.json", described)
         say(
             f"model: {described['name']}, {described['parameters']:,} parameters "
-            f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs an example"
+            f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
+            "an example"
         )
         validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
         trainer = Trainer(
@@ -380,8 +381,8 @@ def sweep(
     """Train a recipe in several sizes and fit test NE against training FLOPs an example.
 
     Runs that are finished are not trained again and interrupted ones are resumed, so a sweep that was stopped goes on
-    where it was. The law is ``NE = floor + a * FLOPs ** b``; the floor is the Bayes-optimal NE where the data's is known,
-    else zero.
+    where it was. The law is ``NE = floor + a * FLOPs ** b``; the floor is the Bayes-optimal NE where the data's is
+    known, else zero.
 
     Args:
         source: A shipped recipe's name or a path.

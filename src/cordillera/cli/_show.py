@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from cordillera.training.trainer import Progress as TrainingProgress
     from cordillera.training.evaluation import Evaluation
+    from cordillera.training.trainer import Progress as TrainingProgress
 
 
 def console() -> Console:

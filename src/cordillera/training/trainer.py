@@ -47,7 +47,8 @@ class TrainingConfig(BaseModel):
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
         decay: How rates fall after the warm-up: ``none``, ``linear``, ``cosine``.
         final_rate: The factor on the rates at the last step, with ``linear`` and ``cosine``.
-        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the norm.
+        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not
+            in the norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
         patience: Stop after so many evaluations without a better NE and go back to the best weights; null to never stop
             early and keep the last weights.

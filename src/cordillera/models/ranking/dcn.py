@@ -58,6 +58,7 @@ class DCN(DeepModel):
             config.embedding_dim,
             separate=True,
         )
+        self.dense_vectors = config.dense_vectors
         num_raw = 0 if config.dense_vectors else len(features.dense)
         inputs = self.embed.outputs * config.embedding_dim + num_raw
         self.cross = CrossNetwork(inputs, config.cross_layers, config.low_rank)
@@ -66,7 +67,7 @@ class DCN(DeepModel):
         self.heads = self.make_heads(self.mlp.outputs if self.stacked else inputs + self.mlp.outputs)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        if self.config.dense_vectors:
+        if self.dense_vectors:
             x = self.embed(dense, embeddings).flatten(1)  # [B, w], w = (num_dense + F) * d
         else:
             x = torch.cat([embeddings.flatten(1), dense.to(embeddings.dtype)], dim=1)  # [B, w], w = F * d + num_dense

@@ -49,13 +49,14 @@ class DNN(DeepModel):
             config.embedding_dim,
             separate=True,
         )
+        self.dense_vectors = config.dense_vectors
         num_raw = 0 if config.dense_vectors else len(features.dense)
         inputs = self.embed.outputs * config.embedding_dim + num_raw
         self.mlp = MLP(inputs, config.mlp, norm=config.norm, dropout=config.dropout)
         self.heads = self.make_heads(self.mlp.outputs)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        if self.config.dense_vectors:
+        if self.dense_vectors:
             x = self.embed(dense, embeddings).flatten(1)  # [B, (num_dense + F) * d]
         else:
             x = torch.cat([dense.to(embeddings.dtype), embeddings.flatten(1)], dim=1)  # [B, num_dense + F * d]
