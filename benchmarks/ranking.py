@@ -41,14 +41,14 @@ SHORT = (Part.update, Part.speed, Part.memory, Part.loading)
 
 
 def _update(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
-    rows, rounds, calls = ([1_000], 3, 1) if quick else ([100_000, 1_000_000], 15, 8)
+    rows, rounds, calls = ([1_000], 3, 1) if quick else ([100_000, 1_000_000], 9, 6)
     figures = _ranking_speed.measure_updates(rows, rounds, calls).to_json()
     print_ratios(console, "forward, backward and update of 26 tables", figures)
     return figures
 
 
 def _speed(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
-    rows, rounds, calls = ([1_000], 3, 1) if quick else ([100_000, 1_000_000], 11, 4)
+    rows, rounds, calls = ([1_000], 3, 1) if quick else ([100_000, 1_000_000], 7, 3)
     figures = _ranking_speed.measure_training(rows, rounds, calls).to_json()
     print_ratios(console, "training steps", figures)
     return figures

@@ -20,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = SyntheticConfig(rows=5_000)
     whole = datasets.configure
     monkeypatch.setattr(
-        "cordillera.cli.data.configure",
+        "cordillera.data.datasets.configure",
         lambda name, path: whole(name, path).model_copy(update={"synthetic": small}),
     )
 

@@ -69,7 +69,15 @@ class _LeftProduct(torch.autograd.Function):
 
 
 def left_product(weight: Tensor, x: Tensor) -> Tensor:
-    """Linear combinations of the embeddings, ``W X``: ``[m, n], [B, n, d] -> [B, m, d]``, in the autocast dtype."""
+    """Linear combinations of the embeddings, ``W X``, in the autocast dtype where there is one.
+
+    Args:
+        weight: ``W [m, n]``.
+        x: ``X [B, n, d]``.
+
+    Returns:
+        ``[B, m, d]``.
+    """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     with torch.autocast(kind, enabled=False):
