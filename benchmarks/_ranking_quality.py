@@ -401,7 +401,8 @@ def _dhen(modules: tuple[str, ...], layers: int, top: int = 64) -> DHENConfig:
             "modules": modules,
             "embeddings": DHEN_ROWS // len(modules),
             "module_mlp": (64,),
-            "dense_mlp": (64,),
+            "dense_mlp": (),
+            "dense_embeddings": 13,
             "top_mlp": (top,),
         }
     )
