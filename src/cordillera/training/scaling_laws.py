@@ -484,14 +484,18 @@ def plot(
 
 def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, float], title: str | None) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatterSciNotation, NullFormatter
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     models = list(dict.fromkeys(entry.model for entry in result.measurements))
     lines = dict(references) | ({} if bayes is None else {"Bayes-optimal": bayes})
-    for label, value in lines.items():
+    values = [entry.value for entry in result.measurements if math.isfinite(entry.value)]
+    # A reference far from the measurements would press them into a line: it is named in the legend instead.
+    reach = 3 * (max(values) - min(values))
+    near = {label: value for label, value in lines.items() if min(values) - reach <= value <= max(values) + reach}
+    for label, value in near.items():
         axes.axhline(value, color="#5a6672", linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
         axes.annotate(label, (0, value), xycoords=("axes fraction", "data"), xytext=(4, 4),
                       textcoords="offset points", color="#44505c", fontsize=9.5)  # fmt: skip
@@ -513,10 +517,10 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
             label = f"{model}: exponent {law.exponent:.3g} [{law.exponent_low:.3g}, {law.exponent_high:.3g}]"
         axes.plot(sizes, means, linestyle="none", marker=marker, markersize=6.5, color=colour, label=label, zorder=4)
     # A wide band (three sizes) must not squeeze the points: the frame follows the data.
-    values = [entry.value for entry in result.measurements if math.isfinite(entry.value)] + list(lines.values())
+    values += near.values()
     air = 0.12 * (max(values) - min(values)) or 0.01
     axes.set_ylim(min(values) - air, max(values) + air)
-    axes.xaxis.set_major_formatter(LogFormatterSciNotation())
+    axes.xaxis.set_major_formatter(EngFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -524,5 +528,8 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
     axes.set_ylabel(result.metric)
     if title:
         axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
-    axes.legend(frameon=False, fontsize=9.5, loc="best")
+    for label in lines.keys() - near.keys():
+        side = "above" if lines[label] > max(values) else "below"
+        axes.plot([], [], linestyle="none", label=f"{label}: {lines[label]:.4g}, {side} the frame")
+    axes.legend(fontsize=9.5, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
     return figure
