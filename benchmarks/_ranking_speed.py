@@ -592,7 +592,7 @@ def _trained_records(config: ModelConfig, splits: Splits, loader: Any, steps: in
         return [record for record in run.metrics() if record["kind"] == "train"][1:]
 
 
-def measure_loading(rows: int, steps: int = 60, rounds: int = 3) -> Figures:
+def measure_loading(rows: int, steps: int = 30, rounds: int = 3) -> Figures:
     """What data loading costs a training step.
 
     Two measures: the share of its time that the trainer waits for the loader, as its own records tell; and how much
