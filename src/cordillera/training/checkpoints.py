@@ -7,7 +7,6 @@ to the disk and renamed, so a folder of that name is a whole checkpoint. Nothing
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cordillera.data.files import checksum
 from cordillera.errors import CheckpointError
 from cordillera.run import disk_errors, remove_folder
 
@@ -43,14 +43,6 @@ class Checkpoint:
     def step(self) -> int:
         """Training steps done when it was written."""
         return int(self.state["step"])
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -98,7 +90,7 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
                 code = 28 if "os error 28" in str(error).lower() or "no space" in str(error).lower() else 5
                 raise OSError(code, str(error)) from error
             (temporary / _STATE).write_text(json.dumps(state), encoding="utf-8")
-            sums = {name: _digest(temporary / name) for name in (_TENSORS, _STATE)}
+            sums = {name: checksum(temporary / name) for name in (_TENSORS, _STATE)}
             (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
             for name in (_TENSORS, _STATE, _CHECKSUMS):
                 _sync(temporary / name)
@@ -126,7 +118,7 @@ def load(folder: Path) -> Checkpoint:
         path = folder / name
         if not path.is_file():
             raise CheckpointError("is missing", where=str(path), remedy=remedy)
-        if _digest(path) != digest:
+        if checksum(path) != digest:
             raise CheckpointError(
                 "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
             )

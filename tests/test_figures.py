@@ -1,0 +1,62 @@
+"""Figures in the documentation are those of the result files beside the benchmarks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def _results(part: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/ranking-{part}.json").read_text(encoding="utf-8"))
+
+
+def _page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _table_row(page: str, *cells: str) -> str:
+    found = [line for line in page.splitlines() if line.startswith("|") and all(cell in line for cell in cells)]
+    assert len(found) == 1, (cells, found)
+    return found[0]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_quality_is_quoted_as_measured(number: int) -> None:
+    result = _results("quality")["results"][number]
+    data = {"movielens-100k": "MovieLens-100K", "adult": "Adult"}[result["data"]]
+    row = _table_row(_page("docs/systems/index.md"), f"| {data}", f"| {result['model']} |")
+    for side in ("ours", "FuxiCTR"):
+        for key in ("auc", "ne"):
+            measured = result["sides"][side][key]
+            assert f"{measured['mean']:.4f} ± {measured['sd']:.4f}" in row
+
+
+@pytest.mark.parametrize("part", ["speed", "update"])
+def test_ratios_are_quoted_as_measured(part: str) -> None:
+    page = _page("docs/systems/index.md")
+    for ratio in _results(part)["ratios"]:
+        if "torch" in ratio["ours"] or (ratio["ours"], ratio["peer"]) == ("ours (fbgemm)", "FBGEMM module"):
+            continue  # the reference, and FBGEMM against itself, are not quoted
+        median = ratio["times"]["median"]
+        assert f"{median:.2f} times" in page or f"{median:.1f} times" in page, ratio
+
+
+def test_memory_and_loading_are_quoted_as_measured() -> None:
+    page = " ".join(_page("docs/systems/index.md").split())
+    assert f"is {_results('memory')['values']['ratio']:.2f} times weights" in page
+    waiting = [entry["waiting"]["median"] for entry in _results("loading")["values"]["rows"]]
+    assert f"waits {100 * min(waiting):.1f} to {100 * max(waiting):.1f} %" in page
+
+
+@pytest.mark.parametrize("model", ["Wukong", "DLRM", "DCN-V2"])
+def test_scaling_is_quoted_as_measured(model: str) -> None:
+    series = _results("scaling")["series"][model]
+    row = _table_row(_page("docs/systems/wukong.md"), f"| {model} |")
+    for point in (series["points"][0], series["points"][-1]):
+        assert f"{sum(point['ne']) / len(point['ne']):.4f}" in row
+        assert f"{100 * point['gap_closed']:.1f} %" in row
+    law = series["laws"]["NE above the best possible"]
+    assert f"{law['exponent']:.3f} [{law['exponent_low']:.3f}, {law['exponent_high']:.3f}]" in row
