@@ -36,6 +36,7 @@ from cordillera.models.ranking.dhen import DHENConfig
 from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.models.ranking.wukong import WukongConfig
 from cordillera.run import Run
+from cordillera.training.comparison import mean_interval
 from cordillera.training.metrics import RankingMetrics
 from cordillera.training.trainer import Trainer, TrainingConfig, scorer
 
@@ -421,17 +422,39 @@ def _equalised(modules: tuple[str, ...], layers: int, features: FeatureSpec, par
     return _dhen(modules, layers, max(1, 1 + round((parameters - narrow) / one_more)))
 
 
+def _paired_gain(worse: list[dict[str, Any]], better: list[dict[str, Any]]) -> dict[str, Any]:
+    """By how much the second's test NE is lower than the first's, seed by seed, with a 95 % interval (Student's t)."""
+    gains = [one["test"]["ne"] - other["test"]["ne"] for one, other in zip(worse, better, strict=True)]
+    estimate = mean_interval(gains)
+    interval = [estimate.low, estimate.high] if estimate.count > 1 else None
+    return {"mean": estimate.value, "interval": interval, "seeds": gains}
+
+
 def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
     """Single modules and pairs, one layer and two, all with the same number of parameters outside the tables.
 
+    Every ensemble gets the same number of tuning trials over the same draws; settings and then the best single module
+    and the best pair are chosen on the validation split, the test split is scored once a seed.
+
     Args:
-        console: Where progress and the table go.
+        console: Where progress and the tables go.
         pieces: Finished trainings.
-        quick: One trial, one seed, three modules.
+        quick: One trial, one seed, two modules.
     """
     trials, seeds, epochs = (1, 1, 1) if quick else (6, 5, MAX_EPOCHS)
-    modules = MODULES[:2] if quick else MODULES
-    splits = prepare(DATA["movielens-100k"])
+    results = [_dhen_on(data, console, pieces, trials, seeds, epochs, 2 if quick else len(MODULES)) for data in DATA]
+    return {
+        "evidence": "measured",
+        "conditions": {"trials": trials, "seeds": seeds, "batch_size": BATCH_SIZE, "max_epochs": epochs},
+        "results": results,
+    }
+
+
+def _dhen_on(
+    data: str, console: Console, pieces: FinishedPieces, trials: int, seeds: int, epochs: int, num_modules: int
+) -> dict[str, Any]:
+    modules = MODULES[:num_modules]
+    splits = prepare(DATA[data])
     features = splits.features
     singles = [(name,) for name in modules]
     pairs = list(itertools.combinations(modules, 2))
@@ -450,36 +473,37 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
             found = train_ours(config, splits, settings, seed, epochs)
             pieces.add(key, found)
             console.print(
-                f"  {' + '.join(config.modules)}, {config.layers} layers, seed {seed}: validation NE "
+                f"  {data} {' + '.join(config.modules)}, {config.layers} layers, seed {seed}: validation NE "
                 f"{found['validation']['ne']:.4f}, test NE {found['test']['ne']:.4f}, {found['seconds']:.1f} s"
             )
         return found
 
-    # One choice of settings for all, made on an ensemble of all modules, so that none is favoured.
-    judge = _dhen(tuple(modules), 1)
-    tried = {trial: train(judge, settings_of(trial, "ours"), 100 + trial) for trial in range(trials)}
-    settings = settings_of(min(tried, key=lambda trial: tried[trial]["validation"]["ne"]), "ours")
     found: dict[tuple[tuple[str, ...], int], list[dict[str, Any]]] = {}
-    for names in [*singles, *pairs]:
-        config = _equalised(names, 1, features, parameters)
-        found[names, 1] = [train(config, settings, seed) for seed in range(1, seeds + 1)]
+    chosen: dict[tuple[tuple[str, ...], int], dict[str, float]] = {}
+
+    def tune_and_train(names: tuple[str, ...], layers: int) -> None:
+        config = _equalised(names, layers, features, parameters)
+        tried = {trial: train(config, settings_of(trial, "ours"), 100 + trial) for trial in range(trials)}
+        settings = settings_of(min(tried, key=lambda trial: tried[trial]["validation"]["ne"]), "ours")
+        chosen[names, layers] = settings
+        found[names, layers] = [train(config, settings, seed) for seed in range(1, seeds + 1)]
 
     def best(choices: list[tuple[str, ...]]) -> tuple[str, ...]:
         return min(choices, key=lambda names: _mean(found[names, 1], "ne", "validation"))
 
-    best_single, best_pair = best(singles), best(pairs)
-    for names in (best_single, best_pair):
-        config = _equalised(names, 2, features, parameters)
-        found[names, 2] = [train(config, settings, seed) for seed in range(1, seeds + 1)]
+    for names in [*singles, *pairs]:
+        tune_and_train(names, 1)
+    single, pair = best(singles), best(pairs)
+    tune_and_train(pair, 2)
     rows, results = [], []
-    order = sorted(found, key=lambda choice: _mean(found[choice], "ne"))
-    for names, layers in order:
+    for names, layers in sorted(found, key=lambda choice: _mean(found[choice], "ne")):
         runs = found[names, layers]
         results.append(
             {
                 "modules": names,
                 "layers": layers,
                 "parameters": runs[0]["parameters"],
+                "settings": chosen[names, layers],
                 "validation_ne": _mean(runs, "ne", "validation"),
                 "test": {key: [run["test"][key] for run in runs] for key in ("ne", "auc", "calibration")},
             }
@@ -495,22 +519,24 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
             ]
         )
     headings = ["modules", "layers", "validation NE", "test NE", "test AUC", "parameters"]
-    print_rows(console, "DHEN on MovieLens-100K at equal parameters", headings, rows)
-    pair_gain = _mean(found[best_single, 1], "ne") - _mean(found[best_pair, 1], "ne")
-    layer_gain = _mean(found[best_pair, 1], "ne") - _mean(found[best_pair, 2], "ne")
-    notes = [
-        f"chosen on validation: best single {best_single[0]}, best pair {' + '.join(best_pair)}",
-        f"test NE of the best pair is lower by {pair_gain:+.4f} than the best single module's",
-        f"test NE of two layers of that pair is lower by {layer_gain:+.4f} than one layer's",
-    ]
+    print_rows(console, f"DHEN on {data} at equal parameters", headings, rows)
+    of_pair = _paired_gain(found[single, 1], found[pair, 1])
+    of_layer = _paired_gain(found[pair, 1], found[pair, 2])
+    notes = [f"chosen on validation: best single module {single[0]}, best pair {' + '.join(pair)}"]
+    for what, gain in (
+        ("the best pair is lower than the best single module's", of_pair),
+        ("two layers of that pair is lower than one layer's", of_layer),
+    ):
+        spread = "" if gain["interval"] is None else "; 95 %: {:+.4f} to {:+.4f}".format(*gain["interval"])
+        notes.append(f"test NE of {what} by {gain['mean']:+.4f} (paired seeds: {seeds}{spread})")
     print_notes(console, notes)
     return {
-        "evidence": "measured",
-        "conditions": {"trials": trials, "seeds": seeds, "settings": settings, "parameters": parameters},
-        "best_single": best_single,
-        "best_pair": best_pair,
-        "pair_gain_ne": pair_gain,
-        "layer_gain_ne": layer_gain,
-        "results": results,
+        "data": data,
+        "parameters": parameters,
+        "best_single": single,
+        "best_pair": pair,
+        "pair_gain_ne": of_pair,
+        "layer_gain_ne": of_layer,
+        "ensembles": results,
         "notes": notes,
     }

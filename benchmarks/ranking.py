@@ -24,6 +24,8 @@ from _results import RESULTS, FinishedPieces, write_json
 from _tables import print_notes, print_ratios, print_rows
 from rich.console import Console
 
+from cordillera.kernels.host_memory import keep_freed_memory
+
 
 class Part(str, enum.Enum):
     """What can be measured alone."""
@@ -128,6 +130,7 @@ def main(
     # PyTorch's own sparse Adagrad trips over PyTorch's own advice.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(threads)
+    keep_freed_memory()  # as training does; here for the peers too
     load = busy()
     if load is not None and load > 1:
         # Threads wait for each other many times a step: with other work on the cores even interleaved ratios mislead.

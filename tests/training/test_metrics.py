@@ -68,6 +68,16 @@ def test_batches_do_not_matter_and_neither_does_compaction(rows: list[Any], size
     assert same(whole.compute(), parts.compute())
 
 
+def test_a_ratio_beyond_the_largest_float_is_infinite() -> None:
+    result = metrics_of([(0.0, False, 1.0, 0), (0.0, True, 5e-324, 0)]).compute()
+    assert result["calibration"] == math.inf
+    total = ExactSum()
+    total.add(np.full(3, 1e308))
+    assert total.value() == math.inf
+    total.add(np.full(6, -1e308))
+    assert total.value() == -math.inf
+
+
 def test_vector_lengths_do_not_change_a_bit() -> None:
     random = np.random.default_rng(0)
     logits = random.normal(size=1003) * 3

@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cordillera.kernels.host_memory import keep_freed_memory
+
 Status = Literal["usable", "limited", "absent", "broken"]
 
 # FBGEMM is built against one minor version of torch; with another its operators fail to load or crash.
@@ -153,7 +155,15 @@ def _memory() -> Finding:
         for line in file:
             if line.startswith("MemAvailable:"):
                 text += f"; {int(line.split()[1]) * 1024 / _GIBIBYTE:.1f} GiB available now"
-    return Finding("machine", "memory", "usable", text)
+    kept = keep_freed_memory()
+    if kept is None:
+        return Finding("machine", "memory", "usable", f"{text}; training keeps what it frees")
+    return Finding(
+        "machine",
+        "memory",
+        "usable",
+        f"{text}; what a step of training frees goes back to the system, which makes steps slower: {kept}",
+    )
 
 
 def _torch_and_gpu() -> list[Finding]:

@@ -8,31 +8,22 @@ begin, so results are the same, bit for bit, for any number of threads.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from cordillera.kernels.embedding_bag import Lookup
+from cordillera.kernels.numba_support import array, compiled, narrow, pool, prefetch, threads_for, widen
 
 if TYPE_CHECKING:
     from cordillera.kernels.sparse_update import Update
 
-_DIGIT_BITS = 11  # histograms of 2,048 counts stay in the first-level cache
-_SMALL = 4096  # values below which waking other threads costs more than it saves
+_DIGIT_BITS = 13  # two passes sort the rows of 26 tables of a million; histograms of 8,192 counts stay near a core
 _AHEAD, _LINE = 32, 64  # prefetch so many positions ahead, in cache lines of so many bytes
 _RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
-
-# Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
-_lock = threading.Lock()
 
 
 def unavailable() -> str | None:
@@ -51,71 +42,7 @@ def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
     return None if device == "cpu" else f"the numba back end runs on CPUs, the tables are on {device!r}"
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        settings = {"error_model": "numpy", "nogil": True, **options}
-        try:
-            return numba.njit(cache=True, **settings)(function)
-        except RuntimeError:  # no folder for the cache can be written to: compile in every process
-            return numba.njit(**settings)(function)
-
-    return wrap
-
-
-@intrinsic
-def _widen(typing_context: Any, value: Any) -> Any:
-    """A float32, a float64, or the bits of a bfloat16 (uint16), as float64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        if signature.args[0] == types.uint16:
-            bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-            value = builder.bitcast(bits, ir.FloatType())
-        return value if signature.args[0] == types.float64 else builder.fpext(value, ir.DoubleType())
-
-    return types.float64(value), generate
-
-
-@intrinsic
-def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """A float64 rounded to nearest even, as float32, float64, or the bits of a bfloat16: whichever ``like`` is."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = arguments[0]
-        if signature.args[1] == types.float64:
-            return value
-        value = builder.fptrunc(value, ir.FloatType())
-        if signature.args[1] == types.float32:
-            return value
-        word = ir.IntType(32)
-        bits = builder.bitcast(value, word)
-        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-        rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
-        quiet = builder.or_(
-            builder.lshr(bits, word(16)), word(0x40)
-        )  # rounding up must not turn a NaN into an infinity
-        bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-        return builder.trunc(bits, ir.IntType(16))
-
-    return like(types.float64, like), generate
-
-
-@intrinsic
-def _prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address. Rows lie far apart: without this, every one is waited for."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        )
-        builder.call(prefetch, [builder.inttoptr(arguments[0], pointer), word(1), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.none(types.int64), generate
-
-
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _lookup(
     weight: Any,
     values: Any,
@@ -146,7 +73,7 @@ def _lookup(
                     # an address made of a misplaced id is harmless: prefetching does not fault
                     soon = weight_at + (first_row[f] + values[bag + 1]) * row_bytes
                     for line in range(0, row_bytes, _LINE):
-                        _prefetch(soon + line)
+                        prefetch(soon + line)
                 if last - first == 1 and not weighted:
                     value = values[first]
                     if value < 0 or value >= num_rows[f]:
@@ -156,7 +83,7 @@ def _lookup(
                     rows[first] = row
                     source = weight[row]
                     for d in range(dim):
-                        target[d] = _narrow(_widen(source[d]), zero)
+                        target[d] = narrow(widen(source[d]), zero)
                     continue
                 for d in range(dim):
                     sums[d] = 0.0
@@ -168,15 +95,15 @@ def _lookup(
                     row = first_row[f] + value
                     rows[p] = row
                     source = weight[row]
-                    factor = _widen(value_weights[p]) if weighted else 1.0
+                    factor = widen(value_weights[p]) if weighted else 1.0
                     for d in range(dim):
-                        sums[d] += factor * _widen(source[d])
+                        sums[d] += factor * widen(source[d])
                 for d in range(dim):
-                    target[d] = _narrow(sums[d], zero)
+                    target[d] = narrow(sums[d], zero)
     return int(misplaced.min())
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _sort(
     rows: Any, offsets: Any, one_hot: bool, batch: int, stride_b: int, stride_f: int, row_bits: int, position_bits: int,
     threads: int,
@@ -232,7 +159,7 @@ def _sort(
     return keys, starts
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def _apply(
     rule: int,
     keys: Any,
@@ -277,38 +204,38 @@ def _apply(
                     key = keys[p + _AHEAD]
                     soon, begin = key >> position_bits, grad_at + starts[key & mask] * grad_bytes
                     for line in range(0, dim * grad_bytes, _LINE):
-                        _prefetch(begin + line)
+                        prefetch(begin + line)
                     for line in range(0, row_bytes, _LINE):
-                        _prefetch(weight_at + soon * row_bytes + line)
+                        prefetch(weight_at + soon * row_bytes + line)
                     if rule > 0:
                         for line in range(0, state_bytes, _LINE):
-                            _prefetch(first_at + soon * state_bytes + line)
+                            prefetch(first_at + soon * state_bytes + line)
                     if rule == 3:
                         for line in range(0, state_bytes, _LINE):
-                            _prefetch(second_at + soon * state_bytes + line)
+                            prefetch(second_at + soon * state_bytes + line)
                 source = grad[starts[position] : starts[position] + dim]
                 if weighted:
-                    factor = _widen(value_weights[position])
+                    factor = widen(value_weights[position])
                     for d in range(dim):
-                        reduced[d] += factor * _widen(source[d])
+                        reduced[d] += factor * widen(source[d])
                 else:
                     for d in range(dim):
-                        reduced[d] += _widen(source[d])
+                        reduced[d] += widen(source[d])
                 p += 1
             target = weight[row]
             if weight_decay != 0.0:
                 for d in range(dim):
-                    reduced[d] += weight_decay * _widen(target[d])
+                    reduced[d] += weight_decay * widen(target[d])
             if rule == 0:
                 for d in range(dim):
-                    target[d] = _narrow(_widen(target[d]) - learning_rate * reduced[d], zero)
+                    target[d] = narrow(widen(target[d]) - learning_rate * reduced[d], zero)
             elif rule == 1:
                 sums = first_state[row * dim : (row + 1) * dim]
                 for d in range(dim):
-                    square = _widen(sums[d]) + reduced[d] * reduced[d]
-                    sums[d] = _narrow(square, zero)
+                    square = widen(sums[d]) + reduced[d] * reduced[d]
+                    sums[d] = narrow(square, zero)
                     change = reduced[d] / (np.sqrt(square) + eps)
-                    target[d] = _narrow(_widen(target[d]) - learning_rate * change, zero)
+                    target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
             elif rule == 2:
                 sum0 = sum1 = sum2 = sum3 = 0.0  # one sum would wait for each addition in turn
                 for d in range(0, dim - 3, 4):
@@ -318,44 +245,21 @@ def _apply(
                     sum3 += reduced[d + 3] * reduced[d + 3]
                 for d in range(dim - dim % 4, dim):
                     sum0 += reduced[d] * reduced[d]
-                square = _widen(first_state[row]) + ((sum0 + sum1) + (sum2 + sum3)) / dim
-                first_state[row] = _narrow(square, zero)
+                square = widen(first_state[row]) + ((sum0 + sum1) + (sum2 + sum3)) / dim
+                first_state[row] = narrow(square, zero)
                 factor = learning_rate / (np.sqrt(square) + eps)
                 for d in range(dim):
-                    target[d] = _narrow(_widen(target[d]) - factor * reduced[d], zero)
+                    target[d] = narrow(widen(target[d]) - factor * reduced[d], zero)
             else:
                 firsts = first_state[row * dim : (row + 1) * dim]
                 seconds = second_state[row * dim : (row + 1) * dim]
                 for d in range(dim):
-                    first = beta1 * _widen(firsts[d]) + (1 - beta1) * reduced[d]
-                    second = beta2 * _widen(seconds[d]) + (1 - beta2) * reduced[d] * reduced[d]
-                    firsts[d] = _narrow(first, zero)
-                    seconds[d] = _narrow(second, zero)
+                    first = beta1 * widen(firsts[d]) + (1 - beta1) * reduced[d]
+                    second = beta2 * widen(seconds[d]) + (1 - beta2) * reduced[d] * reduced[d]
+                    firsts[d] = narrow(first, zero)
+                    seconds[d] = narrow(second, zero)
                     change = (first / correction1) / (np.sqrt(second) / root2 + eps)
-                    target[d] = _narrow(_widen(target[d]) - learning_rate * change, zero)
-
-
-def _threads(values: int) -> int:
-    """Follow torch's setting; what one thread does faster is left to one."""
-    return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-
-
-@contextmanager
-def _pool(threads: int) -> Iterator[None]:
-    """Hold Numba's threads. Starting them sets OpenMP's default, which torch reads as its own: that is put back."""
-    before = torch.get_num_threads()
-    with _lock:
-        numba.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            if torch.get_num_threads() != before:
-                torch.set_num_threads(before)
-
-
-def _array(tensor: Tensor) -> Any:
-    """The tensor's memory as an array; bfloat16 as its bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+                    target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
 
 
 def _whole(offsets: Tensor | None) -> Any:
@@ -398,8 +302,8 @@ def lookup(
     output = torch.empty((bags // features, features, weight.shape[1]), dtype=native)
     values = values.to(torch.int64).contiguous()
     rows = torch.empty_like(values)
-    threads = _threads(values.numel())
-    with _pool(threads):
+    threads = threads_for(values.numel())
+    with pool(threads):
         misplaced = _lookup(
             weight.detach().numpy(),
             values.numpy(),
@@ -410,7 +314,7 @@ def lookup(
             first_row.numpy(),
             num_rows.numpy(),
             rows.numpy(),
-            _array(output),
+            array(output),
             threads,
         )
     return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
@@ -436,8 +340,8 @@ def update(call: Update) -> None:
     stored = [tensor.view(-1).numpy() for tensor in call.state.values()]
     stored += [torch.empty(0, dtype=weight.dtype).numpy()] * (2 - len(stored))
     optimizer, one_hot = call.optimizer, call.offsets is None
-    threads = _threads(rows.numel())
-    with _pool(threads):
+    threads = threads_for(rows.numel())
+    with pool(threads):
         keys, starts = _sort(
             rows.contiguous().numpy(),
             _whole(call.offsets),
@@ -454,7 +358,7 @@ def update(call: Update) -> None:
             keys,
             position_bits,
             starts,
-            _array(flat),
+            array(flat),
             _factors(value_weights, weight.dtype),
             value_weights is not None,
             weight.detach().numpy(),

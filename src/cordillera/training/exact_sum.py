@@ -17,6 +17,14 @@ _LOW_BITS = 26
 _CHUNK = 1 << 25  # partial sums of 27-bit integers stay below 2**53, where float64 counts exactly
 
 
+def _quotient(dividend: int, divisor: int) -> float:
+    """Correctly rounded; an infinity beyond the largest float."""
+    try:
+        return dividend / divisor
+    except OverflowError:
+        return math.inf if (dividend > 0) == (divisor > 0) else -math.inf
+
+
 class ExactSum:
     """The exact sum of float64 numbers.
 
@@ -73,13 +81,13 @@ class ExactSum:
             return math.nan
         if self.positive_infinities or self.negative_infinities:
             return math.inf if self.positive_infinities else -math.inf
-        return self.units / (1 << _UNIT_EXPONENT)
+        return _quotient(self.units, 1 << _UNIT_EXPONENT)
 
     def ratio(self, other: ExactSum) -> float:
         """This sum over another, correctly rounded when both are finite; NaN if the other is zero."""
         if self.positive_infinities or self.negative_infinities or other.positive_infinities:
             return math.nan if other.positive_infinities else self.value()
-        return self.units / other.units if other.units else math.nan
+        return _quotient(self.units, other.units) if other.units else math.nan
 
     def state(self) -> str:
         """The sum as text, for :meth:`from_state`."""

@@ -25,6 +25,7 @@ from torch.nn import functional
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.errors import CheckpointError, DependencyError, TrainingError
+from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.run import Run
 from cordillera.training import checkpoints
@@ -247,6 +248,8 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
         self.training, self.validation, self.watch = training, validation, watch
+        if device.type == "cpu":
+            keep_freed_memory()
         self.model = model.to(device)
         self.optimizer = build_adamw(
             model,

@@ -14,6 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cordillera.kernels.dense import (
+    batched_matmul,
+    factorization_machine,
+    for_batched_matmul,
+    layer_norm,
+    left_product,
+    linear_relu,
+    pairwise_dots,
+)
+
 Activation = Literal["none", "relu", "gelu", "silu", "tanh"]
 Norm = Literal["none", "layer", "batch"]
 
@@ -26,63 +36,14 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-# Whether this CPU has instructions for products of bfloat16; a constant, so that compiled graphs can read it.
-_MULTIPLIES_BFLOAT16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last dimension, fast on CPUs for short rows too: ``[..., w] -> [..., w]``."""
 
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
 
-def _for_batched_matmul(x: Tensor) -> Tensor:
-    """``x`` in the precision in which products of many small matrices are fastest.
-
-    A CPU without instructions for bfloat16 takes several times as long for such a product as in float32, which is used
-    there instead and rounded once at the end. With these instructions bfloat16 takes a third of the time.
-    """
-    return x.float() if x.device.type == "cpu" and x.dtype.itemsize < 4 and not _MULTIPLIES_BFLOAT16 else x
-
-
-def _batched_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` for many small matrices, ``[B, n, d] @ [B, d, m]``, in the wider of their dtypes."""
-    if left.device.type != "cpu":
-        return torch.bmm(left, right)
-    dtype = torch.promote_types(left.dtype, right.dtype)
-    with torch.autocast("cpu", enabled=False):
-        return torch.bmm(_for_batched_matmul(left.to(dtype)), _for_batched_matmul(right.to(dtype))).to(dtype)
-
-
-class _LeftProduct(torch.autograd.Function):
-    """``W X`` for every sample's ``X``: ``[m, n], [B, n, d] -> [B, m, d]``.
-
-    Autograd's own backward would hold a gradient of ``W`` for each sample before it sums them; here it is one product.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, x)
-        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weight, x = ctx.saved_tensors
-        grad_x = torch.bmm(weight.mT.expand(x.shape[0], -1, -1), grad)
-        over_samples = (tensor.transpose(0, 1).flatten(1) for tensor in (grad, x))  # [m, B * d], [n, B * d]
-        grad_weight = torch.mm(next(over_samples), next(over_samples).mT)
-        return grad_weight, grad_x
-
-
-def left_product(weight: Tensor, x: Tensor) -> Tensor:
-    """Linear combinations of the embeddings, ``W X``, in the autocast dtype where there is one.
-
-    Args:
-        weight: ``W [m, n]``.
-        x: ``X [B, n, d]``.
-
-    Returns:
-        ``[B, m, d]``.
-    """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    with torch.autocast(kind, enabled=False):
-        narrow = _for_batched_matmul(x.to(dtype))
-        return _LeftProduct.apply(weight.to(narrow.dtype), narrow).to(dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class MLP(nn.Module):
@@ -121,7 +82,7 @@ class MLP(nn.Module):
         for size in hidden:
             layers.append(nn.Linear(width, size))
             if norm == "layer":
-                layers.append(nn.LayerNorm(size))
+                layers.append(LayerNorm(size))
             elif norm == "batch":
                 layers.append(nn.BatchNorm1d(size))
             if activation != "none":
@@ -138,7 +99,15 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        layers = list(self.layers)
+        while layers:
+            layer = layers.pop(0)
+            if isinstance(layer, nn.Linear) and layers and isinstance(layers[0], nn.ReLU):
+                del layers[0]
+                x = linear_relu(x, layer.weight, layer.bias)
+            else:
+                x = layer(x)
+        return x
 
 
 class RowsMLP(nn.Module):
@@ -159,35 +128,6 @@ class RowsMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x).unflatten(-1, (self.rows, self.embedding_dim))
-
-
-class _PairwiseDots(torch.autograd.Function):
-    """Selected entries of ``X X^T``, with a backward that scatters by a gather.
-
-    Autograd's own backward of a column selection adds into zeros entry by entry, which on CPUs costs several times the
-    rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column, so it
-    can be gathered instead, and one batched product then gives the whole gradient of ``X``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
-        ctx.save_for_backward(rows, column_of)
-        ctx.include_diagonal = include_diagonal
-        products = torch.bmm(rows, rows.mT).flatten(1)  # [B, n * n]
-        return products.gather(1, pairs.expand(rows.shape[0], -1))  # [B, pairs]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, column_of = ctx.saved_tensors
-        n = rows.shape[1]
-        symmetric = grad.gather(1, column_of.expand(rows.shape[0], -1)).unflatten(1, (n, n))  # [B, n, n]
-        diagonal = symmetric.diagonal(dim1=1, dim2=2)
-        # x_i . x_i depends on x_i twice; without the diagonal, what was gathered there belongs to another pair
-        if ctx.include_diagonal:
-            diagonal.mul_(2)
-        else:
-            diagonal.zero_()
-        return torch.bmm(symmetric, rows), None, None, None
 
 
 class DotInteraction(nn.Module):
@@ -220,9 +160,7 @@ class DotInteraction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.outputs == 0:
             return x.new_zeros(x.shape[0], 0)
-        with torch.autocast(x.device.type, enabled=False):
-            products = _PairwiseDots.apply(_for_batched_matmul(x), self.pairs, self.column_of, self.include_diagonal)
-        return products.to(x.dtype)
+        return pairwise_dots(x, self.pairs, self.column_of, self.include_diagonal)
 
 
 class SecondOrderFM(nn.Module):
@@ -252,7 +190,7 @@ class BasicFM(nn.Module):
         self.outputs = rows * rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return _batched_matmul(x, x.mT).flatten(1)
+        return batched_matmul(x, x.mT).flatten(1)
 
 
 class OptimisedFM(nn.Module):
@@ -291,11 +229,21 @@ class OptimisedFM(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.with_combinations(x, x.new_empty(0, x.shape[1]))[0]
+
+    def with_combinations(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Also combinations of the embeddings, for little more: ``[B, n * k]`` and ``W X [B, m, d]``.
+
+        Args:
+            x: ``X [B, n, d]``.
+            weight: ``W [m, n]``.
+        """
         if self.attention is None:
-            combinations = left_product(self.y.mT, x).mT  # [B, d, k]
+            products, combinations = factorization_machine(x, self.y, weight)
         else:
-            combinations = _batched_matmul(x.mT, self.attention(x))  # [B, d, k]
-        return _batched_matmul(x, combinations).flatten(1)  # [B, n * k]
+            products = batched_matmul(x, batched_matmul(x.mT, self.attention(x)))  # [B, n, k]
+            combinations = left_product(weight, x)
+        return products.flatten(1), combinations
 
 
 class FactorizationMachineBlock(nn.Module):
@@ -333,13 +281,26 @@ class FactorizationMachineBlock(nn.Module):
             self.fm = BasicFM(rows)
         else:
             self.fm = OptimisedFM(rows, rank, hidden if fm == "attentive" else None, embedding_dim)
-        self.norm = nn.LayerNorm(self.fm.outputs)
+        self.norm = LayerNorm(self.fm.outputs)
         self.mlp = RowsMLP(
             self.fm.outputs, hidden, outputs, embedding_dim, dropout=dropout, output_activation=output_activation
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.norm(self.fm(x)))  # [B, n, d] -> [B, n * k] -> [B, m, d]
+
+    def with_combinations(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Also combinations of the embeddings, for little more: ``[B, m, d]`` and ``W X [B, c, d]``.
+
+        Args:
+            x: ``X [B, n, d]``.
+            weight: ``W [c, n]``.
+        """
+        if isinstance(self.fm, OptimisedFM):
+            products, combinations = self.fm.with_combinations(x, weight)
+        else:
+            products, combinations = self.fm(x), left_product(weight, x)
+        return self.mlp(self.norm(products)), combinations
 
 
 class LinearCompression(nn.Module):
@@ -384,9 +345,9 @@ class Attention(nn.Module):
         self.heads = heads
         self.query_key_value = nn.Linear(embedding_dim, 3 * embedding_dim)
         self.output = nn.Linear(embedding_dim, embedding_dim)
-        self.norm_attention = nn.LayerNorm(embedding_dim)
+        self.norm_attention = LayerNorm(embedding_dim)
         self.feed_forward = MLP(embedding_dim, (feed_forward,), embedding_dim, dropout=dropout)
-        self.norm_feed_forward = nn.LayerNorm(embedding_dim)
+        self.norm_feed_forward = LayerNorm(embedding_dim)
         self.dropout = nn.Dropout(dropout)
         nn.init.xavier_uniform_(self.query_key_value.weight)
         nn.init.zeros_(self.query_key_value.bias)
@@ -394,11 +355,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.query_key_value(x)  # [B, n, 3 d]
-        split = _for_batched_matmul(projected).unflatten(-1, (3, self.heads, -1))  # [B, n, 3, heads, d / heads]
+        split = for_batched_matmul(projected).unflatten(-1, (3, self.heads, -1))  # [B, n, 3, heads, d / heads]
         query, key, value = split.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each [B * heads, n, d / heads]
         # with tens of embeddings the scores are small: a plain softmax is faster than fused kernels for long inputs
-        scores = _batched_matmul(query * (query.shape[-1] ** -0.5), key.mT)  # [B * heads, n, n]
-        mixed = _batched_matmul(scores.float().softmax(-1).to(value.dtype), value)  # [B * heads, n, d / heads]
+        scores = batched_matmul(query * (query.shape[-1] ** -0.5), key.mT)  # [B * heads, n, n]
+        mixed = batched_matmul(scores.float().softmax(-1).to(value.dtype), value)  # [B * heads, n, d / heads]
         mixed = mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)  # [B, n, d]
         mixed = self.output(mixed.to(projected.dtype))
         x = self.norm_attention(x + self.dropout(mixed))
@@ -458,7 +419,7 @@ class EmbeddingCross(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = F.linear(x, self.weight)  # [B, n, m]
-        return _batched_matmul(projected.mT, x) + self.bias  # [B, m, d]
+        return batched_matmul(projected.mT, x) + self.bias  # [B, m, d]
 
 
 class Convolution(nn.Module):

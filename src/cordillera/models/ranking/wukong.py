@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from cordillera.data.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Sizes
-from cordillera.models.ranking.interactions import MLP, FactorizationMachineBlock, LinearCompression, Norm, OptimisedFM
+from cordillera.models.ranking.interactions import (
+    MLP,
+    FactorizationMachineBlock,
+    LayerNorm,
+    LinearCompression,
+    Norm,
+    OptimisedFM,
+)
 
 
 class WukongConfig(DeepConfig):
@@ -81,11 +88,24 @@ class WukongLayer(nn.Module):
         self.residual: nn.Module = nn.Identity()
         if rows != outputs:
             self.residual = LinearCompression(rows, outputs, bias=as_fuxictr)
-        self.norm = nn.LayerNorm(d)
+        self.norm = LayerNorm(d)
 
     def forward(self, x: Tensor) -> Tensor:
-        joined = torch.cat([self.fmb(x), self.lcb(x)], dim=1)  # [B, n_F + n_L, d]
-        return self.norm(joined + self.residual(x))
+        if not isinstance(self.residual, LinearCompression):
+            new, of_lcb = self.fmb.with_combinations(x, self.lcb.weight)  # [B, n_F, d], [B, n_L, d]
+            return self.norm(_stack(new, of_lcb) + x)
+        weight = torch.cat([self.lcb.weight, self.residual.weight])
+        new, combinations = self.fmb.with_combinations(x, weight)  # [B, n_F, d], [B, n_L + n_F + n_L, d]
+        of_lcb, of_residual = combinations.tensor_split([self.lcb.weight.shape[0]], dim=1)
+        joined = _stack(new, of_lcb) + of_residual
+        if self.residual.bias is not None:
+            joined = joined + self.residual.bias.to(joined.dtype).unsqueeze(-1)
+        return self.norm(joined)
+
+
+def _stack(first: Tensor, second: Tensor) -> Tensor:
+    """``[B, n, d], [B, m, d] -> [B, n + m, d]``; memory lies as ``[B, d, n + m]``, as the next layer reads it."""
+    return torch.cat([first.mT, second.mT], dim=2).mT
 
 
 def _initialise_as_fuxictr(module: nn.Module) -> None:

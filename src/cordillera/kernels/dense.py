@@ -1,0 +1,302 @@
+"""Parts of dense layers that torch's own operators leave slow on CPUs, each with its gradient.
+
+On other devices, in other dtypes and inside ``torch.compile`` all of them are torch's operators. Second derivatives go
+through torch's operators everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_SINGLE = (torch.float32, torch.bfloat16)
+
+# Whether this CPU has instructions for products of bfloat16; a constant, so that compiled graphs can read it.
+MULTIPLIES_BFLOAT16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _own(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _differentiable_gradients(
+    forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor], ctx: Any
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a forward made of torch's operators, for a backward that is differentiated itself."""
+    wanted = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
+    found = iter(torch.autograd.grad(forward(*inputs), [inputs[i] for i in wanted], grads, create_graph=True))
+    return tuple(next(found) if i in wanted else None for i in range(len(ctx.needs_input_grad)))
+
+
+def for_batched_matmul(x: Tensor) -> Tensor:
+    """``x`` in the precision in which products of many small matrices are fastest.
+
+    A CPU without instructions for bfloat16 takes several times as long for such a product as in float32, which is used
+    there instead and rounded once at the end. With these instructions bfloat16 takes a third of the time.
+    """
+    return x.float() if x.device.type == "cpu" and x.dtype.itemsize < 4 and not MULTIPLIES_BFLOAT16 else x
+
+
+def batched_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` for many small matrices, ``[B, n, d] @ [B, d, m]``, in the wider of their dtypes."""
+    if left.device.type != "cpu":
+        return torch.bmm(left, right)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    with torch.autocast("cpu", enabled=False):
+        return torch.bmm(for_batched_matmul(left.to(dtype)), for_batched_matmul(right.to(dtype))).to(dtype)
+
+
+class _LeftProduct(torch.autograd.Function):
+    """``W X`` with each sample's ``X^T`` as rows of one matrix: forward and both gradients are one large product each.
+
+    A batched product would copy ``W`` for every sample, its gradient hold one of ``W`` for every sample.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        return F.linear(x.mT.contiguous(), weight).mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable_gradients(torch.matmul, (weight, x), (grad,), ctx)
+        columns, grad_columns = x.mT.contiguous(), grad.mT.contiguous()  # [B, d, n], [B, d, m]
+        grad_weight = torch.mm(grad_columns.flatten(0, 1).mT, columns.flatten(0, 1))
+        grad_x = torch.matmul(grad_columns, weight).mT if ctx.needs_input_grad[1] else None
+        return grad_weight, grad_x
+
+
+def left_product(weight: Tensor, x: Tensor) -> Tensor:
+    """Linear combinations of the embeddings, ``W X``, in the autocast dtype where there is one.
+
+    Args:
+        weight: ``W [m, n]``.
+        x: ``X [B, n, d]``.
+
+    Returns:
+        ``[B, m, d]``; on a CPU its memory lies as ``[B, d, m]``.
+    """
+    dtype = _computed_in(x)
+    with torch.autocast(x.device.type, enabled=False):
+        if not _own(x):
+            return torch.matmul(weight.to(dtype), x.to(dtype))
+        x = for_batched_matmul(x.to(dtype))
+        return _LeftProduct.apply(weight.to(x.dtype), x).to(dtype)
+
+
+def _products_and_combinations(x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    combined = torch.matmul(weight, x)
+    return torch.bmm(x, combined[:, :rank].mT), combined[:, rank:]
+
+
+class _FactorizationMachine(torch.autograd.Function):
+    """``X (X^T Y)`` and ``W X``: what both need of ``X`` is one product with ``[Y, W^T]``, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        columns = x.mT.contiguous()  # [B, d, n]
+        combined = F.linear(columns, weight)  # [B, d, k + m]
+        ctx.save_for_backward(x, weight, columns, combined)
+        ctx.rank = rank
+        return torch.bmm(columns.mT, combined[:, :, :rank]), combined[:, :, rank:].mT
+
+    @staticmethod
+    def backward(ctx: Any, grad_products: Tensor, grad_combinations: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, columns, combined = ctx.saved_tensors
+        k = ctx.rank
+        if torch.is_grad_enabled():
+            forward = partial(_products_and_combinations, rank=k)
+            return _differentiable_gradients(forward, (x, weight), (grad_products, grad_combinations), ctx)
+        of_combined = torch.empty_like(combined)  # [B, d, k + m]
+        of_combined[:, :, :k] = torch.bmm(columns, grad_products)
+        of_combined[:, :, k:] = grad_combinations.mT
+        flat = of_combined.flatten(0, 1)
+        of_columns = torch.bmm(combined[:, :, :k], grad_products.mT)  # [B, d, n], by X on the left
+        of_columns.view(-1, of_columns.shape[2]).addmm_(flat, weight)
+        return of_columns.mT, torch.mm(flat.mT, columns.flatten(0, 1)), None
+
+
+def factorization_machine(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Products of the embeddings with learned combinations of them, ``X (X^T Y)``, and other combinations ``W X``.
+
+    In the autocast dtype where there is one.
+
+    Args:
+        x: ``X [B, n, d]``.
+        y: ``Y [n, k]``.
+        weight: ``W [m, n]``; ``m`` may be 0.
+
+    Returns:
+        ``[B, n, k]`` and ``[B, m, d]``; on a CPU the memory of the second lies as ``[B, d, m]``.
+    """
+    dtype, k = _computed_in(x), y.shape[1]
+    with torch.autocast(x.device.type, enabled=False):
+        joined = torch.cat([y.mT, weight])
+        if not _own(x):
+            return _products_and_combinations(x.to(dtype), joined.to(dtype), k)
+        x = for_batched_matmul(x.to(dtype))
+        products, combinations = _FactorizationMachine.apply(x, joined.to(x.dtype), k)
+        return products.to(dtype), combinations.to(dtype)
+
+
+def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, weight, bias).relu()
+
+
+class _LinearReLU(torch.autograd.Function):
+    """The ReLU's gradient and the bias's in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        output = F.linear(x, weight, bias).relu_()
+        ctx.save_for_backward(x, weight, bias, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from cordillera.kernels.numba_dense import relu_backward
+
+        x, weight, bias, output = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable_gradients(_linear_relu, (x, weight, bias), (grad,), ctx)
+        grad, grad_bias = relu_backward(grad.contiguous(), output)
+        grad_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        return grad_x, torch.mm(grad.mT, x), grad_bias.to(grad.dtype)
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``relu(x W^T + b)``, in the autocast dtype where there is one.
+
+    Args:
+        x: ``[..., inputs]``.
+        weight: ``[outputs, inputs]``.
+        bias: ``[outputs]``.
+
+    Returns:
+        ``[..., outputs]``.
+    """
+    dtype = _computed_in(x)
+    if not _own(x) or dtype not in _SINGLE or x.ndim != 2:
+        return _linear_relu(x, weight, bias)
+    with torch.autocast("cpu", enabled=False):
+        return _LinearReLU.apply(x.to(dtype), weight.to(dtype), bias.to(dtype))
+
+
+def _as_rows_or_columns(x: Tensor) -> Tensor:
+    """The memory of ``[..., w]``: ``[R, w]``, or ``[B, w, c]`` where the last two dimensions lie transposed."""
+    if x.ndim == 3 and x.mT.is_contiguous() and not x.is_contiguous():
+        return x.mT
+    return x.reshape(-1, x.shape[-1])
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        from cordillera.kernels.numba_dense import layer_norm as normalise
+
+        output, means, scales = normalise(_as_rows_or_columns(x), weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, means, scales)
+        ctx.eps = eps
+        return output.mT if output.ndim == 3 else output.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from cordillera.kernels.numba_dense import layer_norm_backward
+
+        x, weight, bias, means, scales = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            forward = partial(_layer_norm, eps=ctx.eps)
+            return _differentiable_gradients(forward, (x, weight, bias), (grad,), ctx)
+        laid_out = _as_rows_or_columns(x)
+        columns = laid_out.ndim == 3
+        incoming = grad.mT.contiguous() if columns else grad.reshape(laid_out.shape)
+        grad_x, grad_weight, grad_bias = layer_norm_backward(incoming, laid_out, weight, means, scales)
+        return grad_x.mT if columns else grad_x.view(x.shape), grad_weight, grad_bias, None
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last dimension, in float32 inside, in the dtype of ``x`` outside.
+
+    Args:
+        x: ``[..., w]``.
+        weight: ``[w]``.
+        bias: ``[w]``.
+        eps: Added to the variance.
+
+    Returns:
+        As ``x``.
+    """
+    if _own(x) and x.dtype in _SINGLE and weight.dtype == bias.dtype == torch.float32:
+        return _LayerNorm.apply(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps)
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """Selected entries of ``X X^T``, with a backward that scatters by a gather.
+
+    Autograd's own backward of a column selection adds into zeros entry by entry, which on CPUs costs several times the
+    rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column, so it
+    can be gathered instead, and one batched product then gives the whole gradient of ``X``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
+        ctx.save_for_backward(rows, column_of)
+        ctx.include_diagonal = include_diagonal
+        return _select_columns(torch.bmm(rows, rows.mT).flatten(1), pairs)  # [B, n * n] -> [B, pairs]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, column_of = ctx.saved_tensors
+        n = rows.shape[1]
+        symmetric = _select_columns(grad, column_of).unflatten(1, (n, n))  # [B, n, n]
+        diagonal = symmetric.diagonal(dim1=1, dim2=2)
+        # x_i . x_i depends on x_i twice; without the diagonal, what was gathered there belongs to another pair
+        if ctx.include_diagonal:
+            diagonal.mul_(2)
+        else:
+            diagonal.zero_()
+        return torch.bmm(symmetric, rows), None, None, None
+
+
+def _select_columns(source: Tensor, columns: Tensor) -> Tensor:
+    if source.device.type != "cpu" or torch.is_grad_enabled():  # in a backward: second derivatives are wanted
+        return source.gather(1, columns.expand(source.shape[0], -1))
+    from cordillera.kernels.numba_dense import select_columns
+
+    return select_columns(source.contiguous(), columns)
+
+
+def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
+    """Selected dot products of the embeddings of a sample.
+
+    Args:
+        x: ``X [B, n, d]``.
+        pairs: ``int64 [p]``, positions in the flattened ``X X^T``.
+        column_of: ``int64 [n * n]``, for each such position the column of the result that holds it or its mirror image.
+        include_diagonal: Whether ``pairs`` holds the diagonal.
+
+    Returns:
+        ``[B, p]``, in the dtype of ``x``.
+    """
+    if torch.compiler.is_compiling():
+        return batched_matmul(x, x.mT).flatten(1)[:, pairs]
+    with torch.autocast(x.device.type, enabled=False):
+        products: Tensor = _PairwiseDots.apply(for_batched_matmul(x), pairs, column_of, include_diagonal)
+    return products.to(x.dtype)

@@ -1,0 +1,302 @@
+"""Memory-bound parts of dense layers on the cores of a CPU, compiled by Numba at first use.
+
+Each kernel reads its inputs once and writes its results once. Arithmetic is in float32, ``bfloat16`` tensors are read
+and written as their bits and rounded once. Sums over samples are made in blocks of fixed size, whose sums are added in
+order in float64, so results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from cordillera.kernels.numba_support import array, compiled, narrow, pool, threads_for, widen_to_single
+
+_BLOCK_VALUES = 2**16  # values whose column sums are made by one thread, in float32
+
+# Sums of a row may be made in the order that vector instructions like best; NaN and infinity keep their meaning.
+_VECTORISED = {"reassoc", "contract", "nsz"}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@compiled(parallel=True, fastmath=_VECTORISED)
+def _normalise(x: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, threads: int) -> None:
+    rows, width = x.shape
+    zero, one = output[0, 0], np.float32(1.0)
+    share = one / np.float32(width)
+    for chunk in numba.prange(threads):
+        row = np.empty(width, np.float32)
+        for r in range(rows * chunk // threads, rows * (chunk + 1) // threads):
+            source, target = x[r], output[r]
+            total = np.float32(0.0)
+            for k in range(width):
+                row[k] = widen_to_single(source[k])
+                total += row[k]
+            mean = total * share
+            square = np.float32(0.0)
+            for k in range(width):
+                square += (row[k] - mean) * (row[k] - mean)
+            scale = one / np.sqrt(square * share + eps)
+            means[r], scales[r] = mean, scale
+            for k in range(width):
+                target[k] = narrow((row[k] - mean) * scale * weight[k] + bias[k], zero)
+
+
+@compiled(parallel=True, fastmath=_VECTORISED)
+def _normalise_backward(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    means: Any,
+    scales: Any,
+    grad_x: Any,
+    weight_sums: Any,
+    bias_sums: Any,
+    block: int,
+    threads: int,
+) -> None:
+    rows, width = x.shape
+    blocks = weight_sums.shape[0]
+    zero, share = grad_x[0, 0], np.float32(1.0) / np.float32(width)
+    for chunk in numba.prange(threads):
+        hats, scaled = np.empty(width, np.float32), np.empty(width, np.float32)
+        for i in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
+            of_weight, of_bias = weight_sums[i], bias_sums[i]
+            of_weight[:] = 0.0
+            of_bias[:] = 0.0
+            for r in range(i * block, min(rows, (i + 1) * block)):
+                incoming, source, target = grad[r], x[r], grad_x[r]
+                mean, scale = means[r], scales[r]
+                along, total = np.float32(0.0), np.float32(0.0)
+                for k in range(width):
+                    g = widen_to_single(incoming[k])
+                    hat = (widen_to_single(source[k]) - mean) * scale
+                    of_weight[k] += g * hat
+                    of_bias[k] += g
+                    hats[k], scaled[k] = hat, g * weight[k]
+                    along += scaled[k] * hat
+                    total += scaled[k]
+                along *= share
+                total *= share
+                for k in range(width):
+                    target[k] = narrow((scaled[k] - total - hats[k] * along) * scale, zero)
+
+
+@compiled(parallel=True)
+def _normalise_columns(
+    x: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, threads: int
+) -> None:
+    samples, width, columns = x.shape
+    zero, one = output[0, 0, 0], np.float32(1.0)
+    share = one / np.float32(width)
+    for chunk in numba.prange(threads):
+        for b in range(samples * chunk // threads, samples * (chunk + 1) // threads):
+            source, target, mean, scale = x[b], output[b], means[b], scales[b]
+            mean[:] = 0.0
+            scale[:] = 0.0
+            for k in range(width):
+                for j in range(columns):
+                    mean[j] += widen_to_single(source[k, j])
+            for j in range(columns):
+                mean[j] *= share
+            for k in range(width):
+                for j in range(columns):
+                    difference = widen_to_single(source[k, j]) - mean[j]
+                    scale[j] += difference * difference
+            for j in range(columns):
+                scale[j] = one / np.sqrt(scale[j] * share + eps)
+            for k in range(width):
+                for j in range(columns):
+                    hat = (widen_to_single(source[k, j]) - mean[j]) * scale[j]
+                    target[k, j] = narrow(hat * weight[k] + bias[k], zero)
+
+
+@compiled(parallel=True)
+def _normalise_columns_backward(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    means: Any,
+    scales: Any,
+    grad_x: Any,
+    weight_sums: Any,
+    bias_sums: Any,
+    block: int,
+    threads: int,
+) -> None:
+    samples, width, columns = x.shape
+    blocks = weight_sums.shape[0]
+    zero, share = grad_x[0, 0, 0], np.float32(1.0) / np.float32(width)
+    for chunk in numba.prange(threads):
+        hats = np.empty((width, columns), np.float32)
+        along, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
+        for i in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
+            of_weight, of_bias = weight_sums[i], bias_sums[i]
+            of_weight[:] = 0.0
+            of_bias[:] = 0.0
+            for b in range(i * block, min(samples, (i + 1) * block)):
+                incoming, source, target, mean, scale = grad[b], x[b], grad_x[b], means[b], scales[b]
+                along[:] = 0.0
+                total[:] = 0.0
+                for k in range(width):
+                    for j in range(columns):
+                        g = widen_to_single(incoming[k, j])
+                        hat = (widen_to_single(source[k, j]) - mean[j]) * scale[j]
+                        hats[k, j] = hat
+                        of_weight[k, j] += g * hat
+                        of_bias[k, j] += g
+                        along[j] += g * weight[k] * hat
+                        total[j] += g * weight[k]
+                for j in range(columns):
+                    along[j] *= share
+                    total[j] *= share
+                for k in range(width):
+                    for j in range(columns):
+                        scaled = widen_to_single(incoming[k, j]) * weight[k]
+                        target[k, j] = narrow((scaled - total[j] - hats[k, j] * along[j]) * scale[j], zero)
+
+
+@compiled(parallel=True)
+def _relu_backward(grad: Any, output: Any, grad_x: Any, sums: Any, block: int, threads: int) -> None:
+    rows, width = output.shape
+    blocks = sums.shape[0]
+    zero, none = grad_x[0, 0], np.float32(0.0)
+    for chunk in numba.prange(threads):
+        for i in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
+            own = sums[i]
+            own[:] = 0.0
+            for r in range(i * block, min(rows, (i + 1) * block)):
+                incoming, result, target = grad[r], output[r], grad_x[r]
+                for k in range(width):
+                    g = none if widen_to_single(result[k]) <= none else widen_to_single(incoming[k])
+                    own[k] += g
+                    target[k] = narrow(g, zero)
+
+
+@compiled(parallel=True)
+def _select(source: Any, columns: Any, output: Any, threads: int) -> None:
+    rows, width = output.shape
+    for chunk in numba.prange(threads):
+        for r in range(rows * chunk // threads, rows * (chunk + 1) // threads):
+            have, want = source[r], output[r]
+            for k in range(width):
+                want[k] = have[columns[k]]
+
+
+def _rows_per_block(rows: int, width: int) -> tuple[int, int]:
+    """Rows of a block and number of blocks."""
+    block = max(1, _BLOCK_VALUES // max(1, width))
+    return block, -(-rows // block)
+
+
+def _sum_blocks(sums: Tensor) -> Tensor:
+    """``[blocks, w]`` or ``[blocks, w, c]`` to ``[w]``."""
+    return sums.sum([0, *range(2, sums.ndim)], dtype=torch.float64).float()
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise rows ``[R, w]``, or columns: ``[B, w, c]`` over its middle dimension.
+
+    Args:
+        x: ``float32`` or ``bfloat16 [R, w]`` or ``[B, w, c]``, contiguous.
+        weight: ``float32 [w]``.
+        bias: ``float32 [w]``.
+        eps: Added to the variance.
+
+    Returns:
+        As ``x``, and ``float32 [R]`` or ``[B, c]`` means and reciprocal standard deviations.
+    """
+    rows = x.ndim == 2
+    output = torch.empty_like(x)
+    means, scales = (torch.empty(x.shape[:1] + x.shape[2:], dtype=torch.float32) for _ in range(2))
+    if x.numel():
+        threads = threads_for(x.numel())
+        with pool(threads):
+            (_normalise if rows else _normalise_columns)(
+                array(x),
+                weight.numpy(),
+                bias.numpy(),
+                np.float32(eps),
+                array(output),
+                means.numpy(),
+                scales.numpy(),
+                threads,
+            )
+    return output, means, scales
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`layer_norm`.
+
+    Args:
+        grad: Of the output; shape, dtype and layout of ``x``.
+        x: As given.
+        weight: As given.
+        means: As returned.
+        scales: As returned.
+
+    Returns:
+        Of ``x``, in its dtype; of ``weight`` and ``bias``, ``float32 [w]``.
+    """
+    rows = x.ndim == 2
+    grad_x = torch.empty_like(x)
+    block, blocks = _rows_per_block(x.shape[0], x[:1].numel())
+    weight_sums, bias_sums = (torch.empty(blocks, *x.shape[1:]) for _ in range(2))
+    if x.numel():
+        threads = threads_for(x.numel())
+        with pool(threads):
+            (_normalise_backward if rows else _normalise_columns_backward)(
+                array(grad),
+                array(x),
+                weight.numpy(),
+                means.numpy(),
+                scales.numpy(),
+                array(grad_x),
+                weight_sums.numpy(),
+                bias_sums.numpy(),
+                block,
+                threads,
+            )
+    return grad_x, _sum_blocks(weight_sums), _sum_blocks(bias_sums)
+
+
+def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """What passes back through a ReLU, and its sum over samples (the gradient of a bias before it).
+
+    Args:
+        grad: ``float32`` or ``bfloat16 [B, w]``, contiguous, of the output.
+        output: ``[B, w]`` of the same dtype, contiguous, what the ReLU returned.
+
+    Returns:
+        ``[B, w]``, zero where the output is not positive; ``float32 [w]``.
+    """
+    grad_x = torch.empty_like(grad)
+    block, blocks = _rows_per_block(*grad.shape)
+    sums = torch.empty(blocks, grad.shape[1])
+    if grad.numel():
+        threads = threads_for(grad.numel())
+        with pool(threads):
+            _relu_backward(array(grad), array(output), array(grad_x), sums.numpy(), block, threads)
+    return grad_x, _sum_blocks(sums)
+
+
+def select_columns(source: Tensor, columns: Tensor) -> Tensor:
+    """``source[:, columns]`` as contiguous memory.
+
+    Args:
+        source: ``[B, w]``, contiguous, of any dtype of 2, 4 or 8 bytes.
+        columns: ``int64 [c]``, each within ``w``; not checked.
+    """
+    output = source.new_empty(source.shape[0], columns.numel())
+    if output.numel():
+        bits = _BITS[source.dtype.itemsize]
+        threads = threads_for(output.numel())
+        with pool(threads):
+            _select(source.view(bits).numpy(), columns.numpy(), output.view(bits).numpy(), threads)
+    return output

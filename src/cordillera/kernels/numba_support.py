@@ -1,0 +1,156 @@
+"""What all kernels compiled by Numba share: compilation, numbers of 16 and 32 bits, threads, tensors as arrays.
+
+Kernels divide their work over ``threads`` so that no result depends on how many there are, and release the
+interpreter's lock. Compiled code is kept on disk where a folder can be written to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+_SMALL = 4096  # values below which waking other threads costs more than it saves
+
+# Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
+_lock = threading.Lock()
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile at first call, with IEEE's rules for division, without the interpreter's lock.
+
+    Args:
+        options: Further options of ``numba.njit``.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        settings = {"error_model": "numpy", "nogil": True, **options}
+        try:
+            return numba.njit(cache=True, **settings)(function)
+        except RuntimeError:  # no folder for the cache can be written to: compile in every process
+            return numba.njit(**settings)(function)
+
+    return wrap
+
+
+def _from_bits(builder: Any, bits: Any) -> Any:
+    """The float32 whose upper half are the 16 bits of a bfloat16."""
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(bits, word), word(16)), ir.FloatType())
+
+
+def _to_bits(builder: Any, value: Any) -> Any:
+    """The 16 bits of the bfloat16 nearest to a float32, halves to even."""
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    upper = builder.lshr(bits, word(16))
+    odd = builder.and_(upper, word(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
+    quiet = builder.or_(upper, word(0x40))  # rounding up must not turn a NaN into an infinity
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded), ir.IntType(16))
+
+
+@intrinsic
+def widen(typing_context: Any, value: Any) -> Any:
+    """As float64.
+
+    Args:
+        typing_context: Given by Numba.
+        value: A float32, a float64, or the bits of a bfloat16 (uint16).
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        if signature.args[0] == types.uint16:
+            value = _from_bits(builder, value)
+        return value if signature.args[0] == types.float64 else builder.fpext(value, ir.DoubleType())
+
+    return types.float64(value), generate
+
+
+@intrinsic
+def widen_to_single(typing_context: Any, value: Any) -> Any:
+    """As float32.
+
+    Args:
+        typing_context: Given by Numba.
+        value: A float32, or the bits of a bfloat16 (uint16).
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        return _from_bits(builder, value) if signature.args[0] == types.uint16 else value
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def narrow(typing_context: Any, value: Any, like: Any) -> Any:
+    """Rounded to nearest, halves to even.
+
+    Args:
+        typing_context: Given by Numba.
+        value: A float64 or float32.
+        like: Its type is the result's: float32, float64, or uint16 for the bits of a bfloat16.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, wide = arguments[0], signature.args[0] == types.float64
+        if signature.args[1] == types.float64:
+            return value if wide else builder.fpext(value, ir.DoubleType())
+        if wide:
+            value = builder.fptrunc(value, ir.FloatType())
+        return value if signature.args[1] == types.float32 else _to_bits(builder, value)
+
+    return like(value if value == types.float32 else types.float64, like), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for a cache line. Rows lie far apart: without this, every one is waited for.
+
+    Args:
+        typing_context: Given by Numba.
+        address: Of a byte in the line; one that is not mapped does no harm.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        )
+        builder.call(prefetch, [builder.inttoptr(arguments[0], pointer), word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
+
+
+def threads_for(values: int) -> int:
+    """Follow torch's setting; what one thread does faster is left to one."""
+    return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+@contextmanager
+def pool(threads: int) -> Iterator[None]:
+    """Hold Numba's threads. Starting them sets OpenMP's default, which torch reads as its own: that is put back."""
+    before = torch.get_num_threads()
+    with _lock:
+        numba.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
+
+
+def array(tensor: Tensor) -> Any:
+    """The tensor's memory as an array; bfloat16 as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

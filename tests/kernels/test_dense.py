@@ -1,0 +1,215 @@
+"""CPU kernels of dense layers: equal to their definitions in float64, whatever the layout, size and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cordillera.kernels import numba_dense
+from cordillera.kernels.dense import factorization_machine, layer_norm, left_product, linear_relu
+
+# Of the largest entry: float32 sums of hundreds of terms; a few roundings to 8 bits in the forward or the backward.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+def close(found: Tensor | None, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found is not None
+    assert found.shape == expected.shape
+    if expected.numel():
+        difference = (found.double() - expected.double()).abs().max()
+        assert difference <= TOLERANCE[dtype] * max(1.0, expected.double().abs().max().item())
+
+
+def beside_float64(
+    function: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """Outputs and all gradients equal the reference's in float64 on the same (rounded) numbers."""
+    mine = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for tensor in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    found, expected = function(*mine), reference(*exact)
+    found, expected = (out if isinstance(out, tuple) else (out,) for out in (found, expected))
+    generator = torch.Generator().manual_seed(7)
+    grads = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in found]
+    torch.autograd.backward(found, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for out, true in zip(found, expected, strict=True):
+        assert out.dtype == dtype
+        close(out, true, dtype)
+    for one, other in zip(mine, exact, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.dtype == one.dtype
+        close(one.grad, other.grad, dtype)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def columns_last(x: Tensor) -> Tensor:
+    """The same tensor with its last two dimensions transposed in memory."""
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 7), (4097, 16), (500, 312), (6, 5, 16), (2, 3, 4, 8)])
+def test_layer_norm_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    width = shape[-1]
+    weight, bias = random(width, seed=1), random(width, seed=2)
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+    x = random(*shape, dtype=dtype) * 3 + 1
+    beside_float64(layer_norm, reference, (x, weight, bias), dtype)
+    if len(shape) == 3:
+        beside_float64(layer_norm, reference, (columns_last(x), weight, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_columns_keeps_their_layout(dtype: torch.dtype) -> None:
+    x = columns_last(random(300, 32, 16, dtype=dtype))
+    out = layer_norm(x, torch.ones(16), torch.zeros(16))
+    assert out.stride() == x.stride()
+    torch.testing.assert_close(out, layer_norm(x.contiguous(), torch.ones(16), torch.zeros(16)))
+
+
+def test_layer_norm_of_a_constant_row_is_its_bias() -> None:
+    bias = torch.arange(8.0)
+    assert torch.equal(layer_norm(torch.full((3, 8), 5.0), torch.ones(8), bias), bias.expand(3, 8))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_stays_in_its_row_and_is_not_hidden(value: float, dtype: torch.dtype) -> None:
+    x = random(9, 16, dtype=dtype)
+    x[4, 3] = value
+    out = layer_norm(x, torch.ones(16), torch.zeros(16))
+    assert out[4].isnan().all()
+    assert out[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+    columns = columns_last(x.view(1, 9, 16).clone())
+    torch.testing.assert_close(layer_norm(columns, torch.ones(16), torch.zeros(16))[0], out, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_relu_passes_nan_on_forwards_and_backwards(dtype: torch.dtype) -> None:
+    x, weight, bias = random(6, 4, dtype=dtype), torch.eye(4, dtype=dtype), torch.zeros(4, dtype=dtype)
+    x[2, 1] = float("nan")
+    leaf = bias.requires_grad_()
+    out = linear_relu(x, weight, leaf)
+    assert torch.equal(out.isnan().any(1), torch.arange(6) == 2)
+    grad = torch.ones_like(out)
+    grad[5, 3] = float("nan")
+    x[5, 3] = 1
+    linear_relu(x, weight, leaf).backward(grad)
+    assert leaf.grad is not None
+    assert leaf.grad[3].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("samples", "inputs", "outputs"), [(0, 3, 2), (1, 1, 1), (700, 13, 65), (4096, 8, 33)])
+def test_linear_relu_equals_its_definition(samples: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    # small integers: sums are exact in either precision, so both fall on the same side of zero
+    x, weight, bias = (
+        (random(*shape, seed=seed) * 1.5).round().to(dtype)
+        for seed, shape in enumerate([(samples, inputs), (outputs, inputs), (outputs,)])
+    )
+    beside_float64(linear_relu, lambda *inputs: F.linear(*inputs).relu(), (x, weight, bias), dtype)
+
+
+def test_linear_relu_casts_to_the_autocast_dtype_and_its_gradients_back() -> None:
+    x, weight, bias = random(64, 8), random(5, 8, seed=1).requires_grad_(), random(5, seed=2).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_relu(x, weight, bias)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32
+    assert torch.equal(bias.grad, (out > 0).float().sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("samples", "rows", "made", "width"), [(1, 1, 1, 1), (5, 7, 3, 4), (300, 39, 48, 16)])
+def test_left_product_equals_its_definition(samples: int, rows: int, made: int, width: int, dtype: torch.dtype) -> None:
+    weight, x = random(made, rows, dtype=dtype), random(samples, rows, width, dtype=dtype, seed=1)
+    for laid_out in (x, columns_last(x)):
+        beside_float64(left_product, torch.matmul, (weight, laid_out), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("samples", "rows", "rank", "made", "width"), [(1, 1, 1, 1, 1), (5, 7, 3, 0, 4), (200, 39, 8, 48, 16)]
+)
+def test_factorization_machine_equals_its_definition(
+    samples: int, rows: int, rank: int, made: int, width: int, dtype: torch.dtype
+) -> None:
+    x = random(samples, rows, width, dtype=dtype)
+    y, weight = random(rows, rank, dtype=dtype, seed=1) / rows**0.5, random(made, rows, dtype=dtype, seed=2)
+
+    def reference(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ (x.mT @ y), weight @ x
+
+    for laid_out in (x, columns_last(x)):
+        beside_float64(factorization_machine, reference, (laid_out, y, weight), dtype)
+
+
+def test_second_derivatives_equal_those_of_torch() -> None:
+    x, y, weight = random(4, 5, 3), random(5, 2, seed=1), random(6, 5, seed=2)
+    scale, shift = random(3, seed=3), random(3, seed=4)
+    cases: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]] = [
+        (left_product, torch.matmul, (weight, x)),
+        (
+            lambda *inputs: torch.cat([part.flatten() for part in factorization_machine(*inputs)]),
+            lambda x, y, weight: torch.cat([(x @ (x.mT @ y)).flatten(), (weight @ x).flatten()]),
+            (x, y, weight),
+        ),
+        (layer_norm, lambda x, weight, bias: F.layer_norm(x, (3,), weight, bias), (x, scale, shift)),
+        (linear_relu, lambda *inputs: F.linear(*inputs).relu(), (x[:, 0], weight[:, :3], shift.repeat(2))),
+    ]
+    for function, reference, inputs in cases:
+        found = []
+        for candidate in (function, reference):
+            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+            first = torch.autograd.grad(candidate(*leaves).square().sum(), leaves, create_graph=True)
+            penalty = sum(grad.square().sum() for grad in first)
+            assert isinstance(penalty, Tensor)
+            found.append(torch.autograd.grad(penalty, leaves))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    x, grad = random(5000, 24, dtype=dtype), random(5000, 24, dtype=dtype, seed=1)
+    columns, incoming = random(700, 16, 9, dtype=dtype), random(700, 16, 9, dtype=dtype, seed=1)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results: list[Tensor] = []
+            for values, backward in ((x, grad), (columns, incoming)):
+                width = values.shape[1]
+                out, means, scales = numba_dense.layer_norm(values, torch.ones(width), torch.zeros(width), 1e-5)
+                results += [out, *numba_dense.layer_norm_backward(backward, values, torch.ones(width), means, scales)]
+            results += [*numba_dense.relu_backward(grad, x), numba_dense.select_columns(x, torch.tensor([3, 3, 0]))]
+            found.append(results)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_selected_columns_are_copied_bit_for_bit(dtype: torch.dtype) -> None:
+    source = random(333, 50, dtype=dtype)
+    source[5, 7], source[6, 7] = float("nan"), -0.0
+    columns = torch.randint(50, (71,), generator=torch.Generator().manual_seed(0))
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(numba_dense.select_columns(source, columns).view(bits), source[:, columns].view(bits))
