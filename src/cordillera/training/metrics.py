@@ -288,7 +288,9 @@ class RankingMetrics:
         }
         positive, negative = sums["positive_weight"].value(), sums["negative_weight"].value()
         if positive > 0 and negative > 0:
-            result["ne"] = result["log_loss"] / binary_entropy(positive, negative)
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                # a class of almost no weight: the entropy is zero as a float, the ratio beyond the largest float
+                result["ne"] = float(np.float64(result["log_loss"]) / binary_entropy(positive, negative))
             if self.auc_bins is None:
                 _, scores, positives, negatives = self._sorted_by_score()
                 none = np.zeros(scores.size, np.int64)
