@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from cordillera.data.features import FeatureSpec, RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.data.synthetic import SyntheticConfig
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.sparse_update import available_backends
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
@@ -232,6 +232,7 @@ class OurTraining:
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, seed: int = 0, backend: str = "auto") -> None:
         torch.manual_seed(seed)
+        keep_freed_memory()  # as the trainer does
         tables = TablesConfig.model_validate({"learning_rate": TABLE_RATE, "backend": backend})
         training = TrainingConfig()
         self.model = build(config, features, tables)
@@ -482,13 +483,10 @@ def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
 # Memory
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _current_bytes() -> int:
-    fields = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in fields if line.startswith("VmRSS"))
+def _resident_bytes(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (peak); getrusage's peak would include that of the process that started this one."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def train_for_memory(rows: int, steps: int) -> dict[str, int]:
@@ -522,7 +520,7 @@ def train_for_memory(rows: int, steps: int) -> dict[str, int]:
         )
         for batch in batches
     ]
-    baseline = _current_bytes()
+    baseline = _resident_bytes("VmRSS")
     ours = OurTraining(DLRM_SIZES, features)
     for batch in batches:
         ours.step(batch, "bf16")
@@ -533,7 +531,8 @@ def train_for_memory(rows: int, steps: int) -> dict[str, int]:
     first = batches[0]
     tensors = [first.dense, first.sparse.values, first.sparse.offsets, first.labels]
     batch_bytes = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-    return {"baseline": baseline, "peak": _peak_bytes(), "weights": weights, "state": state, "batch": batch_bytes}
+    peak = _resident_bytes("VmHWM")
+    return {"baseline": baseline, "peak": peak, "weights": weights, "state": state, "batch": batch_bytes}
 
 
 def measure_memory(rows: int, steps: int = 8) -> Figures:

@@ -130,7 +130,7 @@ def main(
     # PyTorch's own sparse Adagrad trips over PyTorch's own advice.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(threads)
-    keep_freed_memory()  # as training does; here for the peers too
+    not_kept = keep_freed_memory()  # as training does; here it serves the peers too
     load = busy()
     if load is not None and load > 1:
         # Threads wait for each other many times a step: with other work on the cores even interleaved ratios mislead.
@@ -150,6 +150,7 @@ def main(
             "quick": quick,
             "seconds": time.perf_counter() - began,
             "machine": fingerprint(),
+            "freed_memory": f"given back: {not_kept}" if not_kept else "kept by the process, for all contenders",
             **figures,
         }
         console.print(f"{chosen.value}: written to {write_json(folder / f'ranking-{chosen.value}.json', content)}\n")

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -311,13 +312,16 @@ def test_lookups_from_several_threads_are_right() -> None:
 
 
 MEMORY = """
-import resource, torch
+import torch
+from pathlib import Path
 from cordillera.data.features import FeatureSpec, SparseFeature
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.jagged import JaggedBatch
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # of this process alone: getrusage's peak would begin with that of the process which started it
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 def run(rows):
     names = tuple(f"f{i}" for i in range(8))
@@ -335,6 +339,7 @@ print((peak() - before) / (8 * 400_000 * 17 * 4))
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 def test_training_needs_no_memory_of_the_tables_size_beside_them() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=240, check=True)
-    assert float(done.stdout) < 1.15
+    assert 0.9 < float(done.stdout) < 1.15

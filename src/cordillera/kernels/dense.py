@@ -1,7 +1,7 @@
 """Parts of dense layers that torch's own operators leave slow on CPUs, each with its gradient.
 
-On other devices, in other dtypes and inside ``torch.compile`` all of them are torch's operators. Second derivatives go
-through torch's operators everywhere.
+Our own kernels run on CPUs, in float32 and bfloat16; elsewhere and inside ``torch.compile`` torch's operators do the
+same. Second derivatives go through torch's operators everywhere.
 """
 
 from __future__ import annotations
@@ -56,28 +56,6 @@ def batched_matmul(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(for_batched_matmul(left.to(dtype)), for_batched_matmul(right.to(dtype))).to(dtype)
 
 
-class _LeftProduct(torch.autograd.Function):
-    """``W X`` with each sample's ``X^T`` as rows of one matrix: forward and both gradients are one large product each.
-
-    A batched product would copy ``W`` for every sample, its gradient hold one of ``W`` for every sample.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, x)
-        return F.linear(x.mT.contiguous(), weight).mT
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _differentiable_gradients(torch.matmul, (weight, x), (grad,), ctx)
-        columns, grad_columns = x.mT.contiguous(), grad.mT.contiguous()  # [B, d, n], [B, d, m]
-        grad_weight = torch.mm(grad_columns.flatten(0, 1).mT, columns.flatten(0, 1))
-        grad_x = torch.matmul(grad_columns, weight).mT if ctx.needs_input_grad[1] else None
-        return grad_weight, grad_x
-
-
 def left_product(weight: Tensor, x: Tensor) -> Tensor:
     """Linear combinations of the embeddings, ``W X``, in the autocast dtype where there is one.
 
@@ -86,23 +64,23 @@ def left_product(weight: Tensor, x: Tensor) -> Tensor:
         x: ``X [B, n, d]``.
 
     Returns:
-        ``[B, m, d]``; on a CPU its memory lies as ``[B, d, m]``.
+        ``[B, m, d]``; its memory lies as ``[B, d, m]``.
     """
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
-        if not _own(x):
-            return torch.matmul(weight.to(dtype), x.to(dtype))
         x = for_batched_matmul(x.to(dtype))
-        return _LeftProduct.apply(weight.to(x.dtype), x).to(dtype)
+        # each sample's X^T as rows of one matrix: one large product, and a batched one would copy W for every sample
+        return F.linear(x.mT.contiguous(), weight.to(x.dtype)).mT.to(dtype)
 
 
 def _products_and_combinations(x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    combined = torch.matmul(weight, x)
-    return torch.bmm(x, combined[:, :rank].mT), combined[:, rank:]
+    columns = x.mT.contiguous()  # [B, d, n]
+    combined = F.linear(columns, weight)  # [B, d, k + m]
+    return torch.bmm(columns.mT, combined[:, :, :rank]), combined[:, :, rank:].mT
 
 
 class _FactorizationMachine(torch.autograd.Function):
-    """``X (X^T Y)`` and ``W X``: what both need of ``X`` is one product with ``[Y, W^T]``, and so is its gradient."""
+    """Products and combinations of the embeddings; one product gives the gradient of all that both need of ``X``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -139,15 +117,14 @@ def factorization_machine(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor,
         weight: ``W [m, n]``; ``m`` may be 0.
 
     Returns:
-        ``[B, n, k]`` and ``[B, m, d]``; on a CPU the memory of the second lies as ``[B, d, m]``.
+        ``[B, n, k]`` and ``[B, m, d]``; the memory of the second lies as ``[B, d, m]``.
     """
     dtype, k = _computed_in(x), y.shape[1]
     with torch.autocast(x.device.type, enabled=False):
-        joined = torch.cat([y.mT, weight])
-        if not _own(x):
-            return _products_and_combinations(x.to(dtype), joined.to(dtype), k)
         x = for_batched_matmul(x.to(dtype))
-        products, combinations = _FactorizationMachine.apply(x, joined.to(x.dtype), k)
+        joined = torch.cat([y.mT, weight]).to(x.dtype)
+        compute = _products_and_combinations if torch.compiler.is_compiling() else _FactorizationMachine.apply
+        products, combinations = compute(x, joined, k)
         return products.to(dtype), combinations.to(dtype)
 
 
