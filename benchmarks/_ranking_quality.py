@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from _ranking_peers import PeerUnavailable, fuxictr_batch, fuxictr_model
-from _results import FinishedPieces
+from _results import FinishedPieces, train_to_the_end
 from _tables import print_notes, print_rows
 from rich.console import Console
 from torch import Tensor
@@ -162,7 +162,7 @@ def train_ours(
             tasks=splits.features.tasks,
             device=torch.device("cpu"),
         )
-        report = trainer.fit()
+        report = train_to_the_end(trainer)
     seconds = time.perf_counter() - began
     in_tables = sum(parameter.numel() for parameter in model.tables.parameters())
     return {

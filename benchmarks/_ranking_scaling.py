@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _results import FinishedPieces
+from _results import FinishedPieces, train_to_the_end
 from _tables import print_notes, print_rows
 from rich.console import Console
 
@@ -84,7 +84,8 @@ def _train(config: ModelConfig, splits: Splits, rate: float, table_rate: float, 
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder) / "run", "")
         loader = Loader(splits.train, BATCH_SIZE, shuffle="none")
-        Trainer(training, model, loader, None, run, tasks=splits.features.tasks, device=torch.device("cpu")).fit()
+        tasks, device = splits.features.tasks, torch.device("cpu")
+        train_to_the_end(Trainer(training, model, loader, None, run, tasks=tasks, device=device))
     seconds = time.perf_counter() - began
     score = scorer(model, torch.device("cpu"), training.precision)
     found = {}

@@ -25,6 +25,7 @@ from _ranking_peers import (
     fuxictr_batch,
     fuxictr_model,
 )
+from _results import train_to_the_end
 from _timing import Spread, Timing, interleave, times_faster
 from torch import Tensor, nn
 
@@ -587,7 +588,7 @@ def _trained_records(config: ModelConfig, splits: Splits, loader: Any, steps: in
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder) / "run", "")
         device = torch.device("cpu")
-        Trainer(training, model, loader, None, run, tasks=splits.features.tasks, device=device).fit()
+        train_to_the_end(Trainer(training, model, loader, None, run, tasks=splits.features.tasks, device=device))
         return [record for record in run.metrics() if record["kind"] == "train"][1:]
 
 

@@ -6,7 +6,10 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cordillera.training.trainer import Report, Trainer
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -86,3 +89,18 @@ class FinishedPieces:
         """Forget everything."""
         self._values.clear()
         self.path.unlink(missing_ok=True)
+
+
+def train_to_the_end(trainer: Trainer) -> Report:
+    """Train, and pass on what stopped it: a training cut short must not count as a finished piece.
+
+    Args:
+        trainer: At its beginning.
+
+    Raises:
+        KeyboardInterrupt: a signal stopped the training, which the trainer takes as a wish to resume later.
+    """
+    report = trainer.fit()
+    if report.ended == "interrupted":
+        raise KeyboardInterrupt
+    return report

@@ -1,6 +1,7 @@
 """Figures in the documentation are those of the result files beside the benchmarks."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,22 @@ def test_scaling_is_quoted_as_measured(model: str) -> None:
         assert f"{100 * point['gap_closed']:.1f} %" in row
     law = series["laws"]["NE above the best possible"]
     assert f"{law['exponent']:.3f} [{law['exponent_low']:.3f}, {law['exponent_high']:.3f}]" in row
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_ensembles_are_quoted_as_measured(number: int) -> None:
+    result = _results("dhen")["results"][number]
+    page = _page("docs/systems/dhen.md")
+    data = {"movielens-100k": "MovieLens-100K", "adult": "Adult"}[result["data"]]
+    finalists = [(result["best_single"], 1), (result["best_pair"], 1), (result["best_pair"], 2)]
+    for entry in result["ensembles"]:
+        if (entry["modules"], entry["layers"]) in finalists:
+            row = _table_row(page, f"| {data}", f"| {' + '.join(entry['modules'])} |", f"| {entry['layers']} |")
+            for key in ("ne", "auc"):
+                values = entry["test"][key]
+                assert f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}" in row
+            finalists.remove((entry["modules"], entry["layers"]))
+    assert not finalists
+    for gain in (result["pair_gain_ne"], result["layer_gain_ne"]):
+        low, high = gain["interval"]
+        assert f"{gain['mean']:+.4f} [{low:+.4f}, {high:+.4f}]" in page

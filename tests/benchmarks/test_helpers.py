@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from _machine import fingerprint
-from _results import FinishedPieces, write_json
+from _results import FinishedPieces, train_to_the_end, write_json
 from _timing import Spread, Timing, interleave, times_faster
 
 
@@ -67,3 +69,14 @@ def test_a_fingerprint_tells_machine_libraries_and_date() -> None:
 def test_quartiles_lie_around_the_median(values: list[float]) -> None:
     spread = Spread.of(values)
     assert min(values) <= spread.low <= spread.median <= spread.high <= max(values)
+
+
+@pytest.mark.parametrize("ended", ["finished", "early", "interrupted"])
+def test_a_training_cut_short_is_no_finished_piece(ended: str) -> None:
+    report = SimpleNamespace(ended=ended)
+    trainer: Any = SimpleNamespace(fit=lambda: report)
+    if ended == "interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            train_to_the_end(trainer)
+    else:
+        assert train_to_the_end(trainer) is report
