@@ -195,10 +195,9 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
         for threads in (1, 2):
             torch.set_num_threads(threads)
             results: list[Tensor] = []
-            for values, backward in ((x, grad), (columns, incoming)):
-                width = values.shape[1]
-                out, means, scales = numba_dense.layer_norm(values, torch.ones(width), torch.zeros(width), 1e-5)
-                results += [out, *numba_dense.layer_norm_backward(backward, values, torch.ones(width), means, scales)]
+            weight, bias = torch.ones(16), torch.zeros(16)
+            out, means, scales = numba_dense.layer_norm(columns, weight, bias, 1e-5)
+            results += [out, *numba_dense.layer_norm_backward(incoming, columns, weight, means, scales)]
             results += [*numba_dense.relu_backward(grad, x), numba_dense.select_columns(x, torch.tensor([3, 3, 0]))]
             found.append(results)
     finally:

@@ -171,22 +171,17 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return _LinearReLU.apply(x.to(dtype), weight.to(dtype), bias.to(dtype))
 
 
-def _as_rows_or_columns(x: Tensor) -> Tensor:
-    """The memory of ``[..., w]``: ``[R, w]``, or ``[B, w, c]`` where the last two dimensions lie transposed."""
-    if x.ndim == 3 and x.mT.is_contiguous() and not x.is_contiguous():
-        return x.mT
-    return x.reshape(-1, x.shape[-1])
-
-
 class _LayerNorm(torch.autograd.Function):
+    """Layer norm of embeddings that lie transposed in memory, as sums over rows of it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         from cordillera.kernels.numba_dense import layer_norm as normalise
 
-        output, means, scales = normalise(_as_rows_or_columns(x), weight, bias, eps)
+        output, means, scales = normalise(x.mT, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, means, scales)
         ctx.eps = eps
-        return output.mT if output.ndim == 3 else output.view(x.shape)
+        return output.mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,11 +191,8 @@ class _LayerNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             forward = partial(_layer_norm, eps=ctx.eps)
             return _differentiable_gradients(forward, (x, weight, bias), (grad,), ctx)
-        laid_out = _as_rows_or_columns(x)
-        columns = laid_out.ndim == 3
-        incoming = grad.mT.contiguous() if columns else grad.reshape(laid_out.shape)
-        grad_x, grad_weight, grad_bias = layer_norm_backward(incoming, laid_out, weight, means, scales)
-        return grad_x.mT if columns else grad_x.view(x.shape), grad_weight, grad_bias, None
+        grad_x, grad_weight, grad_bias = layer_norm_backward(grad.mT.contiguous(), x.mT, weight, means, scales)
+        return grad_x.mT, grad_weight, grad_bias, None
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -219,7 +211,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     Returns:
         As ``x``.
     """
-    if _own(x) and x.dtype in _SINGLE and weight.dtype == bias.dtype == torch.float32:
+    transposed = x.ndim == 3 and x.mT.is_contiguous()
+    if _own(x) and transposed and x.dtype in _SINGLE and weight.dtype == bias.dtype == torch.float32:
         return _LayerNorm.apply(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)
 

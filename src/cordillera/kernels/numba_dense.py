@@ -2,7 +2,8 @@
 
 Each kernel reads its inputs once and writes its results once. Arithmetic is in float32, ``bfloat16`` tensors are read
 and written as their bits and rounded once. Sums over samples are made in blocks of fixed size, whose sums are added in
-order in float64, so results do not depend on the number of threads.
+order in float64, so results do not depend on the number of threads. Arithmetic is strict: a compiler that may reorder
+it takes other paths for other addresses, and the same training would end in other bits.
 """
 
 from __future__ import annotations
@@ -18,78 +19,11 @@ from cordillera.kernels.numba_support import array, compiled, narrow, pool, thre
 
 _BLOCK_VALUES = 2**16  # values whose column sums are made by one thread, in float32
 
-# Sums of a row may be made in the order that vector instructions like best; NaN and infinity keep their meaning.
-_VECTORISED = {"reassoc", "contract", "nsz"}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@compiled(parallel=True, fastmath=_VECTORISED)
-def _normalise(x: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, threads: int) -> None:
-    rows, width = x.shape
-    zero, one = output[0, 0], np.float32(1.0)
-    share = one / np.float32(width)
-    for chunk in numba.prange(threads):
-        row = np.empty(width, np.float32)
-        for r in range(rows * chunk // threads, rows * (chunk + 1) // threads):
-            source, target = x[r], output[r]
-            total = np.float32(0.0)
-            for k in range(width):
-                row[k] = widen_to_single(source[k])
-                total += row[k]
-            mean = total * share
-            square = np.float32(0.0)
-            for k in range(width):
-                square += (row[k] - mean) * (row[k] - mean)
-            scale = one / np.sqrt(square * share + eps)
-            means[r], scales[r] = mean, scale
-            for k in range(width):
-                target[k] = narrow((row[k] - mean) * scale * weight[k] + bias[k], zero)
-
-
-@compiled(parallel=True, fastmath=_VECTORISED)
-def _normalise_backward(
-    grad: Any,
-    x: Any,
-    weight: Any,
-    means: Any,
-    scales: Any,
-    grad_x: Any,
-    weight_sums: Any,
-    bias_sums: Any,
-    block: int,
-    threads: int,
-) -> None:
-    rows, width = x.shape
-    blocks = weight_sums.shape[0]
-    zero, share = grad_x[0, 0], np.float32(1.0) / np.float32(width)
-    for chunk in numba.prange(threads):
-        hats, scaled = np.empty(width, np.float32), np.empty(width, np.float32)
-        for i in range(blocks * chunk // threads, blocks * (chunk + 1) // threads):
-            of_weight, of_bias = weight_sums[i], bias_sums[i]
-            of_weight[:] = 0.0
-            of_bias[:] = 0.0
-            for r in range(i * block, min(rows, (i + 1) * block)):
-                incoming, source, target = grad[r], x[r], grad_x[r]
-                mean, scale = means[r], scales[r]
-                along, total = np.float32(0.0), np.float32(0.0)
-                for k in range(width):
-                    g = widen_to_single(incoming[k])
-                    hat = (widen_to_single(source[k]) - mean) * scale
-                    of_weight[k] += g * hat
-                    of_bias[k] += g
-                    hats[k], scaled[k] = hat, g * weight[k]
-                    along += scaled[k] * hat
-                    total += scaled[k]
-                along *= share
-                total *= share
-                for k in range(width):
-                    target[k] = narrow((scaled[k] - total - hats[k] * along) * scale, zero)
-
-
 @compiled(parallel=True)
-def _normalise_columns(
-    x: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, threads: int
-) -> None:
+def _normalise(x: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, threads: int) -> None:
     samples, width, columns = x.shape
     zero, one = output[0, 0, 0], np.float32(1.0)
     share = one / np.float32(width)
@@ -116,7 +50,7 @@ def _normalise_columns(
 
 
 @compiled(parallel=True)
-def _normalise_columns_backward(
+def _normalise_backward(
     grad: Any,
     x: Any,
     weight: Any,
@@ -199,24 +133,23 @@ def _sum_blocks(sums: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise rows ``[R, w]``, or columns: ``[B, w, c]`` over its middle dimension.
+    """Normalise over the middle dimension.
 
     Args:
-        x: ``float32`` or ``bfloat16 [R, w]`` or ``[B, w, c]``, contiguous.
+        x: ``float32`` or ``bfloat16 [B, w, c]``, contiguous.
         weight: ``float32 [w]``.
         bias: ``float32 [w]``.
         eps: Added to the variance.
 
     Returns:
-        As ``x``, and ``float32 [R]`` or ``[B, c]`` means and reciprocal standard deviations.
+        As ``x``, and ``float32 [B, c]`` means and reciprocal standard deviations.
     """
-    rows = x.ndim == 2
     output = torch.empty_like(x)
-    means, scales = (torch.empty(x.shape[:1] + x.shape[2:], dtype=torch.float32) for _ in range(2))
+    means, scales = (torch.empty(x.shape[0], x.shape[2]) for _ in range(2))
     if x.numel():
         threads = threads_for(x.numel())
         with pool(threads):
-            (_normalise if rows else _normalise_columns)(
+            _normalise(
                 array(x),
                 weight.numpy(),
                 bias.numpy(),
@@ -244,14 +177,13 @@ def layer_norm_backward(
     Returns:
         Of ``x``, in its dtype; of ``weight`` and ``bias``, ``float32 [w]``.
     """
-    rows = x.ndim == 2
     grad_x = torch.empty_like(x)
     block, blocks = _rows_per_block(x.shape[0], x[:1].numel())
     weight_sums, bias_sums = (torch.empty(blocks, *x.shape[1:]) for _ in range(2))
     if x.numel():
         threads = threads_for(x.numel())
         with pool(threads):
-            (_normalise_backward if rows else _normalise_columns_backward)(
+            _normalise_backward(
                 array(grad),
                 array(x),
                 weight.numpy(),

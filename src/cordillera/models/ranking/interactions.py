@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimension, fast on CPUs for short rows too: ``[..., w] -> [..., w]``."""
+    """Layer norm over the last dimension ``[..., w]``, fast on CPUs for embeddings that lie transposed in memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
