@@ -58,8 +58,8 @@ def columns_last(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 7), (4097, 16), (500, 312), (6, 5, 16), (2, 3, 4, 8)])
-def test_layer_norm_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(0, 3, 5), (1, 1, 1), (3, 4, 7), (513, 32, 16), (20, 10, 312)])
+def test_layer_norm_equals_its_definition(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     width = shape[-1]
     weight, bias = random(width, seed=1), random(width, seed=2)
 
@@ -68,9 +68,7 @@ def test_layer_norm_equals_its_definition(shape: tuple[int, ...], dtype: torch.d
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
     x = random(*shape, dtype=dtype) * 3 + 1
-    beside_float64(layer_norm, reference, (x, weight, bias), dtype)
-    if len(shape) == 3:
-        beside_float64(layer_norm, reference, (columns_last(x), weight, bias), dtype)
+    beside_float64(layer_norm, reference, (columns_last(x), weight, bias), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
