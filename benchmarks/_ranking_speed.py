@@ -456,7 +456,7 @@ def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
 
     Args:
         rows: Table sizes to measure.
-        rounds: Interleaved rounds; half as many, but at least three, from 1,000,000 rows on, where FuxiCTR is slow.
+        rounds: Interleaved rounds; a third as many, but at least three, from 1,000,000 rows on, where FuxiCTR is slow.
         calls: Steps a value is the mean of.
     """
     figures = Figures(
@@ -474,7 +474,7 @@ def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
     for size in rows:
         large = size >= 1_000_000
         for name in ("DLRM", "WuKong"):
-            _against_fuxictr(name, size, max(3, rounds // 2) if large else rounds, 1 if large else calls, figures)
+            _against_fuxictr(name, size, max(3, rounds // 3) if large else rounds, 1 if large else calls, figures)
             gc.collect()
         _against_torchrec(size, rounds, calls, figures)
         gc.collect()

@@ -50,7 +50,7 @@ def _update(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, 
 
 
 def _speed(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
-    rows, rounds, calls = ([1_000], 3, 1) if quick else ([100_000, 1_000_000], 7, 3)
+    rows, rounds, calls = ([1_000], 3, 1) if quick else ([100_000, 1_000_000], 15, 3)
     figures = _ranking_speed.measure_training(rows, rounds, calls).to_json()
     print_ratios(console, "training steps", figures)
     return figures

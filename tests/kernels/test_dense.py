@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.kernels import numba_dense
-from cordillera.kernels.dense import factorization_machine, layer_norm, left_product, linear_relu
+from cordillera.kernels.dense import factorization_machine, left_product, linear_relu, stacked_layer_norm
 
 # Of the largest entry: float32 sums of hundreds of terms; a few roundings to 8 bits in the forward or the backward.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
@@ -58,42 +58,58 @@ def columns_last(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 3, 5), (1, 1, 1), (3, 4, 7), (513, 32, 16), (20, 10, 312)])
-def test_layer_norm_equals_its_definition(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    width = shape[-1]
+@pytest.mark.parametrize("shape", [(0, 3, 2, 5), (1, 1, 0, 1), (3, 0, 4, 7), (513, 20, 12, 16), (20, 3, 7, 312)])
+def test_stacked_layer_norm_equals_its_definition(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    samples, ours, more, width = shape
     weight, bias = random(width, seed=1), random(width, seed=2)
 
-    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def reference(first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x = torch.cat([first, second], dim=1) + residual
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
-    x = random(*shape, dtype=dtype) * 3 + 1
-    beside_float64(layer_norm, reference, (columns_last(x), weight, bias), dtype)
+    first, second = (random(samples, rows, width, dtype=dtype, seed=rows + 3) for rows in (ours, more))
+    residual = random(samples, ours + more, width, dtype=dtype) * 3 + 1
+    for lie in (columns_last, Tensor.contiguous):
+        beside_float64(stacked_layer_norm, reference, (first, lie(second), lie(residual), weight, bias), dtype)
+
+
+def test_stacked_layer_norm_takes_the_widest_dtype() -> None:
+    first, second = random(5, 2, 4, dtype=torch.bfloat16), random(5, 1, 4, dtype=torch.bfloat16, seed=1)
+    residual = random(5, 3, 4, seed=2).requires_grad_()
+    leaf = first.requires_grad_()
+    out = stacked_layer_norm(leaf, second, residual, torch.ones(4), torch.zeros(4))
+    assert out.dtype == torch.float32
+    out.square().sum().backward()
+    assert leaf.grad is not None
+    assert residual.grad is not None
+    assert (leaf.grad.dtype, residual.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_of_columns_keeps_their_layout(dtype: torch.dtype) -> None:
-    x = columns_last(random(300, 32, 16, dtype=dtype))
-    out = layer_norm(x, torch.ones(16), torch.zeros(16))
-    assert out.stride() == x.stride()
-    torch.testing.assert_close(out, layer_norm(x.contiguous(), torch.ones(16), torch.zeros(16)))
+def test_stacked_layer_norm_lies_transposed_as_the_next_layer_reads_it(dtype: torch.dtype) -> None:
+    first, residual = random(300, 16, 16, dtype=dtype), columns_last(random(300, 32, 16, dtype=dtype))
+    out = stacked_layer_norm(first, columns_last(first), residual, torch.ones(16), torch.zeros(16))
+    assert out.stride() == residual.stride()
 
 
-def test_layer_norm_of_a_constant_row_is_its_bias() -> None:
-    bias = torch.arange(8.0)
-    assert torch.equal(layer_norm(torch.full((3, 8), 5.0), torch.ones(8), bias), bias.expand(3, 8))
+def test_stacked_layer_norm_of_constant_rows_is_its_bias() -> None:
+    bias, fives = torch.arange(8.0), torch.full((3, 2, 8), 5.0)
+    out = stacked_layer_norm(fives, fives, torch.ones(3, 4, 8), torch.ones(8), bias)
+    assert torch.equal(out, bias.expand(3, 4, 8))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_a_number_stays_in_its_row_and_is_not_hidden(value: float, dtype: torch.dtype) -> None:
-    x = random(9, 16, dtype=dtype)
-    x[4, 3] = value
-    out = layer_norm(x, torch.ones(16), torch.zeros(16))
-    assert out[4].isnan().all()
-    assert out[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
-    columns = columns_last(x.view(1, 9, 16).clone())
-    torch.testing.assert_close(layer_norm(columns, torch.ones(16), torch.zeros(16))[0], out, equal_nan=True)
+def test_what_is_not_a_number_stays_in_its_row_and_is_not_hidden(value: float, place: int, dtype: torch.dtype) -> None:
+    parts = [random(2, rows, 16, dtype=dtype, seed=rows) for rows in (4, 5, 9)]
+    parts[place][1, 3, 2] = value
+    out = stacked_layer_norm(*parts, torch.ones(16), torch.zeros(16))
+    hit = 3 if place != 1 else 7
+    assert out[1, hit].isnan().all()
+    assert out[0].isfinite().all()
+    assert out[1, [row for row in range(9) if row != hit]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,19 +160,21 @@ def test_left_product_equals_its_definition(samples: int, rows: int, made: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("samples", "rows", "rank", "made", "width"), [(1, 1, 1, 1, 1), (5, 7, 3, 0, 4), (200, 39, 8, 48, 16)]
+    ("samples", "rows", "rank", "made", "width"),
+    [(1, 1, 1, (1,), 1), (5, 7, 3, (), 4), (200, 39, 8, (16, 32), 16)],
 )
 def test_factorization_machine_equals_its_definition(
-    samples: int, rows: int, rank: int, made: int, width: int, dtype: torch.dtype
+    samples: int, rows: int, rank: int, made: tuple[int, ...], width: int, dtype: torch.dtype
 ) -> None:
     x = random(samples, rows, width, dtype=dtype)
-    y, weight = random(rows, rank, dtype=dtype, seed=1) / rows**0.5, random(made, rows, dtype=dtype, seed=2)
+    y = random(rows, rank, dtype=dtype, seed=1) / rows**0.5
+    weights = [random(outputs, rows, dtype=dtype, seed=2 + i) for i, outputs in enumerate(made)]
 
-    def reference(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return x @ (x.mT @ y), weight @ x
+    def reference(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return x @ (x.mT @ y), *(weight @ x for weight in weights)
 
     for laid_out in (x, columns_last(x)):
-        beside_float64(factorization_machine, reference, (laid_out, y, weight), dtype)
+        beside_float64(factorization_machine, reference, (laid_out, y, *weights), dtype)
 
 
 def test_second_derivatives_equal_those_of_torch() -> None:
@@ -169,7 +187,13 @@ def test_second_derivatives_equal_those_of_torch() -> None:
             lambda x, y, weight: torch.cat([(x @ (x.mT @ y)).flatten(), (weight @ x).flatten()]),
             (x, y, weight),
         ),
-        (layer_norm, lambda x, weight, bias: F.layer_norm(x, (3,), weight, bias), (x, scale, shift)),
+        (
+            stacked_layer_norm,
+            lambda first, second, residual, weight, bias: F.layer_norm(
+                torch.cat([first, second], dim=1) + residual, (3,), weight, bias
+            ),
+            (x[:, :2], x[:, 2:], random(4, 5, 3, seed=5), scale, shift),
+        ),
         (linear_relu, lambda *inputs: F.linear(*inputs).relu(), (x[:, 0], weight[:, :3], shift.repeat(2))),
     ]
     for function, reference, inputs in cases:
@@ -188,14 +212,15 @@ def test_second_derivatives_equal_those_of_torch() -> None:
 def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     x, grad = random(5000, 24, dtype=dtype), random(5000, 24, dtype=dtype, seed=1)
     columns, incoming = random(700, 16, 9, dtype=dtype), random(700, 16, 9, dtype=dtype, seed=1)
+    parts = random(700, 5, 16, dtype=dtype, seed=2), random(700, 16, 4, dtype=dtype, seed=3), columns
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             results: list[Tensor] = []
             weight, bias = torch.ones(16), torch.zeros(16)
-            out, means, scales = numba_dense.layer_norm(columns, weight, bias, 1e-5)
-            results += [out, *numba_dense.layer_norm_backward(incoming, columns, weight, means, scales)]
+            out, means, scales = numba_dense.stacked_layer_norm(*parts, weight, bias, 1e-5)
+            results += [out, *numba_dense.stacked_layer_norm_backward(incoming, *parts, weight, means, scales)]
             results += [*numba_dense.relu_backward(grad, x), numba_dense.select_columns(x, torch.tensor([3, 3, 0]))]
             found.append(results)
     finally:

@@ -73,40 +73,40 @@ def left_product(weight: Tensor, x: Tensor) -> Tensor:
         return F.linear(x.mT.contiguous(), weight.to(x.dtype)).mT.to(dtype)
 
 
-def _products_and_combinations(x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _products_and_combinations(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     columns = x.mT.contiguous()  # [B, d, n]
-    combined = F.linear(columns, weight)  # [B, d, k + m]
-    return torch.bmm(columns.mT, combined[:, :, :rank]), combined[:, :, rank:].mT
+    products = torch.bmm(columns.mT, F.linear(columns, y.mT))
+    return products, *(F.linear(columns, weight).mT for weight in weights)
 
 
 class _FactorizationMachine(torch.autograd.Function):
-    """Products and combinations of the embeddings; one product gives the gradient of all that both need of ``X``."""
+    """Products and combinations of the embeddings, which share one transposed copy and one gradient of ``X``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         columns = x.mT.contiguous()  # [B, d, n]
-        combined = F.linear(columns, weight)  # [B, d, k + m]
-        ctx.save_for_backward(x, weight, columns, combined)
-        ctx.rank = rank
-        return torch.bmm(columns.mT, combined[:, :, :rank]), combined[:, :, rank:].mT
+        projected = F.linear(columns, y.mT)  # [B, d, k]
+        ctx.save_for_backward(x, columns, projected, y, *weights)
+        products = torch.bmm(columns.mT, projected)
+        return products, *(F.linear(columns, weight).mT for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, grad_products: Tensor, grad_combinations: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, columns, combined = ctx.saved_tensors
-        k = ctx.rank
+    def backward(ctx: Any, grad_products: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, columns, projected, y, *weights = ctx.saved_tensors
         if torch.is_grad_enabled():
-            forward = partial(_products_and_combinations, rank=k)
-            return _differentiable_gradients(forward, (x, weight), (grad_products, grad_combinations), ctx)
-        of_combined = torch.empty_like(combined)  # [B, d, k + m]
-        of_combined[:, :, :k] = torch.bmm(columns, grad_products)
-        of_combined[:, :, k:] = grad_combinations.mT
-        flat = of_combined.flatten(0, 1)
-        of_columns = torch.bmm(combined[:, :, :k], grad_products.mT)  # [B, d, n], by X on the left
-        of_columns.view(-1, of_columns.shape[2]).addmm_(flat, weight)
-        return of_columns.mT, torch.mm(flat.mT, columns.flatten(0, 1)), None
+            return _differentiable_gradients(_products_and_combinations, (x, y, *weights), (grad_products, *grads), ctx)
+        rows = columns.flatten(0, 1)  # [B * d, n]
+        of_columns = torch.bmm(projected, grad_products.mT)  # [B, d, n], by X on the left
+        of_weights = []
+        of_combined = [torch.bmm(columns, grad_products), *(grad.mT for grad in grads)]  # each [B, d, k or m]
+        for weight, grad in zip([y.mT, *weights], of_combined, strict=True):
+            flat = grad.flatten(0, 1)  # [B * d, k or m]
+            of_columns.view(-1, rows.shape[1]).addmm_(flat, weight)
+            of_weights.append(torch.mm(flat.mT, rows))
+        return of_columns.mT, of_weights[0].mT, *of_weights[1:]
 
 
-def factorization_machine(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Products of the embeddings with learned combinations of them, ``X (X^T Y)``, and other combinations ``W X``.
 
     In the autocast dtype where there is one.
@@ -114,18 +114,16 @@ def factorization_machine(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor,
     Args:
         x: ``X [B, n, d]``.
         y: ``Y [n, k]``.
-        weight: ``W [m, n]``; ``m`` may be 0.
+        weights: Any number of ``W [m, n]``.
 
     Returns:
-        ``[B, n, k]`` and ``[B, m, d]``; the memory of the second lies as ``[B, d, m]``.
+        ``[B, n, k]``, and for each of the weights ``[B, m, d]``, whose memory lies as ``[B, d, m]``.
     """
-    dtype, k = _computed_in(x), y.shape[1]
+    dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
         x = for_batched_matmul(x.to(dtype))
-        joined = torch.cat([y.mT, weight]).to(x.dtype)
         compute = _products_and_combinations if torch.compiler.is_compiling() else _FactorizationMachine.apply
-        products, combinations = compute(x, joined, k)
-        return products.to(dtype), combinations.to(dtype)
+        return tuple(result.to(dtype) for result in compute(x, *(weight.to(x.dtype) for weight in (y, *weights))))
 
 
 def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -171,50 +169,62 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return _LinearReLU.apply(x.to(dtype), weight.to(dtype), bias.to(dtype))
 
 
-class _LayerNorm(torch.autograd.Function):
-    """Layer norm of embeddings that lie transposed in memory, as sums over rows of it."""
+def _stacked_layer_norm(
+    first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    return F.layer_norm(torch.cat([first, second], dim=1) + residual, weight.shape, weight, bias, eps)
+
+
+class _StackedLayerNorm(torch.autograd.Function):
+    """Stack, sum and norm in one pass over embeddings that lie transposed in memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        from cordillera.kernels.numba_dense import layer_norm as normalise
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        from cordillera.kernels.numba_dense import stacked_layer_norm as normalise
 
-        output, means, scales = normalise(x.mT, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, means, scales)
+        output, means, scales = normalise(first, second.mT, residual.mT, weight, bias, eps)
+        ctx.save_for_backward(first, second, residual, weight, bias, means, scales)
         ctx.eps = eps
         return output.mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from cordillera.kernels.numba_dense import layer_norm_backward
+        from cordillera.kernels.numba_dense import stacked_layer_norm_backward
 
-        x, weight, bias, means, scales = ctx.saved_tensors
+        first, second, residual, weight, bias, means, scales = ctx.saved_tensors
         if torch.is_grad_enabled():
-            forward = partial(_layer_norm, eps=ctx.eps)
-            return _differentiable_gradients(forward, (x, weight, bias), (grad,), ctx)
-        grad_x, grad_weight, grad_bias = layer_norm_backward(grad.mT.contiguous(), x.mT, weight, means, scales)
-        return grad_x.mT, grad_weight, grad_bias, None
+            forward = partial(_stacked_layer_norm, eps=ctx.eps)
+            return _differentiable_gradients(forward, (first, second, residual, weight, bias), (grad,), ctx)
+        of_first, of_second, of_residual, of_weight, of_bias = stacked_layer_norm_backward(
+            grad.mT.contiguous(), first, second.mT, residual.mT, weight, means, scales
+        )
+        return of_first, of_second.mT, of_residual.mT, of_weight, of_bias, None
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Layer norm over the last dimension, in float32 inside, in the dtype of ``x`` outside.
+def stacked_layer_norm(
+    first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> Tensor:
+    """Layer norm over the last dimension of ``concat(first, second) + residual``, in float32 inside.
 
     Args:
-        x: ``[..., w]``.
-        weight: ``[w]``.
-        bias: ``[w]``.
+        first: ``[B, f, d]``.
+        second: ``[B, s, d]``; best where its memory lies as ``[B, d, s]``.
+        residual: ``[B, f + s, d]``; best where its memory lies as ``[B, d, f + s]``.
+        weight: ``[d]``.
+        bias: ``[d]``.
         eps: Added to the variance.
 
     Returns:
-        As ``x``.
+        ``[B, f + s, d]``, in the widest dtype of the three, on CPUs with memory that lies as ``[B, d, f + s]``.
     """
-    transposed = x.ndim == 3 and x.mT.is_contiguous()
-    if _own(x) and transposed and x.dtype in _SINGLE and weight.dtype == bias.dtype == torch.float32:
-        return _LayerNorm.apply(x, weight, bias, eps)
-    return _layer_norm(x, weight, bias, eps)
+    dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), residual.dtype)
+    first, second, residual = (x.to(dtype) for x in (first, second, residual))
+    if _own(residual) and dtype in _SINGLE and weight.dtype == bias.dtype == torch.float32:
+        second, residual = (x.mT.contiguous().mT for x in (second, residual))
+        return _StackedLayerNorm.apply(first.contiguous(), second, residual, weight, bias, eps)
+    return _stacked_layer_norm(first, second, residual, weight, bias, eps)
 
 
 class _PairwiseDots(torch.autograd.Function):

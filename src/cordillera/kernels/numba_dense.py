@@ -22,49 +22,82 @@ _BLOCK_VALUES = 2**16  # values whose column sums are made by one thread, in flo
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@compiled()
+def _join(first: Any, second: Any, residual: Any, joined: Any) -> None:
+    """``residual [w, c]`` plus ``first [f, w]`` in its first columns and ``second [w, s]`` in those after them."""
+    width, columns = residual.shape
+    given, more = first.shape[0], second.shape[1]
+    for k in range(width):
+        row = joined[k]
+        after = row[given:]
+        for j in range(columns):
+            row[j] = widen_to_single(residual[k, j])
+        for j in range(more):
+            after[j] += widen_to_single(second[k, j])
+        for j in range(given):
+            row[j] += widen_to_single(first[j, k])
+
+
 @compiled(parallel=True)
-def _normalise(x: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, threads: int) -> None:
-    samples, width, columns = x.shape
+def _normalise(
+    first: Any,
+    second: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    output: Any,
+    means: Any,
+    scales: Any,
+    threads: int,
+) -> None:
+    samples, width, columns = residual.shape
     zero, one = output[0, 0, 0], np.float32(1.0)
     share = one / np.float32(width)
     for chunk in numba.prange(threads):
+        joined = np.empty((width, columns), np.float32)
         for b in range(samples * chunk // threads, samples * (chunk + 1) // threads):
-            source, target, mean, scale = x[b], output[b], means[b], scales[b]
+            _join(first[b], second[b], residual[b], joined)
+            target, mean, scale = output[b], means[b], scales[b]
             mean[:] = 0.0
             scale[:] = 0.0
             for k in range(width):
                 for j in range(columns):
-                    mean[j] += widen_to_single(source[k, j])
+                    mean[j] += joined[k, j]
             for j in range(columns):
                 mean[j] *= share
             for k in range(width):
                 for j in range(columns):
-                    difference = widen_to_single(source[k, j]) - mean[j]
+                    difference = joined[k, j] - mean[j]
                     scale[j] += difference * difference
             for j in range(columns):
                 scale[j] = one / np.sqrt(scale[j] * share + eps)
             for k in range(width):
                 for j in range(columns):
-                    hat = (widen_to_single(source[k, j]) - mean[j]) * scale[j]
+                    hat = (joined[k, j] - mean[j]) * scale[j]
                     target[k, j] = narrow(hat * weight[k] + bias[k], zero)
 
 
 @compiled(parallel=True)
 def _normalise_backward(
     grad: Any,
-    x: Any,
+    first: Any,
+    second: Any,
+    residual: Any,
     weight: Any,
     means: Any,
     scales: Any,
-    grad_x: Any,
+    grad_first: Any,
+    grad_second: Any,
+    grad_residual: Any,
     weight_sums: Any,
     bias_sums: Any,
     block: int,
     threads: int,
 ) -> None:
-    samples, width, columns = x.shape
-    blocks = weight_sums.shape[0]
-    zero, share = grad_x[0, 0, 0], np.float32(1.0) / np.float32(width)
+    samples, width, columns = residual.shape
+    blocks, given, more = weight_sums.shape[0], first.shape[1], second.shape[2]
+    zero, share = grad_residual[0, 0, 0], np.float32(1.0) / np.float32(width)
     for chunk in numba.prange(threads):
         hats = np.empty((width, columns), np.float32)
         along, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
@@ -73,13 +106,14 @@ def _normalise_backward(
             of_weight[:] = 0.0
             of_bias[:] = 0.0
             for b in range(i * block, min(samples, (i + 1) * block)):
-                incoming, source, target, mean, scale = grad[b], x[b], grad_x[b], means[b], scales[b]
+                _join(first[b], second[b], residual[b], hats)
+                incoming, target, mean, scale = grad[b], grad_residual[b], means[b], scales[b]
                 along[:] = 0.0
                 total[:] = 0.0
                 for k in range(width):
                     for j in range(columns):
                         g = widen_to_single(incoming[k, j])
-                        hat = (widen_to_single(source[k, j]) - mean[j]) * scale[j]
+                        hat = (hats[k, j] - mean[j]) * scale[j]
                         hats[k, j] = hat
                         of_weight[k, j] += g * hat
                         of_bias[k, j] += g
@@ -92,6 +126,13 @@ def _normalise_backward(
                     for j in range(columns):
                         scaled = widen_to_single(incoming[k, j]) * weight[k]
                         target[k, j] = narrow((scaled - total[j] - hats[k, j] * along[j]) * scale[j], zero)
+                of_first, of_second = grad_first[b], grad_second[b]
+                for k in range(width):
+                    after = target[k, given:]
+                    for j in range(more):
+                        of_second[k, j] = after[j]
+                    for j in range(given):
+                        of_first[j, k] = target[k, j]
 
 
 @compiled(parallel=True)
@@ -132,25 +173,31 @@ def _sum_blocks(sums: Tensor) -> Tensor:
     return sums.sum([0, *range(2, sums.ndim)], dtype=torch.float64).float()
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise over the middle dimension.
+def stacked_layer_norm(
+    first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise ``residual + [first^T, second, 0]`` over the middle dimension.
 
     Args:
-        x: ``float32`` or ``bfloat16 [B, w, c]``, contiguous.
+        first: ``float32`` or ``bfloat16 [B, f, w]``, contiguous; ``f`` may be 0.
+        second: ``[B, w, s]`` of the same dtype, contiguous; ``s`` may be 0, ``f + s <= c``.
+        residual: ``[B, w, c]`` of the same dtype, contiguous.
         weight: ``float32 [w]``.
         bias: ``float32 [w]``.
         eps: Added to the variance.
 
     Returns:
-        As ``x``, and ``float32 [B, c]`` means and reciprocal standard deviations.
+        As ``residual``, and ``float32 [B, c]`` means and reciprocal standard deviations.
     """
-    output = torch.empty_like(x)
-    means, scales = (torch.empty(x.shape[0], x.shape[2]) for _ in range(2))
-    if x.numel():
-        threads = threads_for(x.numel())
+    output = torch.empty_like(residual)
+    means, scales = (torch.empty(residual.shape[0], residual.shape[2]) for _ in range(2))
+    if residual.numel():
+        threads = threads_for(residual.numel())
         with pool(threads):
             _normalise(
-                array(x),
+                array(first),
+                array(second),
+                array(residual),
                 weight.numpy(),
                 bias.numpy(),
                 np.float32(eps),
@@ -162,40 +209,46 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     return output, means, scales
 
 
-def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`layer_norm`.
+def stacked_layer_norm_backward(
+    grad: Tensor, first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`stacked_layer_norm`.
 
     Args:
-        grad: Of the output; shape, dtype and layout of ``x``.
-        x: As given.
+        grad: Of the output; shape, dtype and layout of ``residual``.
+        first: As given.
+        second: As given.
+        residual: As given.
         weight: As given.
         means: As returned.
         scales: As returned.
 
     Returns:
-        Of ``x``, in its dtype; of ``weight`` and ``bias``, ``float32 [w]``.
+        Of ``first``, ``second`` and ``residual``, in their dtype; of ``weight`` and ``bias``, ``float32 [w]``.
     """
-    grad_x = torch.empty_like(x)
-    block, blocks = _rows_per_block(x.shape[0], x[:1].numel())
-    weight_sums, bias_sums = (torch.empty(blocks, *x.shape[1:]) for _ in range(2))
-    if x.numel():
-        threads = threads_for(x.numel())
+    grad_first, grad_second, grad_residual = (torch.empty_like(x) for x in (first, second, residual))
+    block, blocks = _rows_per_block(residual.shape[0], residual[:1].numel())
+    weight_sums, bias_sums = (torch.empty(blocks, *residual.shape[1:]) for _ in range(2))
+    if residual.numel():
+        threads = threads_for(residual.numel())
         with pool(threads):
             _normalise_backward(
                 array(grad),
-                array(x),
+                array(first),
+                array(second),
+                array(residual),
                 weight.numpy(),
                 means.numpy(),
                 scales.numpy(),
-                array(grad_x),
+                array(grad_first),
+                array(grad_second),
+                array(grad_residual),
                 weight_sums.numpy(),
                 bias_sums.numpy(),
                 block,
                 threads,
             )
-    return grad_x, _sum_blocks(weight_sums), _sum_blocks(bias_sums)
+    return grad_first, grad_second, grad_residual, _sum_blocks(weight_sums), _sum_blocks(bias_sums)
 
 
 def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

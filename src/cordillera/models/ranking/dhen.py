@@ -22,7 +22,6 @@ from cordillera.models.ranking.interactions import (
     DotInteraction,
     EmbeddingCross,
     FactorizationMachineBlock,
-    LayerNorm,
     LinearCompression,
     RowsMLP,
 )
@@ -125,7 +124,7 @@ class DHENLayer(nn.Module):
         self.interactions = nn.ModuleList(_make_module(name, config, rows) for name in config.modules)
         self.weights = nn.Parameter(torch.full((count,), 1 / count)) if config.ensemble == "weighted_sum" else None
         self.shortcut: nn.Module = nn.Identity() if rows == self.outputs else LinearCompression(rows, self.outputs)
-        self.norm = LayerNorm(config.embedding_dim)
+        self.norm = nn.LayerNorm(config.embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [interaction(x) for interaction in self.interactions]  # each [B, l, d]

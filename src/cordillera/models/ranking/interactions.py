@@ -18,10 +18,10 @@ from cordillera.kernels.dense import (
     batched_matmul,
     factorization_machine,
     for_batched_matmul,
-    layer_norm,
     left_product,
     linear_relu,
     pairwise_dots,
+    stacked_layer_norm,
 )
 
 Activation = Literal["none", "relu", "gelu", "silu", "tanh"]
@@ -36,14 +36,18 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-class LayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimension ``[..., w]``, fast on CPUs for embeddings that lie transposed in memory."""
+class StackedLayerNorm(nn.LayerNorm):
+    """``LN(concat(first, second) + residual)``: ``[B, n, d], [B, m, d], [B, n + m, d] -> [B, n + m, d]``, in one pass.
+
+    Args:
+        width: ``d``.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, first: Tensor, second: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return stacked_layer_norm(first, second, residual, self.weight, self.bias, self.eps)
 
 
 class MLP(nn.Module):
@@ -82,7 +86,7 @@ class MLP(nn.Module):
         for size in hidden:
             layers.append(nn.Linear(width, size))
             if norm == "layer":
-                layers.append(LayerNorm(size))
+                layers.append(nn.LayerNorm(size))
             elif norm == "batch":
                 layers.append(nn.BatchNorm1d(size))
             if activation != "none":
@@ -229,21 +233,21 @@ class OptimisedFM(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.with_combinations(x, x.new_empty(0, x.shape[1]))[0]
+        return self.with_combinations(x)[0]
 
-    def with_combinations(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Also combinations of the embeddings, for little more: ``[B, n * k]`` and ``W X [B, m, d]``.
+    def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Also combinations of the embeddings, for little more: ``[B, n * k]`` and each ``W X [B, m, d]``.
 
         Args:
             x: ``X [B, n, d]``.
-            weight: ``W [m, n]``.
+            weights: Any number of ``W [m, n]``.
         """
         if self.attention is None:
-            products, combinations = factorization_machine(x, self.y, weight)
+            products, *combinations = factorization_machine(x, self.y, *weights)
         else:
             products = batched_matmul(x, batched_matmul(x.mT, self.attention(x)))  # [B, n, k]
-            combinations = left_product(weight, x)
-        return products.flatten(1), combinations
+            combinations = [left_product(weight, x) for weight in weights]
+        return products.flatten(1), *combinations
 
 
 class FactorizationMachineBlock(nn.Module):
@@ -281,26 +285,26 @@ class FactorizationMachineBlock(nn.Module):
             self.fm = BasicFM(rows)
         else:
             self.fm = OptimisedFM(rows, rank, hidden if fm == "attentive" else None, embedding_dim)
-        self.norm = LayerNorm(self.fm.outputs)
+        self.norm = nn.LayerNorm(self.fm.outputs)
         self.mlp = RowsMLP(
             self.fm.outputs, hidden, outputs, embedding_dim, dropout=dropout, output_activation=output_activation
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm(self.fm(x)))  # [B, n, d] -> [B, n * k] -> [B, m, d]
+        return self.with_combinations(x)[0]  # [B, n, d] -> [B, n * k] -> [B, m, d]
 
-    def with_combinations(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Also combinations of the embeddings, for little more: ``[B, m, d]`` and ``W X [B, c, d]``.
+    def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Also combinations of the embeddings, for little more: ``[B, m, d]`` and each ``W X [B, c, d]``.
 
         Args:
             x: ``X [B, n, d]``.
-            weight: ``W [c, n]``.
+            weights: Any number of ``W [c, n]``.
         """
         if isinstance(self.fm, OptimisedFM):
-            products, combinations = self.fm.with_combinations(x, weight)
+            products, *combinations = self.fm.with_combinations(x, *weights)
         else:
-            products, combinations = self.fm(x), left_product(weight, x)
-        return self.mlp(self.norm(products)), combinations
+            products, combinations = self.fm(x), [left_product(weight, x) for weight in weights]
+        return self.mlp(self.norm(products)), *combinations
 
 
 class LinearCompression(nn.Module):
@@ -345,9 +349,9 @@ class Attention(nn.Module):
         self.heads = heads
         self.query_key_value = nn.Linear(embedding_dim, 3 * embedding_dim)
         self.output = nn.Linear(embedding_dim, embedding_dim)
-        self.norm_attention = LayerNorm(embedding_dim)
+        self.norm_attention = nn.LayerNorm(embedding_dim)
         self.feed_forward = MLP(embedding_dim, (feed_forward,), embedding_dim, dropout=dropout)
-        self.norm_feed_forward = LayerNorm(embedding_dim)
+        self.norm_feed_forward = nn.LayerNorm(embedding_dim)
         self.dropout = nn.Dropout(dropout)
         nn.init.xavier_uniform_(self.query_key_value.weight)
         nn.init.zeros_(self.query_key_value.bias)

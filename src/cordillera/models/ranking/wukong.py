@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -17,10 +16,10 @@ from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer
 from cordillera.models.ranking.interactions import (
     MLP,
     FactorizationMachineBlock,
-    LayerNorm,
     LinearCompression,
     Norm,
     OptimisedFM,
+    StackedLayerNorm,
 )
 
 
@@ -88,24 +87,17 @@ class WukongLayer(nn.Module):
         self.residual: nn.Module = nn.Identity()
         if rows != outputs:
             self.residual = LinearCompression(rows, outputs, bias=as_fuxictr)
-        self.norm = LayerNorm(d)
+        self.norm = StackedLayerNorm(d)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(self.residual, LinearCompression):
+        residual = x
+        if isinstance(self.residual, LinearCompression):
+            new, of_lcb, residual = self.fmb.with_combinations(x, self.lcb.weight, self.residual.weight)
+            if self.residual.bias is not None:
+                residual = residual + self.residual.bias.to(residual.dtype).unsqueeze(-1)
+        else:
             new, of_lcb = self.fmb.with_combinations(x, self.lcb.weight)  # [B, n_F, d], [B, n_L, d]
-            return self.norm(_stack(new, of_lcb) + x)
-        weight = torch.cat([self.lcb.weight, self.residual.weight])
-        new, combinations = self.fmb.with_combinations(x, weight)  # [B, n_F, d], [B, n_L + n_F + n_L, d]
-        of_lcb, of_residual = combinations.tensor_split([self.lcb.weight.shape[0]], dim=1)
-        joined = _stack(new, of_lcb) + of_residual
-        if self.residual.bias is not None:
-            joined = joined + self.residual.bias.to(joined.dtype).unsqueeze(-1)
-        return self.norm(joined)
-
-
-def _stack(first: Tensor, second: Tensor) -> Tensor:
-    """``[B, n, d], [B, m, d] -> [B, n + m, d]``; memory lies as ``[B, d, n + m]``, as the next layer reads it."""
-    return torch.cat([first.mT, second.mT], dim=2).mT
+        return self.norm(new, of_lcb, residual)
 
 
 def _initialise_as_fuxictr(module: nn.Module) -> None:
