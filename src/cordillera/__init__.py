@@ -19,6 +19,7 @@ from cordillera.errors import (
     CordilleraError,
     DataError,
     DependencyError,
+    PlanError,
     RecipeError,
     TrainingError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "DependencyError",
     "JaggedBatch",
     "JaggedTensor",
+    "PlanError",
     "Recipe",
     "RecipeError",
     "Run",

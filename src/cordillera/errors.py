@@ -51,3 +51,7 @@ class DependencyError(CordilleraError):
 
 class TrainingError(CordilleraError):
     """Training cannot go on: the loss is not finite, the disk is full, a limit was passed."""
+
+
+class PlanError(CordilleraError):
+    """A cluster, a workload, a schedule or a plan of them is not possible."""

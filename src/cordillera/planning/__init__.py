@@ -1,0 +1,1 @@
+"""Cost predicted and plans searched, from one node to several buildings. Nothing here imports torch."""

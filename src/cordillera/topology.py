@@ -1,0 +1,434 @@
+"""A cluster as a tree of domains: devices in hosts, hosts in racks, up to buildings and regions.
+
+Planner, placement, hierarchical collectives and link emulation read the same description (TOML). Every shared link is a
+resource with a capacity of its own, never a bandwidth for each device: of the devices below an oversubscribed uplink,
+few that send keep their full rate and many share it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import resources
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cordillera.errors import PlanError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+class Device(BaseModel):
+    """An accelerator.
+
+    Attributes:
+        name: As its maker calls it.
+        matrix_flops_per_s: Dense peak of its matrix engine in the training precision.
+        vector_flops_per_s: Peak of everything else.
+        memory_bytes: Of its own memory.
+        memory_bytes_per_s: To that memory.
+        nic_bytes_per_s: Of its share of the host's network cards, each direction.
+        processors: Streaming multiprocessors; kernels that move data take some from those that compute.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    matrix_flops_per_s: Positive
+    vector_flops_per_s: Positive
+    memory_bytes: Positive
+    memory_bytes_per_s: Positive
+    nic_bytes_per_s: Positive
+    processors: Count = 132
+
+
+class Level(BaseModel):
+    """One kind of domain: what it holds and how its members reach one another.
+
+    Attributes:
+        name: host, rack, zone, building, region or any other word.
+        members: Domains of the level below (devices in the first level) that one domain holds; a list where domains
+            differ, one number for each of them.
+        latency_s: One-way, between devices in different members of a domain, seconds.
+        distance_km: Between members, over fibre; adds 5 microseconds a kilometre to the latency.
+        bytes_per_s: Of each member's link into the domain, each direction. In the first level this is a device's own
+            port (NVLink); above it, None for the network cards below over ``oversubscription``.
+        oversubscription: Bytes per second of the network cards below a member for one of its link.
+        planes: Parallel networks that the links consist of.
+        planes_lost: How many of them are down.
+        loss_rate: Of packets on a link.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    members: Count | tuple[Count, ...]
+    latency_s: NotNegative
+    distance_km: NotNegative = 0.0
+    bytes_per_s: Positive | None = None
+    oversubscription: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    planes: Count = 1
+    planes_lost: Annotated[int, Field(ge=0)] = 0
+    loss_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _has_a_way(self) -> Level:
+        if self.planes_lost >= self.planes:
+            raise ValueError(f"{self.planes_lost} of {self.planes} planes lost leaves no way between members")
+        return self
+
+    @property
+    def latency(self) -> float:
+        """One-way, distance included, seconds."""
+        return self.latency_s + SECONDS_PER_KM * self.distance_km
+
+
+class Link(BaseModel):
+    """A link that differs from the others of its level.
+
+    Attributes:
+        level: Name of the level whose domain the link leads into.
+        member: Which domain of the level below it leads from, counted over the whole cluster.
+        bytes_per_s: Each direction.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    level: str
+    member: Annotated[int, Field(ge=0)]
+    bytes_per_s: Positive
+
+
+class Topology(BaseModel):
+    """A cluster.
+
+    Attributes:
+        name: For people.
+        description: One sentence.
+        source: Where the figures are from.
+        device: The accelerator; all are alike.
+        levels: From hosts outwards; the last has one domain that holds everything.
+        links: Those that differ.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "cluster"
+    description: str = ""
+    source: str = ""
+    device: Device
+    levels: tuple[Level, ...] = Field(min_length=1)
+    links: tuple[Link, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Topology:
+        names = [level.name for level in self.levels]
+        if len(set(names)) < len(names):
+            raise ValueError(f"levels {', '.join(names)}: every name is to be used once")
+        if self.levels[0].bytes_per_s is None:
+            raise ValueError(f"levels[0] ({names[0]}) needs bytes_per_s, the rate of a device's own port")
+        inner = None
+        for level in reversed(self.levels):
+            if inner is None:
+                if not isinstance(level.members, int) and len(level.members) != 1:
+                    raise ValueError(f"the last level, {level.name}, must be one domain that holds everything")
+            elif not isinstance(level.members, int) and len(level.members) != inner:
+                raise ValueError(f"level {level.name} lists {len(level.members)} domains where there are {inner}")
+            inner = level.members * (inner or 1) if isinstance(level.members, int) else sum(level.members)
+        for i, link in enumerate(self.links):
+            if link.level not in names[1:]:
+                raise ValueError(f"links[{i}]: {link.level!r} is not one of the levels {', '.join(names[1:])}")
+            if link.member >= len(self.sizes[names.index(link.level) - 1]):
+                raise ValueError(f"links[{i}]: there is no member {link.member} in level {link.level}")
+        return self
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Devices in every domain, by level."""
+        counts = []  # members of every domain, from the outside in
+        domains = 1
+        for level in reversed(self.levels):
+            members = level.members if isinstance(level.members, tuple) else (level.members,) * domains
+            counts.append(members)
+            domains = sum(members)
+        sizes: list[tuple[int, ...]] = []
+        for members in reversed(counts):
+            if not sizes:
+                sizes.append(members)
+                continue
+            ends = [0, *accumulate(members)]
+            sizes.append(tuple(sum(sizes[-1][a:b]) for a, b in pairwise(ends)))
+        return tuple(sizes)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.sizes[-1][0]
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(accumulate(sizes)) for sizes in self.sizes)
+
+    def index(self, level: str) -> int:
+        """Position of a level by its name.
+
+        Raises:
+            PlanError: If there is none.
+        """
+        for i, one in enumerate(self.levels):
+            if one.name == level:
+                return i
+        raise PlanError(
+            f"there is no level {level!r}", where=self.name, remedy=", ".join(one.name for one in self.levels)
+        )
+
+    def domain(self, device: int, level: int) -> int:
+        """The domain of a level that holds a device, both counted from 0; level -1 is the device itself."""
+        return device if level < 0 else bisect_right(self._ends[level], device)
+
+    def shared_level(self, a: int, b: int) -> int:
+        """The innermost level one of whose domains holds both devices.
+
+        Args:
+            a: A device.
+            b: Another; for the same the level is -1.
+        """
+        level = -1
+        while self.domain(a, level) != self.domain(b, level):
+            level += 1
+        return level
+
+    def member_bytes_per_s(self, level: int, member: int) -> float:
+        """Capacity of the link from a member (a domain of the level below) into its domain, each direction.
+
+        Args:
+            level: Position of the level.
+            member: Counted over the whole cluster.
+        """
+        one = self.levels[level]
+        part = (one.planes - one.planes_lost) / one.planes
+        for link in self.links:
+            if level and link.level == one.name and link.member == member:
+                return link.bytes_per_s * part
+        if one.bytes_per_s is not None:
+            return one.bytes_per_s * part
+        return self.sizes[level - 1][member] * self.device.nic_bytes_per_s / one.oversubscription * part
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        """Where the resources of each level begin; the network cards come last."""
+        counts = [self.devices, *(len(sizes) for sizes in self.sizes[:-1]), self.devices]
+        return (0, *accumulate(2 * count for count in counts))
+
+    @cached_property
+    def capacities(self) -> NDArray[np.float64]:
+        """Bytes per second of every resource: for each level its members' links, out and in; then network cards."""
+        parts = []
+        for level in range(len(self.levels)):
+            members = self.devices if level == 0 else len(self.sizes[level - 1])
+            if self.links and level:
+                one = [self.member_bytes_per_s(level, member) for member in range(members)]
+            elif level == 0:
+                one = [self.member_bytes_per_s(0, 0)] * members
+            else:
+                by_size = {size: self.member_bytes_per_s(level, i) for i, size in enumerate(self.sizes[level - 1])}
+                one = [by_size[size] for size in self.sizes[level - 1]]
+            parts.append(np.repeat(one, 2))
+        parts.append(np.full(2 * self.devices, self.device.nic_bytes_per_s))
+        return np.concatenate(parts)
+
+    def resource(self, level: int, member: int, inwards: bool) -> int:
+        """Position of a member's link in :attr:`capacities`.
+
+        Args:
+            level: Whose domain the link leads into; ``len(levels)`` for the devices' network cards.
+            member: Of the level below, counted over the whole cluster.
+            inwards: For bytes to the member instead of from it.
+        """
+        return self._offsets[level] + 2 * member + inwards
+
+    def route(self, a: int, b: int) -> tuple[tuple[int, ...], float]:
+        """The resources that bytes from one device to another pass, and their one-way latency in seconds.
+
+        Args:
+            a: The device that sends.
+            b: The device that receives.
+        """
+        top = self.shared_level(a, b)
+        if top < 0:
+            return (), 0.0
+        if top == 0:
+            return (self.resource(0, a, False), self.resource(0, b, True)), self.levels[0].latency
+        cards = len(self.levels)
+        out = [self.resource(cards, a, False)]
+        back = [self.resource(cards, b, True)]
+        for level in range(1, top + 1):
+            out.append(self.resource(level, self.domain(a, level - 1), False))
+            back.append(self.resource(level, self.domain(b, level - 1), True))
+        return (*out, *reversed(back)), self.levels[top].latency
+
+    def changed(self, changes: Mapping[str, float | str]) -> Topology:
+        """The cluster with other figures: what one more fibre would be.
+
+        Args:
+            changes: Dotted paths to values, or to ``*=2`` and the like: ``{"region.bytes_per_s": "*=2"}``,
+                ``{"building.oversubscription": 1.0}``, ``{"device.memory_bytes": 96e9}``.
+
+        Raises:
+            PlanError: For a path that leads nowhere and for values that are not possible.
+        """
+        content = self.model_dump()
+        for path, value in changes.items():
+            *parents, key = path.split(".")
+            if parents == ["device"]:
+                place = content["device"]
+            elif len(parents) == 1:
+                place = content["levels"][self.index(parents[0])]
+                if key == "bytes_per_s" and place[key] is None:
+                    place[key] = self.member_bytes_per_s(self.index(parents[0]), 0)
+            else:
+                raise PlanError("leads nowhere", where=path, remedy="write level.key or device.key")
+            if key not in place:
+                raise PlanError("leads nowhere", where=path, remedy=f"keys are {', '.join(place)}")
+            if isinstance(value, str) and re.match(r"[*/]=", value):
+                factor = float(value[2:])
+                place[key] = place[key] * factor if value[0] == "*" else place[key] / factor
+            else:
+                place[key] = value
+        return validate(Topology, content, self.name)
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
+    """What pydantic found wrong in a file, as pairs of a dotted path and a sentence.
+
+    Args:
+        error: As raised.
+        model: That was to be made, for the keys that are known.
+    """
+    problems: dict[str, str] = {}
+    for entry in error.errors():
+        location = [part for part in entry["loc"] if not re.match(r"int$|tuple\[|constrained|function-", str(part))]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+        message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
+        if entry["type"] == "extra_forbidden":
+            known = _keys(model, location[:-1])
+            close = difflib.get_close_matches(str(location[-1]), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(known)}"
+            message = f"is not a key here; {hint}"
+        elif entry["type"] == "missing":
+            message = "is missing"
+        elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
+            continue  # its entries were refused, not left out
+        elif not isinstance(entry.get("input"), dict | list):
+            message = f"{message[0].lower()}{message[1:]}, got {entry['input']!r}"
+        problems.setdefault(path or "file", message)
+    return list(problems.items())
+
+
+def _keys(model: type[BaseModel], path: list[Any]) -> list[str]:
+    """Keys that are known at a place in a file."""
+    here: type[BaseModel] | None = model
+    for part in path:
+        if isinstance(part, str):
+            field = here.model_fields.get(part) if here is not None else None
+            here = next(_models(field.annotation), None) if field is not None else None
+    return list(here.model_fields) if here is not None else []
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> AnyModel:
+    """Make a description from plain values.
+
+    Args:
+        model: :class:`Topology` or another.
+        content: As a TOML file holds it.
+        source: What errors call it.
+
+    Raises:
+        PlanError: With every mistake.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = explain(error, model)
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        listing = "".join(f"\n  {path}: {message}" for path, message in problems)
+        raise PlanError(f"{count}{listing}", where=source) from error
+
+
+def shipped(package: str = "cordillera.clusters") -> dict[str, str]:
+    """Names of the descriptions in a package, with what they say they are."""
+    found = {}
+    for entry in sorted(resources.files(package).iterdir(), key=lambda e: e.name):
+        if entry.name.endswith(".toml"):
+            found[entry.name.removesuffix(".toml")] = str(
+                tomllib.loads(entry.read_text(encoding="utf-8")).get("description", "")
+            )
+    return found
+
+
+def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:
+    """Read a description by its shipped name or its path.
+
+    Args:
+        model: What it is.
+        source: Name or path.
+        package: Where shipped ones are.
+        kind: What errors call it: cluster, workload.
+
+    Raises:
+        PlanError: If there is no such file, or with every mistake in it.
+    """
+    names = shipped(package)
+    try:
+        if str(source) in names:
+            text = (resources.files(package) / f"{source}.toml").read_text(encoding="utf-8")
+        elif Path(source).is_file():
+            text = Path(source).read_text(encoding="utf-8")
+        else:
+            close = difflib.get_close_matches(str(source), names, n=1)
+            raise PlanError(
+                f"is neither a shipped {kind} nor a file",
+                where=str(source),
+                remedy=f"did you mean {close[0]}?" if close else f"shipped: {', '.join(names)}",
+            )
+        content = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"is not TOML: {error}", where=str(source)) from error
+    content.setdefault("name", Path(source).stem)
+    return validate(model, content, str(source))
+
+
+def load(source: str | Path) -> Topology:
+    """Read a cluster by its shipped name or the path of a TOML file.
+
+    Raises:
+        PlanError: If there is no such file, or with every mistake in it.
+    """
+    return read(Topology, source, "cordillera.clusters", "cluster")
