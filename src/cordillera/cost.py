@@ -37,12 +37,12 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    matrix: Share = 0.80
+    matrix: Share = 0.796
     memory: Share = 0.85
     attention: Share = 0.50
     port: Share = 0.80
-    network: Share = 0.74
-    collective_s: Seconds = 170e-6
+    network: Share = 0.906
+    collective_s: Seconds = 181e-6
     layer_s: Seconds = 3.5e-3
     provenance: str = "not fitted"
     error: float | None = None

@@ -23,6 +23,8 @@ Recompute = Literal["none", "selective", "full"]
 _BYTES = 2  # of a weight, an activation and its gradient in 16 bits
 _GRADIENT_TRAFFIC = 6  # bytes a weight and microbatch: a gradient read, added to the sum and written, in 16 bits each
 _OPTIMIZER_TRAFFIC = 40  # bytes a weight and step: Adam's moments, master weights, gradients, the norm, the cast
+_FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of so many score matrices
+_UNFUSED_SOFTMAX = 104  # bytes a score, over all passes, where that kernel cannot be used
 _LOGIT_TRAFFIC = 52  # bytes a logit: cross entropy in 32 bits, forwards and backwards
 
 
@@ -159,7 +161,9 @@ class Workload(BaseModel):
         model: What is trained.
         sequence: Tokens of a sequence.
         batch: Sequences of a step, over all devices.
-        state_bytes: Bytes of a parameter's weight, gradient and optimizer state together.
+        weight_bytes: Of a parameter, as it is used.
+        gradient_bytes: Of its gradient.
+        optimizer_bytes: Of its optimizer state, a master copy included.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -170,7 +174,9 @@ class Workload(BaseModel):
     model: Transformer
     sequence: Count
     batch: Count
-    state_bytes: Annotated[float, Field(gt=0)] = 18.0
+    weight_bytes: Annotated[float, Field(gt=0)] = 2.0
+    gradient_bytes: Annotated[float, Field(gt=0)] = 4.0
+    optimizer_bytes: Annotated[float, Field(ge=0)] = 12.0
 
     @property
     def flops(self) -> float:
@@ -208,6 +214,7 @@ class Layout:
         microbatch: Sequences of a microbatch on one copy.
         sequence_parallel: Whether norms and dropouts are cut over the tensor-parallel devices too.
         recompute: What of the forward the backward does again.
+        overlap_gradients: Whether gradients are reduced while the last microbatch's backward runs.
     """
 
     tensor: int = 1
@@ -221,6 +228,7 @@ class Layout:
     microbatch: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    overlap_gradients: bool = False
 
     @property
     def devices(self) -> int:
@@ -414,6 +422,8 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
         scores = _BYTES * count * workload.sequence**2
         core = both + cost.stream(4.0 * scores)  # softmax that reads what is not masked, dropout
         core_back = 2.0 * both + cost.stream(4.5 * scores)
+        if layout.microbatch * model.heads // layout.tensor % _FUSED_SOFTMAX:
+            core_back += cost.stream(_UNFUSED_SOFTMAX * count * workload.sequence**2)
     x = _BYTES * rows * model.hidden
     own = x / t if layout.sequence_parallel else x
     wide = _BYTES * rows * ffn * (1.5 if model.gated else 1.0) / t

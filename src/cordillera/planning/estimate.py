@@ -1,0 +1,244 @@
+"""The analytic stage: a step's time and memory from formulas, fast enough to try thousands of layouts a second.
+
+What it leaves out (latencies that a schedule hides or not, shared links over time) is what the simulation of a schedule
+adds; what both share is the cost of layers, stages and collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from cordillera.cost import CostModel
+from cordillera.planning.mesh import Edges, Mesh
+from cordillera.planning.workload import (
+    Layout,
+    Seconds,
+    Workload,
+    activation_bytes,
+    embedding_seconds,
+    head_seconds,
+    layer_seconds,
+    layers_of_stages,
+)
+
+_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout is predicted to take.
+
+    Attributes:
+        layout: How the job is cut.
+        order: Of the dimensions on the cluster, innermost first.
+        parts: Seconds of a step by cause; their sum is the step.
+        memory: Bytes on a device of each pipeline rank: weights, gradients, optimizer state, activations.
+        flops: Of the model's own arithmetic in a step, over all devices.
+        peak: FLOPs per second of all devices' matrix engines.
+    """
+
+    layout: Layout
+    order: tuple[str, ...]
+    parts: dict[str, float]
+    memory: tuple[dict[str, float], ...]
+    flops: float
+    peak: float
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs over what the devices could have done (MFU)."""
+        return self.flops / (self.seconds * self.peak)
+
+    @property
+    def memory_bytes(self) -> float:
+        """On the device that needs most."""
+        return max(sum(rank.values()) for rank in self.memory)
+
+
+class Job:
+    """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
+
+    Args:
+        workload: What is trained.
+        mesh: Where its ranks lie.
+        layout: How it is cut.
+        cost: Of the devices.
+    """
+
+    def __init__(self, workload: Workload, mesh: Mesh, layout: Layout, cost: CostModel) -> None:
+        self.workload, self.mesh, self.layout, self.cost = workload, mesh, layout, cost
+        self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
+        self.microbatches = layout.microbatches(workload)
+
+    def rate(self, edges: Edges) -> float:
+        """Bytes per second that pairs of devices really get."""
+        share = self.cost.calibration.port if edges.level == 0 else self.cost.calibration.network
+        return edges.bytes_per_s * share
+
+    def all_reduce(self, dimension: str, size: float) -> float:
+        """Seconds of a ring all-reduce over a dimension, its steps' latencies included.
+
+        Args:
+            dimension: Of the mesh.
+            size: Bytes that each device has and receives.
+        """
+        n = self.mesh.size(dimension)
+        if n == 1:
+            return 0.0
+        edges = self.mesh.ring(dimension)
+        ring = 2 * (n - 1) * (edges.latency + size / n / self.rate(edges))
+        within = 0.0  # hierarchical: each tier reduces what the tier inside left it
+        share = size
+        for tier in self.mesh.tiers(dimension):
+            k = tier.parts
+            within += 2 * (k - 1) * (tier.edges.latency + share / k / self.rate(tier.edges))
+            share /= k
+        return min(ring, within)
+
+    @cached_property
+    def tensor_reduce(self) -> float:
+        """Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices."""
+        if self.layout.tensor == 1:
+            return 0.0
+        size = _BYTES * self.tokens * self.workload.model.hidden
+        return self.all_reduce("tensor", size) + self.cost.calibration.collective_s
+
+    @cached_property
+    def layer(self) -> Seconds:
+        """One layer and one microbatch."""
+        one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        if self.layout.context == 1:
+            return one
+        # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
+        size = 2 * _BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
+        edges, n = self.mesh.ring("context"), self.layout.context
+        gather = (n - 1) * (edges.latency + size / n / self.rate(edges))
+        return Seconds(
+            one.forward + gather,
+            one.again + (gather if self.layout.recompute == "full" else 0.0),
+            one.input_gradient + gather,
+            one.weight_gradient,
+            one.tensor,
+        )
+
+    @cached_property
+    def stage_layers(self) -> list[int]:
+        """Layers of every stage."""
+        return layers_of_stages(self.workload.model.layers, self.layout.stages)
+
+    @cached_property
+    def stages(self) -> list[Seconds]:
+        """Every stage and one microbatch."""
+        one, found = self.layer, []
+        for stage, count in enumerate(self.stage_layers):
+            parts = [(one, float(count))]
+            if stage == 0:
+                parts.append((embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce), 1.0))
+            if stage == self.layout.stages - 1:
+                parts.append((head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce), 1.0))
+            names = ("forward", "again", "input_gradient", "weight_gradient", "tensor")
+            found.append(Seconds(*(sum(n * getattr(part, name) for part, n in parts) for name in names)))
+        return found
+
+    @cached_property
+    def message_bytes(self) -> float:
+        """Of one microbatch between two stages, from one device: tensor-parallel devices send a part each."""
+        return _BYTES * self.tokens * self.workload.model.hidden / self.layout.tensor
+
+    def message_seconds(self, boundary: int) -> float:
+        """That a message occupies the way after a pipeline rank, latency left out."""
+        edges = self.mesh.boundary(boundary)
+        return self.message_bytes / self.rate(edges) if edges.level >= 0 else 0.0
+
+    @cached_property
+    def layer_weights(self) -> float:
+        """Parameters of one layer on one device, a mean over layers."""
+        model = self.workload.model
+        total = 0.0
+        for layer in range(model.layers):
+            experts = self.layout.expert if model.experts is not None and not (layer + 1) % model.experts.every else 1
+            total += model.attention_weights + model.feed_forward_weights(layer) / experts
+        return total / model.layers / self.layout.tensor
+
+    def rank_weights(self, rank: int) -> float:
+        """Parameters on one device of a pipeline rank."""
+        model, p = self.workload.model, self.layout.pipeline
+        layers = sum(self.stage_layers[rank::p])
+        tables = (rank == 0) + (rank == p - 1 and (p > 1 or not model.tied))
+        return layers * self.layer_weights + tables * model.vocabulary * model.hidden / self.layout.tensor
+
+    def live_chunks(self, rank: int) -> int:
+        """Microbatches of a chunk whose activations a rank of (interleaved) 1F1B holds."""
+        p, v, m = self.layout.pipeline, self.layout.chunks, self.microbatches
+        if v == 1:
+            return min(m, p - rank)
+        return min(m * v, (v - 1) * min(m, p) + 2 * (p - 1 - rank) + 1)
+
+    def memory(self) -> tuple[dict[str, float], ...]:
+        """Bytes on a device of each pipeline rank, by cause."""
+        one, work, layout = activation_bytes(self.workload, self.layout), self.workload, self.layout
+        found = []
+        for rank in range(layout.pipeline):
+            weights = self.rank_weights(rank)
+            layers = sum(self.stage_layers[rank :: layout.pipeline]) / layout.chunks
+            cut = layout.shards if layout.shard_weights else 1
+            found.append(
+                {
+                    "weights": weights * work.weight_bytes / cut,
+                    "gradients": weights * work.gradient_bytes / cut,
+                    "optimizer": weights * work.optimizer_bytes / layout.shards,
+                    "activations": self.live_chunks(rank) * layers * one,
+                }
+            )
+        return tuple(found)
+
+    @cached_property
+    def gradient_reduce(self) -> float:
+        """Seconds to reduce a device's gradients over all copies of the model."""
+        most = max(range(self.layout.pipeline), key=self.rank_weights)
+        size = self.rank_weights(most) * _BYTES
+        return self.all_reduce("data", size)
+
+    def estimate(self) -> Estimate:
+        """The step of (interleaved) 1F1B.
+
+        The slowest rank's slot for every microbatch, the other ranks' slots once to fill and drain the pipeline, then
+        what is not hidden of gradient reduction, and the optimizer.
+        """
+        layout, work = self.layout, self.workload
+        p, v, m = layout.pipeline, layout.chunks, self.microbatches
+        send = [0.0] * p
+        if p > 1:
+            ways = [self.message_seconds(i) for i in range(p)]
+            # a slot sends and receives once each way, for every chunk
+            send = [2 * v * ways[min(rank, p - 2)] for rank in range(p)]
+        slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
+        slow = max(slots)
+        at = slots.index(slow)
+        tensor = sum(stage.tensor for stage in self.stages[at::p])
+        reduce = self.gradient_reduce
+        if layout.overlap_gradients:
+            backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
+            reduce = max(0.0, reduce - backward)
+        tied = 0.0
+        if p > 1 and work.model.tied:
+            table = _BYTES * work.model.vocabulary * work.model.hidden / layout.tensor
+            tied = table / self.rate(self.mesh.boundary(p - 1))
+        weights = max(map(self.rank_weights, range(p))) / (layout.shards if layout.shard_weights else 1)
+        parts = {
+            "compute": m * (slow - tensor - send[at]),
+            "tensor parallel": m * tensor,
+            "pipeline messages": m * send[at],
+            "pipeline bubble": (sum(slots) - slow) / v,
+            "gradient reduction": reduce + tied,
+            "optimizer": self.cost.stream(40.0 * weights),
+        }
+        peak = layout.devices * self.cost.device.matrix_flops_per_s
+        return Estimate(layout, self.mesh.order, parts, self.memory(), work.flops, peak)

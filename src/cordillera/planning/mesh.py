@@ -1,0 +1,216 @@
+"""Where a job's ranks lie on a cluster, and what every parallel dimension gets of the links that it shares.
+
+Ranks are numbered along an order of the dimensions, innermost first, and rank ``i`` is device ``i``. Which dimension
+crosses which level of the tree follows from that order: placement is a permutation. All groups of a dimension
+communicate at the same time, so that a link's capacity is divided by the number of their edges that cross it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cordillera.errors import PlanError
+from cordillera.planning.workload import Layout
+from cordillera.topology import Topology
+
+DIMENSIONS = ("tensor", "context", "data", "pipeline")
+ORDERS = {
+    "TP, CP, DP, PP": ("tensor", "context", "data", "pipeline"),
+    "TP, CP, PP, DP": ("tensor", "context", "pipeline", "data"),
+}
+
+
+class Edges(NamedTuple):
+    """What some pairs of devices get that send at the same time.
+
+    Attributes:
+        bytes_per_s: Of the pair that gets least.
+        latency: Of the pair that is furthest apart, one-way, seconds.
+        level: The outermost level that a pair crosses; -1 where nothing is sent.
+        link: The member of that level whose link is the bottleneck, or of the level that is; for people.
+    """
+
+    bytes_per_s: float
+    latency: float
+    level: int
+    link: str
+
+
+class Tier(NamedTuple):
+    """A dimension's groups within one level of the tree.
+
+    Attributes:
+        parts: Domains of the level below over which a group's part in one domain is spread.
+        edges: Of rings over these parts.
+    """
+
+    parts: int
+    edges: Edges
+
+
+NOWHERE = Edges(float("inf"), 0.0, -1, "")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout on a cluster.
+
+    Attributes:
+        topology: The cluster.
+        order: Dimensions, innermost first.
+        sizes: Of the dimensions, in this order.
+    """
+
+    topology: Topology
+    order: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, topology: Topology, layout: Layout, order: Sequence[str] = DIMENSIONS) -> Mesh:
+        """Put a layout on a cluster.
+
+        Args:
+            topology: The cluster; what the job does not need stays idle.
+            layout: Its degrees.
+            order: Dimensions, innermost first.
+
+        Raises:
+            PlanError: For a cluster that is too small and for an order that is none.
+        """
+        if sorted(order) != sorted(DIMENSIONS):
+            raise PlanError(
+                f"{', '.join(order)} is not an order of {', '.join(DIMENSIONS)}", where="order of the dimensions"
+            )
+        if layout.devices > topology.devices:
+            raise PlanError(
+                f"{layout} takes {layout.devices:,} devices, the cluster has {topology.devices:,}", where=topology.name
+            )
+        return cls(topology, tuple(order), tuple(getattr(layout, name) for name in order))
+
+    def size(self, dimension: str) -> int:
+        """Of a dimension."""
+        return self.sizes[self.order.index(dimension)]
+
+    def stride(self, dimension: str) -> int:
+        """Devices between neighbours in a dimension."""
+        return prod(self.sizes[: self.order.index(dimension)])
+
+    @property
+    def devices(self) -> int:
+        """That the job takes."""
+        return prod(self.sizes)
+
+    def ring(self, dimension: str) -> Edges:
+        """What rings over a dimension get, all of its groups at the same time."""
+        return _ring(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
+
+    def tiers(self, dimension: str) -> tuple[Tier, ...]:
+        """A dimension's groups level by level, for hierarchical collectives; levels that do not part them left out."""
+        return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
+
+    def boundary(self, index: int) -> Edges:
+        """What messages of pipeline rank ``index`` to the next (of the last to the first) get, all copies together."""
+        return _boundary(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"), index)
+
+
+class _Key:
+    """A topology as the key of a cache: by identity, as its hash takes as long as what is cached."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def __hash__(self) -> int:
+        return id(self.topology)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.topology is other.topology
+
+
+def _edges(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> Edges:
+    """Equal shares of every link for pairs that all send as much."""
+    if not len(sources) or bool((sources == targets).all()):
+        return NOWHERE
+    cards = len(topology.levels)
+    domains = [np.stack([sources, targets])]
+    for level in range(cards):
+        domains.append(np.searchsorted(np.cumsum(topology.sizes[level]), domains[0], side="right"))
+    apart = [one[0] != one[1] for one in domains]  # apart[k]: in different domains of level k - 1
+    top = max(level for level in range(cards) if apart[level].any())
+    rate, link = float("inf"), ""
+    inside = apart[0] & ~apart[1]  # within a host: ports
+    checks = [(0, domains[0][:, inside], topology.levels[0].name)] if inside.any() else []
+    if apart[1].any():
+        checks.append((cards, domains[0][:, apart[1]], "network card"))
+        checks += [
+            (level, domains[level][:, apart[level]], topology.levels[level].name)
+            for level in range(1, cards)
+            if apart[level].any()
+        ]
+    for level, (out, into), name in checks:
+        for inwards, members in ((False, out), (True, into)):
+            found, load = np.unique(members, return_counts=True)
+            first = topology.resource(level, 0, inwards)
+            shares = topology.capacities[first + 2 * found] / load
+            worst = int(np.argmin(shares))
+            if shares[worst] < rate:
+                rate, link = float(shares[worst]), name
+    return Edges(rate, topology.levels[top].latency, top, link)
+
+
+def _groups(devices: int, stride: int, size: int) -> NDArray[np.int64]:
+    """Members of every group: ``[groups, size]``."""
+    ranks = np.arange(devices).reshape(-1, size, stride)
+    return ranks.transpose(0, 2, 1).reshape(-1, size)
+
+
+@lru_cache(maxsize=4096)
+def _ring(key: _Key, devices: int, stride: int, size: int) -> Edges:
+    if size == 1:
+        return NOWHERE
+    groups = _groups(devices, stride, size)
+    return _edges(key.topology, groups.ravel(), np.roll(groups, -1, axis=1).ravel())
+
+
+@lru_cache(maxsize=4096)
+def _boundary(key: _Key, devices: int, stride: int, size: int, index: int) -> Edges:
+    if size == 1:
+        return NOWHERE
+    groups = _groups(devices, stride, size)
+    return _edges(key.topology, groups[:, index % size], groups[:, (index + 1) % size])
+
+
+@lru_cache(maxsize=4096)
+def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[Tier, ...]:
+    if size == 1:
+        return ()
+    topology = key.topology
+    groups = _groups(devices, stride, size)
+    found = []
+    below = groups  # one rank for each part so far: the first of the group in each domain
+    for level in range(len(topology.levels)):
+        ends = np.cumsum(topology.sizes[level])
+        domains = np.searchsorted(ends, below[0], side="right")
+        starts = np.flatnonzero(np.r_[True, domains[1:] != domains[:-1]])
+        parts = int(np.diff(np.r_[starts, len(domains)]).max())
+        if parts > 1:
+            # every rank of a part has its own share of the data and its own ring over the parts
+            share = groups.shape[1] // below.shape[1]
+            members = groups.reshape(len(groups), below.shape[1], share)
+            domain_of = np.searchsorted(ends, members[:, :, :1], side="right")[:, :, 0]
+            following = np.roll(members, -1, axis=1)
+            last = np.roll(domain_of, -1, axis=1) != domain_of
+            if last.any():  # rings close within a domain
+                first = np.maximum.accumulate(np.where(np.roll(last, 1, axis=1), np.arange(last.shape[1]), 0), axis=1)
+                following = np.where(last[:, :, None], np.take_along_axis(members, first[:, :, None], 1), following)
+            found.append(Tier(parts, _edges(topology, members.ravel(), following.ravel())))
+        below = below[:, starts]
+        if below.shape[1] == 1:
+            break
+    return tuple(found)
