@@ -83,7 +83,7 @@ class Job:
         return edges.bytes_per_s * share
 
     def all_reduce(self, dimension: str, size: float) -> float:
-        """Seconds of a ring all-reduce over a dimension, its steps' latencies included.
+        """Seconds of an all-reduce over a dimension, as one ring or level by level, whichever is faster.
 
         Args:
             dimension: Of the mesh.
@@ -94,9 +94,11 @@ class Job:
             return 0.0
         edges = self.mesh.ring(dimension)
         ring = 2 * (n - 1) * (edges.latency + size / n / self.rate(edges))
-        within = 0.0  # hierarchical: each tier reduces what the tier inside left it
-        share = size
-        for tier in self.mesh.tiers(dimension):
+        tiers = self.mesh.tiers(dimension)
+        if not tiers:
+            return ring
+        within, share = 0.0, size  # hierarchical: each tier reduces what the tier inside left it
+        for tier in tiers:
             k = tier.parts
             within += 2 * (k - 1) * (tier.edges.latency + share / k / self.rate(tier.edges))
             share /= k

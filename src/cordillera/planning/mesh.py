@@ -112,7 +112,10 @@ class Mesh:
         return _ring(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
     def tiers(self, dimension: str) -> tuple[Tier, ...]:
-        """A dimension's groups level by level, for hierarchical collectives; levels that do not part them left out."""
+        """A dimension's groups level by level, for hierarchical collectives; levels that do not part them left out.
+
+        Empty where domains cut the groups unevenly.
+        """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
     def boundary(self, index: int) -> Edges:
@@ -199,6 +202,8 @@ def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[Tier, ...]:
         domains = np.searchsorted(ends, below[0], side="right")
         starts = np.flatnonzero(np.r_[True, domains[1:] != domains[:-1]])
         parts = int(np.diff(np.r_[starts, len(domains)]).max())
+        if len(set(np.diff(np.r_[starts, len(domains)]))) > 1 or groups.shape[1] % below.shape[1]:
+            return ()  # domains cut the groups unevenly: no shares that all ranks of a part could have
         if parts > 1:
             # every rank of a part has its own share of the data and its own ring over the parts
             share = groups.shape[1] // below.shape[1]

@@ -1,0 +1,257 @@
+"""Constants of the cost model out of measured step times, and how far predictions are from them."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+from scipy.optimize import least_squares
+from scipy.stats import kendalltau
+
+from cordillera.cost import Calibration, CostModel
+from cordillera.errors import PlanError
+from cordillera.planning.estimate import Estimate, Job
+from cordillera.planning.mesh import Mesh
+from cordillera.planning.workload import Layout, Transformer, Workload
+from cordillera.topology import Topology
+
+# What is fitted, between which bounds: above them no kernel and no library has been seen.
+BOUNDS = {
+    "matrix": (0.60, 0.95),
+    "memory": (0.60, 0.85),
+    "port": (0.60, 0.80),
+    "network": (0.50, 0.95),
+    "collective_s": (0.0, 400e-6),
+}
+_SCALE = 0.05  # of the logarithm of a ratio: beyond this a row counts less and less, for nodes that were slow that day
+_TIE = 0.01  # plans predicted this close are alike; of them the smallest microbatch is taken
+
+# Columns of a file of measurements: its own names, and those of the files that vTrain published.
+COLUMNS = {
+    "model": ("model", "parameters (billion)"),
+    "layers": ("layers", "# layers"),
+    "hidden": ("hidden", "hidden size"),
+    "heads": ("heads", "attention heads"),
+    "sequence": ("sequence", "sequence length"),
+    "batch": ("batch", "global batch"),
+    "microbatch": ("microbatch", "micro batch"),
+    "tensor": ("tensor", "tensor parallelism"),
+    "data": ("data", "data parallelism"),
+    "pipeline": ("pipeline", "pipeline parallelism"),
+    "milliseconds": ("milliseconds", "iteration time (ms)"),
+}
+_OPTIONAL = {"chunks": 1, "vocabulary": 51_200, "kv_heads": None, "ffn": None}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured step.
+
+    Attributes:
+        model: Name of the model, by which rows are grouped.
+        workload: What was trained.
+        layout: How it was cut.
+        seconds: Of a step.
+    """
+
+    model: str
+    workload: Workload
+    layout: Layout
+    seconds: float
+
+
+def read(path: str | Path) -> list[Measurement]:
+    """Read measured steps of Megatron-LM-like training (1F1B, full recomputation) from a CSV file.
+
+    Args:
+        path: With the columns of :data:`COLUMNS`, by either name; ``recompute`` (none, selective, full),
+            ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` may be there besides.
+
+    Raises:
+        PlanError: Names file, row and column of the first value that is not possible.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            table = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot be read: {error}", where=str(path)) from error
+    if len(table) < 2:
+        raise PlanError("holds no measurements", where=str(path), remedy=f"columns are {', '.join(COLUMNS)}")
+    header = [name.strip().lower() for name in table[0]]
+    place: dict[str, int] = {}
+    for name, spellings in COLUMNS.items():
+        found = [header.index(one) for one in spellings if one in header]
+        if not found and name != "model":
+            raise PlanError(f"column {name!r} is missing", where=str(path), remedy=f"or call it {spellings[-1]!r}")
+        place |= {name: found[0]} if found else {}
+    measured = []
+    for number, row in enumerate(table[1:], 2):
+        if not any(cell.strip() for cell in row):
+            continue
+
+        def cell(name: str, row: list[str] = row, number: int = number) -> float:
+            try:
+                value = float(row[place[name]])
+            except (ValueError, IndexError):
+                value = float("nan")
+            if not 0 < value < float("inf"):
+                given = row[place[name]] if place[name] < len(row) else "nothing"
+                raise PlanError(f"{given!r} is not a positive number", where=f"{path}, row {number}, column {name}")
+            return value
+
+        extra: dict[str, Any] = {}
+        for name, default in _OPTIONAL.items():
+            at = header.index(name) if name in header else None
+            extra[name] = int(row[at]) if at is not None and row[at].strip() else default
+        options: dict[str, Any] = {"recompute": "full"}
+        if "recompute" in header:
+            options["recompute"] = row[header.index("recompute")].strip()
+        if "sequence_parallel" in header:
+            options["sequence_parallel"] = row[header.index("sequence_parallel")].strip() in ("1", "true", "yes")
+        where = f"{path}, row {number}"
+        try:
+            workload = Workload(
+                model=Transformer(
+                    layers=int(cell("layers")),
+                    hidden=int(cell("hidden")),
+                    heads=int(cell("heads")),
+                    kv_heads=extra["kv_heads"],
+                    ffn=extra["ffn"],
+                    vocabulary=extra["vocabulary"],
+                ),
+                sequence=int(cell("sequence")),
+                batch=int(cell("batch")),
+            )
+        except ValidationError as error:
+            raise PlanError("; ".join(str(e["msg"]) for e in error.errors()), where=where) from error
+        layout = Layout(
+            tensor=int(cell("tensor")),
+            data=int(cell("data")),
+            pipeline=int(cell("pipeline")),
+            microbatch=int(cell("microbatch")),
+            chunks=extra["chunks"],
+            **options,
+        )
+        problems = layout.problems(workload)
+        if problems:
+            raise PlanError("; ".join(problems), where=where)
+        name = row[place["model"]].strip() if "model" in place else f"{workload.model.parameters / 1e9:.1f}B"
+        measured.append(Measurement(name, workload, layout, cell("milliseconds") / 1e3))
+    return measured
+
+
+def predict(measurement: Measurement, topology: Topology, cost: CostModel) -> Estimate:
+    """The analytic estimate of a measured step.
+
+    Args:
+        measurement: What was trained and how.
+        topology: On what.
+        cost: Of its devices.
+    """
+    mesh = Mesh.of(topology, measurement.layout)
+    return Job(measurement.workload, mesh, measurement.layout, cost).estimate()
+
+
+def fit(
+    measurements: Sequence[Measurement], topology: Topology, start: Calibration | None = None, provenance: str = ""
+) -> Calibration:
+    """Fit the constants of :data:`BOUNDS` to measured steps.
+
+    Least squares of the logarithm of predicted over measured, with Cauchy's loss, so that rows from slow nodes do not
+    bend the rest.
+
+    Args:
+        measurements: At least as many as constants.
+        topology: Where they were made.
+        start: The other constants.
+        provenance: What the measurements are.
+
+    Raises:
+        PlanError: For too few measurements.
+    """
+    names = list(BOUNDS)
+    if len(measurements) < len(names):
+        raise PlanError(
+            f"{len(measurements)} measurements for {len(names)} constants", where="calibration", remedy="measure more"
+        )
+    base = start or Calibration()
+    low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
+    measured = np.log([one.seconds for one in measurements])
+
+    def with_values(unit: np.ndarray) -> Calibration:
+        return base.model_copy(update=dict(zip(names, (low + (high - low) * unit).tolist(), strict=True)))
+
+    def residuals(unit: np.ndarray) -> np.ndarray:
+        cost = CostModel(topology.device, with_values(unit))
+        return np.log([predict(one, topology, cost).seconds for one in measurements]) - measured
+
+    begin = np.clip((np.array([getattr(base, name) for name in names]) - low) / (high - low), 0.05, 0.95)
+    found = least_squares(residuals, begin, bounds=(0, 1), loss="cauchy", f_scale=_SCALE, diff_step=1e-3, max_nfev=80)
+    fitted = with_values(found.x)
+    error = float(np.mean(np.abs(np.expm1(residuals(found.x)))))
+    note = provenance or f"{len(measurements)} measured steps on {topology.name}"
+    return fitted.model_copy(update={"provenance": note, "error": error})
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How good predictions are on some measured steps.
+
+    Attributes:
+        rows: How many.
+        error: Mean absolute error, as a part of the measured time.
+        median: Of the absolute errors.
+        tau: Kendall's rank correlation of predicted and measured; NaN for fewer than two rows.
+        regret: Measured time of the plan that would be picked over that of the best, for the worst model.
+        tau_by_model: For each model.
+        error_by_model: For each model.
+        regret_by_model: For each model.
+    """
+
+    rows: int
+    error: float
+    median: float
+    tau: float
+    regret: float
+    tau_by_model: dict[str, float]
+    error_by_model: dict[str, float]
+    regret_by_model: dict[str, float]
+
+
+def accuracy(measurements: Iterable[Measurement], predicted: Iterable[float]) -> Accuracy:
+    """Compare predictions with measurements.
+
+    A planner picks the plan that is predicted fastest; of those within 1 % of it, one with the smallest microbatch,
+    which needs the least memory.
+
+    Args:
+        measurements: What was measured.
+        predicted: Seconds, in the same order.
+    """
+    pairs = list(zip(measurements, predicted, strict=True))
+    errors = [abs(seconds / one.seconds - 1) for one, seconds in pairs]
+    taus, by_model, regrets = {}, {}, {}
+    for name in dict.fromkeys(one.model for one, _ in pairs):
+        group = [(one, seconds) for one, seconds in pairs if one.model == name]
+        by_model[name] = statistics.fmean(abs(seconds / one.seconds - 1) for one, seconds in group)
+        taus[name] = float(kendalltau([one.seconds for one, _ in group], [s for _, s in group]).statistic)
+        fastest = min(seconds for _, seconds in group)
+        alike = [(one.layout.microbatch, seconds, one) for one, seconds in group if seconds <= fastest * (1 + _TIE)]
+        picked = min(alike, key=lambda entry: entry[:2])[2]
+        regrets[name] = picked.seconds / min(one.seconds for one, _ in group)
+    return Accuracy(
+        len(pairs),
+        statistics.fmean(errors),
+        statistics.median(errors),
+        statistics.fmean(taus.values()),
+        max(regrets.values()),
+        taus,
+        by_model,
+        regrets,
+    )

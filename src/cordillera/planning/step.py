@@ -1,0 +1,193 @@
+"""A whole training step in time: a pipeline schedule on its cluster, then gradients, then the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cordillera.errors import PlanError
+from cordillera.planning.estimate import Job
+from cordillera.planning.schedules import (
+    Kind,
+    Schedule,
+    breadth_first,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    warmup_for_latency,
+    zero_bubble,
+    zero_bubble_v,
+)
+from cordillera.planning.simulator import StageSeconds, Timeline, Way, simulate
+from cordillera.planning.workload import activation_bytes
+
+_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as simulated.
+
+    Attributes:
+        timeline: Of the pipeline.
+        parts: Seconds by cause on the rank that ends last; their sum is the step.
+        memory: Bytes on a device of each pipeline rank, by cause.
+    """
+
+    timeline: Timeline
+    parts: dict[str, float]
+    memory: tuple[dict[str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def memory_bytes(self) -> float:
+        """On the device that needs most."""
+        return max(sum(rank.values()) for rank in self.memory)
+
+
+def stage_seconds(job: Job, schedule: Schedule) -> StageSeconds:
+    """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
+
+    Args:
+        job: With as many stages as the schedule.
+        schedule: For the error.
+    """
+    if len(job.stages) != schedule.stages:
+        raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
+    return StageSeconds(
+        [stage.forward for stage in job.stages],
+        [stage.again + stage.input_gradient for stage in job.stages],
+        [stage.weight_gradient for stage in job.stages],
+    )
+
+
+def ways(job: Job) -> dict[tuple[int, int], Way]:
+    """Between neighbouring pipeline ranks, and from the last to the first, in both directions."""
+    p, found = job.layout.pipeline, {}
+    for rank in range(p if p > 1 else 0):
+        other = (rank + 1) % p
+        one = Way(job.mesh.boundary(rank).latency, job.message_seconds(rank))
+        found[rank, other] = one
+        found.setdefault((other, rank), one)
+    return found
+
+
+def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
+    """Bytes on a device of each pipeline rank under a schedule, by cause.
+
+    Args:
+        job: What is trained and how it is cut.
+        schedule: Whose live microbatches count.
+    """
+    work, layout = job.workload, job.layout
+    one, cut = activation_bytes(work, layout), layout.shards if layout.shard_weights else 1
+    table = work.model.vocabulary * work.model.hidden / layout.tensor
+    found = []
+    for rank in range(schedule.ranks):
+        stages = schedule.stages_of(rank)
+        weights = sum(job.stage_layers[stage] for stage in stages) * job.layer_weights
+        ends = (0 in stages, schedule.stages - 1 in stages)
+        weights += table * (max(ends) if work.model.tied else sum(ends))
+        layers = max(job.stage_layers[stage] for stage in stages)
+        found.append(
+            {
+                "weights": weights * work.weight_bytes / cut,
+                "gradients": weights * work.gradient_bytes / cut,
+                "optimizer": weights * work.optimizer_bytes / layout.shards,
+                "activations": schedule.peak(rank) * layers * one,
+            }
+        )
+    return tuple(found)
+
+
+def simulate_step(job: Job, schedule: Schedule) -> Step:
+    """Simulate a step.
+
+    A rank reduces its gradients when its last backward is done, or, where the layout overlaps them, layer by layer as
+    the last microbatch's backward does them, one after the other and beside what it still computes.
+
+    Args:
+        job: What is trained and how it is cut.
+        schedule: Of the pipeline.
+    """
+    layout, work = job.layout, job.workload
+    timeline = simulate(schedule, stage_seconds(job, schedule), ways(job))
+    memory = held(job, schedule)
+    table = work.model.vocabulary * work.model.hidden / layout.tensor
+    ends, reduced = [], []
+    for rank, actions in enumerate(schedule.actions):
+        own_starts, own_ends = timeline.starts[rank], timeline.ends[rank]
+        last, clock = float(own_ends[-1]), 0.0
+        lasts = {a.stage: i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+        for stage, i in sorted(lasts.items(), key=lambda item: item[1]):
+            layers = job.stage_layers[stage]
+            weights = layers * job.layer_weights + table * (stage in (0, schedule.stages - 1))
+            seconds = job.all_reduce("data", weights * _BYTES)
+            if layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
+                clock = max(clock, float(own_starts[i])) + seconds
+                clock = max(clock, float(own_ends[i]) + seconds / max(layers, 1))
+            else:
+                clock = max(clock, last) + seconds
+        ends.append(last)
+        reduced.append(max(last, clock))
+    tied = 0.0
+    if layout.pipeline > 1 and work.model.tied and schedule.rank_of[0] != schedule.rank_of[-1]:
+        tied = _BYTES * table / job.rate(job.mesh.boundary(layout.pipeline - 1))
+    finish = [
+        end + (tied if rank in (schedule.rank_of[0], schedule.rank_of[-1]) else 0.0) for rank, end in enumerate(reduced)
+    ]
+    at = int(np.argmax(finish))
+    weights = memory[at]["weights"] / work.weight_bytes
+    tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
+    waiting = float(timeline.waiting_for_messages()[at])
+    busy = float(timeline.busy[at])
+    parts = {
+        "compute": busy - tensor,
+        "tensor parallel": tensor,
+        "pipeline messages": waiting,
+        "pipeline bubble": ends[at] - busy - waiting,
+        "gradient reduction": finish[at] - ends[at],
+        "optimizer": job.cost.stream(40.0 * weights),
+    }
+    return Step(timeline, parts, memory)
+
+
+def families(job: Job) -> dict[str, Callable[[], Schedule]]:
+    """The schedules that a layout can run, by name.
+
+    Args:
+        job: Its number of chunks decides which.
+    """
+    p, m, v = job.layout.pipeline, job.microbatches, job.layout.chunks
+    if p == 1:
+        return {"1f1b": lambda: one_forward_one_backward(1, m)} if v == 1 else {}
+    found: dict[str, Callable[[], Schedule]] = {}
+    if v == 1:
+        found["gpipe"] = lambda: gpipe(p, m)
+        found["1f1b"] = lambda: one_forward_one_backward(p, m)
+        found["zero bubble H1"] = lambda: zero_bubble(p, m)
+        found["zero bubble H2"] = lambda: zero_bubble(p, m, 2)
+        slots = [stage.total for stage in job.stages]
+        forward = max(stage.forward for stage in job.stages)
+        lag = [job.mesh.boundary(i).latency + job.message_seconds(i) for i in range(p - 1)]
+        extra = warmup_for_latency(lag, forward, max(slots) - forward)
+        if any(extra):
+            found["1f1b ahead"] = lambda: one_forward_one_backward(p, m, [min(w, m) for w in extra])
+        return found
+    found["interleaved"] = lambda: interleaved(p, m, v)
+    for group in (2 * p, 4 * p):
+        if group < m:
+            found[f"interleaved by {group}"] = lambda group=group: interleaved(p, m, v, group)  # type: ignore[misc]
+    found["breadth first"] = lambda: breadth_first(p, m, v)
+    if v == 2:
+        found["ZBV"] = lambda: zero_bubble_v(p, m)
+        if m >= 2 * p:
+            found["DualPipeV"] = lambda: dual_pipe_v(p, m)
+    return found

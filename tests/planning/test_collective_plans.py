@@ -1,0 +1,323 @@
+"""Every plan is proved by the verifier and run exactly; what is broken is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cordillera.errors import PlanError
+from cordillera.planning.collective_plans import (
+    Chunk,
+    CollectivePlan,
+    Transfer,
+    chain_broadcast,
+    compose,
+    direct_all_gather,
+    direct_all_reduce,
+    direct_all_to_all,
+    direct_reduce_scatter,
+    doubling_all_gather,
+    execute,
+    halving_doubling_all_reduce,
+    halving_reduce_scatter,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_broadcast,
+    hierarchical_reduce_scatter,
+    pairwise_all_to_all,
+    reverse,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    synthesise_all_gather,
+    synthesise_reduce_scatter,
+    tree_all_reduce,
+    tree_broadcast,
+    verify,
+)
+from cordillera.planning.flows import Link
+
+MAKERS: dict[str, Callable[[int], CollectivePlan]] = {
+    "ring all-gather": ring_all_gather,
+    "ring reduce-scatter": ring_reduce_scatter,
+    "ring all-reduce": ring_all_reduce,
+    "bidirectional all-gather": lambda n: ring_all_gather(n, bidirectional=True),
+    "bidirectional reduce-scatter": lambda n: ring_reduce_scatter(n, bidirectional=True),
+    "bidirectional all-reduce": lambda n: ring_all_reduce(n, bidirectional=True),
+    "ring in another order": lambda n: ring_all_reduce(n, order=[*range(1, n, 2), *range(0, n, 2)]),
+    "doubling all-gather": doubling_all_gather,
+    "halving reduce-scatter": halving_reduce_scatter,
+    "halving-doubling all-reduce": halving_doubling_all_reduce,
+    "tree broadcast": tree_broadcast,
+    "tree broadcast of the last rank": lambda n: tree_broadcast(n, n - 1),
+    "tree reduce": lambda n: reverse(tree_broadcast(n, n // 2), "reduce"),
+    "tree all-reduce": tree_all_reduce,
+    "chain broadcast": lambda n: chain_broadcast(n, n // 2, chunks=3),
+    "chain reduce": lambda n: reverse(chain_broadcast(n, chunks=4), "reduce"),
+    "direct all-gather": direct_all_gather,
+    "direct reduce-scatter": direct_reduce_scatter,
+    "direct all-reduce": direct_all_reduce,
+    "direct all-to-all": direct_all_to_all,
+    "pairwise all-to-all": pairwise_all_to_all,
+}
+DOMAINS = [[1], [4], [2, 2], [1, 1, 1], [2, 3], [1, 4], [3, 5, 4], [2, 2, 2, 2], [6, 1, 6], [7, 8, 9]]
+
+
+def check(plan: CollectivePlan, n: int) -> None:
+    """Verify it, run it on integers and compare with numpy."""
+    verify(plan, n)
+    random = np.random.default_rng(n)
+    root = plan.chunks[0].origin
+    length = n * 3 if plan.collective == "all-to-all" else 3 * plan.buffer_size + 1
+    if plan.collective == "all-gather":
+        length = 5
+    inputs = [random.integers(-(2**40), 2**40, length) for _ in range(n)]
+    total = np.sum(inputs, axis=0)
+    if plan.collective == "all-reduce":
+        expected = [total] * n
+    elif plan.collective == "all-gather":
+        expected = [np.concatenate(inputs)] * n
+    elif plan.collective == "reduce-scatter":
+        assert [chunk.destination for chunk in plan.chunks] == list(range(n))
+        ends = np.cumsum([chunk.size for chunk in plan.chunks])
+        expected = np.split(total, [int(end * length // ends[-1]) for end in ends[:-1]])
+    elif plan.collective == "all-to-all":
+        blocks = np.reshape(inputs, (n, n, 3))
+        expected = [blocks[:, rank].ravel() for rank in range(n)]
+    elif plan.collective == "broadcast":
+        assert root is not None
+        expected = [inputs[root]] * n
+    else:
+        target = plan.chunks[0].destination
+        expected = [total if rank == target else np.empty(0, np.int64) for rank in range(n)]
+    before = [values.copy() for values in inputs]
+    for got, wanted in zip(execute(plan, inputs), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for values, copy in zip(inputs, before, strict=True):
+        np.testing.assert_array_equal(values, copy)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_collective_is_exact(name: str) -> None:
+    for n in (*range(1, 10), 13, 16, 24):
+        check(MAKERS[name](n), n)
+
+
+@pytest.mark.parametrize("gather", [ring_all_gather, doubling_all_gather, direct_all_gather])
+@pytest.mark.parametrize("sizes", DOMAINS, ids=str)
+def test_hierarchical_all_reduce_is_exact_over_unequal_domains(
+    sizes: list[int], gather: Callable[[int], CollectivePlan]
+) -> None:
+    check(hierarchical_all_reduce(sizes, gather), sum(sizes))
+    check(hierarchical_broadcast(sizes), sum(sizes))
+    if len(set(sizes)) == 1:
+        check(hierarchical_all_gather(sizes, gather), sum(sizes))
+        check(hierarchical_reduce_scatter(sizes, gather), sum(sizes))
+
+
+def test_hierarchical_all_reduce_crosses_with_one_copy_of_the_data_each_way() -> None:
+    plan = hierarchical_all_reduce([3, 5])
+    crossing = sum(
+        plan.chunks[chunk].size
+        for step in plan.steps
+        for sent in step
+        if sent.source < 3 <= sent.target
+        for chunk in sent.chunks
+    )
+    assert crossing == plan.buffer_size  # half of it to be reduced, half reduced
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 12, 16, 31])
+def test_steps_and_bytes_are_as_few_as_published(n: int) -> None:
+    logarithm = (n - 1).bit_length()
+    steps = {
+        "ring all-reduce": 2 * (n - 1),
+        "bidirectional all-gather": n // 2,
+        "halving-doubling all-reduce": 2 * logarithm,
+        "tree all-reduce": 2 * logarithm,
+        "chain broadcast": n - 2 + 3,
+        "direct all-to-all": 1,
+        "pairwise all-to-all": n - 1,
+    }
+    for name, count in steps.items():
+        assert len(MAKERS[name](n).steps) == count, name
+    for name in ("doubling all-gather", "ring all-gather", "halving reduce-scatter", "direct reduce-scatter"):
+        sent = np.zeros(n, int)
+        for step in MAKERS[name](n).steps:
+            for transfer in step:
+                sent[transfer.source] += len(transfer.chunks)
+        assert (sent == n - 1).all(), name
+
+
+def test_halving_and_doubling_sends_little_far_and_much_near() -> None:
+    plan = doubling_all_gather(8)
+    assert [(abs(step[0].target - step[0].source), len(step[0].chunks)) for step in plan.steps] == [
+        (4, 1),
+        (2, 2),
+        (1, 4),
+    ]
+
+
+def _network(n: int, pairs: list[tuple[int, int]], link: Link) -> dict[tuple[int, int], Link]:
+    return {(a % n, b % n): link for a, b in pairs}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33])
+def test_synthesis_finds_the_best_plans_of_rings_and_complete_graphs(n: int) -> None:
+    link = Link(2.0, 0.5)  # chunks of 1 byte take 2 s and arrive 2 s later
+    complete = _network(n, [(a, b) for a in range(n) for b in range(n) if a != b], link)
+    plan, seconds = synthesise_all_gather(complete, n, 1.0)
+    assert (len(plan.steps), seconds) == (1, 4.0)
+    one_way = _network(n, [(a, a + 1) for a in range(n)], link)
+    plan, seconds = synthesise_all_gather(one_way, n, 1.0)
+    assert (len(plan.steps), seconds) == (n - 1, 4.0 * (n - 1))
+    plan, seconds = synthesise_all_gather(one_way | _network(n, [(a + 1, a) for a in range(n)], link), n, 1.0)
+    assert (len(plan.steps), seconds) == (n // 2, 4.0 * (n // 2))
+
+
+def test_synthesis_is_near_the_bound_on_a_torus() -> None:
+    side = 6
+    n = side * side
+    links = {}
+    for a in range(n):
+        row, column = divmod(a, side)
+        for b in ((row + 1) % side * side + column, row * side + (column + 1) % side):
+            links[a, b] = links[b, a] = Link(0.0, 1.0)
+    plan, seconds = synthesise_all_gather(links, n, 1.0)
+    check(plan, n)
+    assert (n - 1) / 4 <= seconds <= 1.3 * (n - 1) / 4
+
+
+def test_synthesis_does_not_give_a_slow_link_what_a_fast_way_delivers_sooner() -> None:
+    links = {(0, 1): Link(0.0, 1.0), (1, 2): Link(0.0, 1.0), (0, 2): Link(9.0, 1.0), (2, 0): Link(0.0, 1.0)}
+    links |= {(2, 1): Link(0.0, 1.0), (1, 0): Link(0.0, 1.0)}
+    plan, seconds = synthesise_all_gather(links, 3, 1.0)
+    verify(plan, 3)
+    assert seconds == 2.0
+    assert all(sent[:2] != (0, 2) for step in plan.steps for sent in step)
+
+
+@given(st.integers(2, 7), st.data())
+@settings(max_examples=40, deadline=None)
+def test_synthesis_is_correct_on_any_connected_network(n: int, data: st.DataObject) -> None:
+    link = st.builds(Link, st.floats(0, 5), st.floats(0.1, 5))
+    around = data.draw(st.permutations(range(n)))
+    links = {(around[i], around[(i + 1) % n]): data.draw(link) for i in range(n)}
+    for pair in data.draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=8)):
+        if pair[0] != pair[1]:
+            links[pair] = data.draw(link)
+    for make in (synthesise_all_gather, synthesise_reduce_scatter):
+        plan, seconds = make(links, n, 2.0)
+        check(plan, n)
+        assert all(sent[:2] in links for step in plan.steps for sent in step)
+        assert all(len({sent[:2] for sent in step}) == len(step) for step in plan.steps)
+        # Every rank takes in n - 1 chunks, or gives out as many, over the links that it has.
+        for rank in range(n):
+            ends = [one.rate for pair, one in links.items() if pair[make is synthesise_all_gather] == rank]
+            assert seconds >= (n - 1) * 2.0 / sum(ends) - 1e-9
+
+
+def test_synthesis_names_what_cannot_be_reached_or_cannot_be() -> None:
+    link = Link(0.0, 1.0)
+    with pytest.raises(PlanError, match="rank 2 can never receive the chunk of rank 0"):
+        synthesise_all_gather({(0, 1): link, (1, 0): link, (2, 0): link}, 3, 1.0)
+    with pytest.raises(ValueError, match="link 0 -> 1: rate is 0"):
+        synthesise_all_gather({(0, 1): Link(0.0, 0.0)}, 2, 1.0)
+    with pytest.raises(ValueError, match="link 0 -> 1: latency is nan"):
+        synthesise_all_gather({(0, 1): Link(float("nan"), 1.0)}, 2, 1.0)
+    with pytest.raises(ValueError, match="link 0 -> 5 does not join two of the 2 ranks"):
+        synthesise_all_gather({(0, 5): link}, 2, 1.0)
+    with pytest.raises(ValueError, match="chunk_bytes is -1"):
+        synthesise_all_gather({}, 1, -1.0)
+    assert synthesise_all_gather({}, 1, 1.0)[1] == 0.0
+
+
+def _without(plan: CollectivePlan, s: int, i: int) -> CollectivePlan:
+    step = plan.steps[s]
+    return replace(plan, steps=(*plan.steps[:s], step[:i] + step[i + 1 :], *plan.steps[s + 1 :]))
+
+
+def _with(plan: CollectivePlan, s: int, sent: Transfer) -> CollectivePlan:
+    return replace(plan, steps=(*plan.steps[:s], (*plan.steps[s], sent), *plan.steps[s + 1 :]))
+
+
+def test_the_verifier_names_what_is_wrong() -> None:
+    gather, reduce = ring_all_gather(4), ring_all_reduce(4)
+    direct = direct_all_reduce(3)
+    broken = [
+        (_without(gather, 2, 0), r"rank 1, chunk 2: lacks the contributions of ranks \[2\]"),
+        (_without(gather, 0, 0), r"step 1, rank 1 to rank 2: rank 1 does not have chunk 0 yet"),
+        (_without(direct, 0, 0), r"rank 0, chunk 0: lacks the contributions of ranks \[1\]"),
+        (
+            _with(reduce, 3, Transfer(1, 2, (2,), True)),
+            r"rank 2, chunk 2: has those of ranks \[0, 1, 3\] more than once",
+        ),
+        (_with(gather, 0, Transfer(0, 0, (0,), False)), "step 0, rank 0 to rank 0: a rank sends to itself"),
+        (_with(gather, 0, Transfer(0, 4, (0,), False)), "there are only ranks 0 to 3"),
+        (_with(gather, 0, Transfer(0, 2, (9,), False)), "there is no chunk 9"),
+        (_with(gather, 0, Transfer(0, 2, (), False)), "nothing is sent"),
+        (_with(gather, 0, Transfer(0, 1, (0,), False)), "chunk 0 of rank 1 is written twice in this step"),
+        (replace(gather, chunks=(*gather.chunks[:3], Chunk(1, 7, None))), "chunk 3 belongs to rank 7"),
+        (replace(gather, chunks=(*gather.chunks[:3], Chunk(0, 3, None))), "chunk 3 has size 0"),
+        (replace(reduce, steps=reduce.steps[:-1]), "lacks the contributions"),
+        (replace(reduce, steps=reduce.steps + reduce.steps[:1]), "more than once"),
+    ]
+    for plan, message in broken:
+        with pytest.raises(PlanError, match=message):
+            verify(plan)
+    with pytest.raises(PlanError, match="ring all-gather over 4 ranks: it is not over 5 ranks"):
+        verify(gather, 5)
+
+
+@given(st.sampled_from(sorted(MAKERS)), st.integers(2, 8), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_transfer_can_be_left_out(name: str, n: int, data: st.DataObject) -> None:
+    plan = MAKERS[name](n)
+    s = data.draw(st.integers(0, len(plan.steps) - 1))
+    i = data.draw(st.integers(0, len(plan.steps[s]) - 1))
+    with pytest.raises(PlanError):
+        verify(_without(plan, s, i))
+
+
+def test_plans_that_do_not_fit_are_not_joined_or_turned() -> None:
+    with pytest.raises(PlanError, match="cannot be run backwards"):
+        reverse(ring_all_reduce(3), "all-reduce")
+    with pytest.raises(PlanError, match="it is over 4 and 4"):
+        compose(ring_reduce_scatter(3), ring_all_gather(4), "all-reduce")
+    with pytest.raises(PlanError, match="chunk 0 starts elsewhere"):
+        compose(ring_all_gather(3), ring_all_gather(3), "all-gather")
+
+
+def test_impossible_arguments_are_refused_by_name() -> None:
+    for maker in MAKERS.values():
+        with pytest.raises(ValueError, match="n is 0"):
+            maker(0)
+    with pytest.raises(ValueError, match="root is 3"):
+        tree_broadcast(3, 3)
+    with pytest.raises(ValueError, match="chunks is 0"):
+        chain_broadcast(3, chunks=0)
+    with pytest.raises(ValueError, match="order must name each of the 3 ranks once"):
+        ring_all_gather(3, order=[0, 1, 1])
+    with pytest.raises(ValueError, match="domain 1 has 0 ranks"):
+        hierarchical_all_reduce([2, 0])
+    with pytest.raises(ValueError, match="sizes is empty"):
+        hierarchical_broadcast([])
+    with pytest.raises(ValueError, match="differ in size"):
+        hierarchical_all_gather([2, 3])
+
+
+def test_execution_refuses_inputs_that_do_not_fit() -> None:
+    plan = ring_all_reduce(2)
+    vector: NDArray = np.arange(4)
+    with pytest.raises(ValueError, match="1 inputs for 2 ranks"):
+        execute(plan, [vector])
+    with pytest.raises(ValueError, match="input of rank 1 must be flat"):
+        execute(plan, [vector, vector[None]])
+    with pytest.raises(ValueError, match="inputs of ranks 0 and 1 differ in length"):
+        execute(plan, [vector, vector[:3]])

@@ -1,0 +1,341 @@
+"""Rates are max-min fair by certificate and by linear programming; flows arrive when the sums by hand say."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from cordillera.errors import PlanError
+from cordillera.planning.flows import (
+    FifoLinks,
+    Flow,
+    Link,
+    finish_times,
+    is_max_min,
+    max_min_rates,
+    rate_history,
+)
+
+Problem = tuple[list[list[int]], list[float], list[float], list[float]]
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_flows: int = 5) -> Problem:
+    """Paths, capacities, limits and weights."""
+    resources = draw(st.integers(1, 4))
+    flows = draw(st.integers(1, most_flows))
+    path = st.lists(st.integers(0, resources - 1), min_size=1, max_size=resources, unique=True)
+    paths = draw(st.lists(path, min_size=flows, max_size=flows))
+    capacities = draw(st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0, 40.0]), min_size=resources, max_size=resources))
+    limits = draw(st.lists(st.sampled_from([math.inf, math.inf, 0.5, 2.0, 0.0]), min_size=flows, max_size=flows))
+    weights = draw(st.lists(st.sampled_from([1.0, 1.0, 0.5, 3.0]), min_size=flows, max_size=flows))
+    return paths, capacities, limits, weights
+
+
+def lexicographic(
+    paths: list[list[int]], capacities: list[float], limits: list[float], weights: list[float]
+) -> NDArray:
+    """The largest smallest rate for its weight, then the next smallest, ... by one linear program after another."""
+    flows = len(paths)
+    crossing = np.zeros((len(capacities), flows + 1))
+    for f, path in enumerate(paths):
+        crossing[path, f] = 1
+    above_level = np.hstack([-np.eye(flows), np.array(weights)[:, None]])  # weight * level - rate <= 0
+    bounds = [(0.0, None if math.isinf(limit) else limit) for limit in limits]
+    rates = np.full(flows, np.nan)
+
+    def solve(objective: NDArray, free: NDArray, level: tuple[float, float | None]) -> float:
+        fixed = [(r, r) if math.isfinite(r) else b for r, b in zip(rates, bounds, strict=True)]
+        rows = np.vstack([crossing, above_level[free]])
+        limit = np.r_[np.array(capacities) + 1e-9, np.zeros(int(free.sum())) + 1e-9]
+        found = linprog(-objective, A_ub=rows, b_ub=limit, bounds=[*fixed, level], method="highs")
+        assert found.status == 0, found.message
+        return -found.fun
+
+    while np.isnan(rates).any():
+        free = np.isnan(rates)
+        unit = np.eye(flows + 1)
+        level = solve(unit[flows], free, (0.0, None))
+        cannot_rise = [
+            f for f in np.flatnonzero(free) if solve(unit[f], free, (level - 1e-9, level)) <= weights[f] * level + 1e-6
+        ]
+        assert cannot_rise
+        rates[cannot_rise] = np.array(weights)[cannot_rise] * level
+    return rates
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_the_solver_equals_linear_programming(problem: Problem) -> None:
+    np.testing.assert_allclose(max_min_rates(*problem), lexicographic(*problem), atol=1e-6)
+
+
+@given(problems(most_flows=30), st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_the_certificate_holds_and_notices_any_change(problem: Problem, seed: int) -> None:
+    rates = max_min_rates(*problem)
+    assert is_max_min(rates, *problem)
+    random = np.random.default_rng(seed)
+    f = int(random.integers(rates.size))
+    for factor in (0.99, 1.01):
+        other = rates.copy()
+        other[f] *= factor
+        assert (rates[f] == 0) or not is_max_min(other, *problem)
+
+
+@given(problems(most_flows=12), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_names_of_flows_and_resources_do_not_matter(problem: Problem, seed: int) -> None:
+    paths, capacities, limits, weights = problem
+    random = np.random.default_rng(seed)
+    flows, resources = random.permutation(len(paths)), random.permutation(len(capacities))
+    name = np.argsort(resources)
+    renamed = max_min_rates(
+        [[int(name[r]) for r in paths[f]] for f in flows],
+        np.array(capacities)[resources],
+        np.array(limits)[flows],
+        np.array(weights)[flows],
+    )
+    np.testing.assert_allclose(renamed, max_min_rates(*problem)[flows], rtol=1e-12)
+
+
+@given(problems(most_flows=12), st.floats(1e-3, 1e9))
+@settings(max_examples=60, deadline=None)
+def test_rates_scale_with_the_capacities(problem: Problem, factor: float) -> None:
+    paths, capacities, limits, weights = problem
+    scaled = max_min_rates(paths, np.array(capacities) * factor, np.array(limits) * factor, weights)
+    np.testing.assert_allclose(scaled, factor * max_min_rates(*problem), rtol=1e-9)
+
+
+@given(problems(most_flows=6), st.lists(st.integers(1, 7), min_size=6, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_folding_equal_flows_changes_no_rate(problem: Problem, counts: list[int]) -> None:
+    paths, capacities, limits, weights = problem
+    counts = counts[: len(paths)]
+    unfolded = max_min_rates(
+        [path for path, count in zip(paths, counts, strict=True) for _ in range(count)],
+        capacities,
+        np.repeat(limits, counts),
+        np.repeat(weights, counts),
+    )
+    folded = max_min_rates(paths, capacities, limits, weights, counts)
+    np.testing.assert_allclose(np.repeat(folded, counts), unfolded, rtol=1e-9)
+    assert is_max_min(folded, paths, capacities, limits, weights, counts)
+
+
+def test_rates_by_hand() -> None:
+    # Three flows over two links: the long one shares the narrow link, the short one of the wide link takes the rest.
+    np.testing.assert_allclose(max_min_rates([[0, 1], [0], [1]], [10.0, 4.0]), [2, 8, 2])
+    np.testing.assert_allclose(max_min_rates([[0], [0]], [9.0], weights=[1, 2]), [3, 6])
+    np.testing.assert_allclose(max_min_rates([[0], [0], [0]], [9.0], limits=[1, np.inf, 4]), [1, 4, 4])
+    np.testing.assert_allclose(max_min_rates([[0, 0], [0]], [9.0]), [3, 3])  # one crosses the resource twice
+    assert max_min_rates([[], [], [1], [0]], [0.0, np.inf], [np.inf, 5, np.inf, np.inf]).tolist() == [
+        np.inf,
+        5,
+        np.inf,
+        0,
+    ]
+    assert max_min_rates([], [1.0]).size == 0
+
+
+def test_a_hundred_thousand_symmetric_flows_cost_one() -> None:
+    rates = max_min_rates([[0, 1], [0]], [50e9, 17.86e9], counts=[100_000, 1])
+    np.testing.assert_allclose(rates[0], 17.86e9 / 100_000)
+    np.testing.assert_allclose(rates[1], 50e9 - 17.86e9)
+
+
+def test_ten_thousand_flows_over_a_thousand_resources_are_fast() -> None:
+    random = np.random.default_rng(0)
+    paths = random.integers(0, 1000, (10_000, 6)).tolist()
+    capacities = random.uniform(1, 100, 1000)
+    begin = time.perf_counter()
+    rates = max_min_rates(paths, capacities)
+    assert time.perf_counter() - begin < 5  # 0.05 s on an idle core
+    assert is_max_min(rates, paths, capacities)
+
+
+def test_the_certificate_refuses_overload_waste_and_unfairness() -> None:
+    paths, capacities = [[0], [0]], [10.0]
+    assert is_max_min([5, 5], paths, capacities)
+    assert not is_max_min([6, 6], paths, capacities)
+    assert not is_max_min([4, 4], paths, capacities)
+    assert not is_max_min([6, 4], paths, capacities)
+    assert not is_max_min([np.nan, 5], paths, capacities)
+    assert not is_max_min([5, 5], paths, capacities, limits=[1, np.inf])
+    assert is_max_min([6, 4], paths, capacities, weights=[3, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0]], [-1.0]), r"capacities\[0\] is -1.0"),
+        (([[0]], [1.0, math.nan]), r"capacities\[1\] is nan"),
+        (([[0]], [1.0], [math.nan]), r"limits\[0\] is nan"),
+        (([[0]], [1.0], [-2.0]), r"limits\[0\] is -2.0"),
+        (([[0]], [1.0], None, [0.0]), r"weights\[0\] is 0.0"),
+        (([[0]], [1.0], None, [math.inf]), r"weights\[0\] is inf"),
+        (([[0]], [1.0], None, None, [1.5]), r"counts\[0\] is 1.5"),
+        (([[0], [1]], [1.0]), r"paths\[1\] crosses resource 1, but there are 1"),
+        (([[-1]], [1.0]), r"paths\[0\] crosses resource -1"),
+        (([[0.5]], [1.0]), "paths must hold indices"),
+        (([[0]], [1.0], [1.0, 2.0]), "limits must have one value for each of the 1 flows"),
+        (([[0]], [[1.0]]), "capacities must have one dimension"),
+    ],
+)
+def test_impossible_problems_are_refused_by_name(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        max_min_rates(*arguments)
+
+
+def test_finish_times_by_hand() -> None:
+    # Alone at 10 until 1 s; then 5 each until the first has its 15 bytes at 2 s; the second ends its 15 at 3 s.
+    flows = [Flow(15, (0,)), Flow(15, (0,), start=1.0, latency=0.5)]
+    np.testing.assert_allclose(finish_times(flows, [10.0]), [2.0, 3.5])
+    history = rate_history(flows, [10.0])
+    assert [(i.begin, i.end, i.flows.tolist(), i.rates.tolist()) for i in history] == [
+        (0.0, 1.0, [0], [10.0]),
+        (1.0, 2.0, [0, 1], [5.0, 5.0]),
+        (2.0, 3.0, [1], [10.0]),
+    ]
+    # Nothing to send, nothing in the way, and a late start after a pause.
+    flows = [Flow(0, (0,), start=2.0, latency=1.0), Flow(8, (), latency=1.0), Flow(8, (0,), start=7.0)]
+    np.testing.assert_allclose(finish_times(flows, [4.0]), [3.0, 1.0, 9.0])
+    assert finish_times([], [1.0]).size == 0
+    assert finish_times([Flow(8, (0,), limit=2.0, count=3)], [9.0]).tolist() == [4.0]
+
+
+timed = st.builds(
+    Flow,
+    bytes=st.floats(0, 100),
+    path=st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple),
+    start=st.floats(0, 20),
+    latency=st.floats(0, 3),
+    limit=st.sampled_from([math.inf, 4.0]),
+    weight=st.sampled_from([1.0, 2.0]),
+    count=st.integers(1, 3),
+)
+
+
+@given(st.lists(timed, min_size=1, max_size=8))
+@settings(max_examples=80, deadline=None)
+def test_every_byte_is_sent_once_and_rates_are_fair_at_every_moment(flows: list[Flow]) -> None:
+    capacities = [5.0, 9.0, 2.0]
+    sent = np.zeros(len(flows))
+    last = 0.0
+    for begin, end, active, rates in rate_history(flows, capacities):
+        assert last <= begin <= end
+        last = end
+        sent[active] += rates * (end - begin)
+        now = [flows[f] for f in active]
+        assert is_max_min(
+            rates,
+            [flow.path for flow in now],
+            capacities,
+            [flow.limit for flow in now],
+            [flow.weight for flow in now],
+            [flow.count for flow in now],
+        )
+    np.testing.assert_allclose(sent, [flow.bytes for flow in flows], atol=1e-9)
+    finish = finish_times(flows, capacities)
+    for f, flow in enumerate(flows):
+        alone = min([flow.limit, *(capacities[r] / flow.count for r in flow.path)])
+        assert finish[f] >= flow.start + flow.bytes / alone + flow.latency - 1e-9
+    # A resource moves its bytes no faster than its capacity.
+    for r, capacity in enumerate(capacities):
+        crossing = [f for f, flow in enumerate(flows) if r in flow.path]
+        if crossing:
+            span = max(finish[f] - flows[f].latency for f in crossing) - min(flows[f].start for f in crossing)
+            assert sum(flows[f].bytes * flows[f].count for f in crossing) <= capacity * span + 1e-6
+
+
+@given(st.lists(timed, min_size=1, max_size=6), st.floats(1e-3, 1e3))
+@settings(max_examples=40, deadline=None)
+def test_time_scales_when_rates_and_times_do(flows: list[Flow], factor: float) -> None:
+    scaled = [
+        Flow(f.bytes, f.path, f.start / factor, f.latency / factor, f.limit * factor, f.weight, f.count) for f in flows
+    ]
+    capacities = np.array([5.0, 9.0, 2.0])
+    np.testing.assert_allclose(
+        finish_times(scaled, capacities * factor) * factor, finish_times(flows, capacities), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_a_flow_that_can_never_finish_is_named() -> None:
+    with pytest.raises(
+        PlanError, match=r"flow 1: 8 bytes can never finish: it crosses resource 1, whose capacity is 0"
+    ):
+        finish_times([Flow(8, (0,)), Flow(8, (0, 1), start=3.0)], [1.0, 0.0])
+    with pytest.raises(PlanError, match="its limit is 0"):
+        finish_times([Flow(8, (0,), limit=0.0)], [1.0])
+    assert finish_times([Flow(0, (0,), latency=1.0)], [0.0]).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", ["bytes", "start", "latency"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_impossible_flows_are_refused_by_name(name: str, value: float) -> None:
+    wrong = {"bytes": 1.0, "path": (0,), name: value}
+    with pytest.raises(ValueError, match=f"flow 1: {name} is {value}"):
+        finish_times([Flow(1.0), Flow(**wrong)], [1.0])
+
+
+ASTRA_SIM = Link(500e-9, 50 * 2**30)  # its "GB/s" are 2^30; two links with this latency and rate
+
+
+def test_links_give_the_unit_test_values_of_astra_sim() -> None:
+    links = FifoLinks([ASTRA_SIM] * 2, truncate_ns=True)
+    nanoseconds = {
+        "fully connected": links.cut_through(2**20, [0]),
+        "fully connected, queued": links.store_and_forward([2**20], [[0]])[0],
+        "switch": links.cut_through(2**20, [0, 1]),
+        "switch, queued": links.store_and_forward([2**20], [[0, 1]])[0],
+    }
+    assert {name: value * 1e9 for name, value in nanoseconds.items()} == pytest.approx(
+        {"fully connected": 20_031, "fully connected, queued": 20_031, "switch": 20_531, "switch, queued": 40_062},
+        abs=1e-6,
+    )
+    exact = FifoLinks([ASTRA_SIM] * 2)
+    assert exact.cut_through(2**20, [0]) * 1e9 == pytest.approx(20_031.25)
+    assert exact.store_and_forward([2**20], [[0, 1]])[0] * 1e9 == pytest.approx(40_062.5)
+
+
+def test_links_serve_first_in_first_out_and_are_busy_for_the_serialisation_only() -> None:
+    links = FifoLinks([Link(3.0, 1.0), Link(0.5, 2.0)])
+    # The second waits 4 s at link 0 but not for the latency; the third comes to link 1 before the first does.
+    arrivals = links.store_and_forward([4, 4, 2], [[0, 1], [0, 1], [1]], [0.0, 1.0, 6.5])
+    assert arrivals.tolist() == [4 + 3 + 0.5 + 2 + 0.5, 8 + 3 + 2 + 0.5, 8.0]
+    assert links.store_and_forward([4.0], [[]], [2.0]).tolist() == [2.0]
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.lists(st.integers(0, 2), max_size=3), st.floats(0, 9)), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_queueing_never_helps_and_a_lone_hop_is_the_same_in_both_models(messages: list) -> None:
+    links = FifoLinks([Link(0.5, 1.0), Link(0.1, 3.0), Link(2.0, 0.5)])
+    sizes, paths, starts = ([message[i] for message in messages] for i in range(3))
+    arrivals = links.store_and_forward(sizes, paths, starts)
+    for arrival, size, path, start in zip(arrivals, sizes, paths, starts, strict=True):
+        assert arrival >= links.cut_through(size, path, start) - 1e-9
+        alone = links.store_and_forward([size], [path[:1]], [start])[0]
+        assert alone == pytest.approx(links.cut_through(size, path[:1], start))
+
+
+def test_impossible_links_and_messages_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="link 1: latency is nan"):
+        FifoLinks([Link(0.0, 1.0), Link(math.nan, 1.0)])
+    with pytest.raises(ValueError, match="link 0: rate is -1"):
+        FifoLinks([Link(0.0, -1.0)])
+    links = FifoLinks([Link(0.0, 0.0)])
+    with pytest.raises(PlanError, match="message 0: it can never cross link 0"):
+        links.store_and_forward([1.0], [[0]])
+    with pytest.raises(ValueError, match="message 0 crosses link 3"):
+        links.cut_through(1.0, [3])
+    with pytest.raises(ValueError, match="message 0: size is -1"):
+        links.cut_through(-1.0, [])
+    with pytest.raises(ValueError, match="1 sizes, 2 paths"):
+        links.store_and_forward([1.0], [[], []])
