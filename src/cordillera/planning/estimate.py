@@ -6,11 +6,13 @@ adds; what both share is the cost of layers, stages and collectives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 from cordillera.cost import CostModel
 from cordillera.planning.mesh import Edges, Mesh
+from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import (
     Layout,
     Seconds,
@@ -44,7 +46,6 @@ class Estimate:
     memory: tuple[dict[str, float], ...]
     flops: float
     peak: float
-    notes: tuple[str, ...] = field(default=())
 
     @cached_property
     def seconds(self) -> float:
@@ -70,17 +71,30 @@ class Job:
         mesh: Where its ranks lie.
         layout: How it is cut.
         cost: Of the devices.
+        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
     """
 
-    def __init__(self, workload: Workload, mesh: Mesh, layout: Layout, cost: CostModel) -> None:
-        self.workload, self.mesh, self.layout, self.cost = workload, mesh, layout, cost
+    def __init__(
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        layout: Layout,
+        cost: CostModel,
+        network: Mapping[str, NetworkSettings] | None = None,
+    ) -> None:
+        self.workload, self.mesh, self.layout, self.cost, self.network = workload, mesh, layout, cost, network
         self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
 
     def rate(self, edges: Edges) -> float:
         """Bytes per second that pairs of devices really get."""
-        share = self.cost.calibration.port if edges.level == 0 else self.cost.calibration.network
-        return edges.bytes_per_s * share
+        if edges.level == 0:
+            return edges.bytes_per_s * self.cost.calibration.port
+        rate = edges.bytes_per_s * self.cost.calibration.network
+        if self.network is None or edges.level < 0:
+            return rate
+        level = self.mesh.topology.levels[edges.level]
+        return self.network[level.name].rate(rate, edges.latency, level.loss_rate, level.planes)
 
     def all_reduce(self, dimension: str, size: float) -> float:
         """Seconds of an all-reduce over a dimension, as one ring or level by level, whichever is faster.

@@ -1,0 +1,379 @@
+"""The search for the best plan: placement, schedule and network settings, together or one of them alone.
+
+Source of the question: ScaleAcross Explorer (arXiv 2605.24326), of which only the abstract and summaries were to be
+had; the search is our own. Layouts are enumerated, those that cannot be or do not fit are dropped with the reason, the
+rest is ranked by the analytic estimate, and the best are simulated under every schedule that fits the memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+from cordillera.cost import Calibration, CostModel
+from cordillera.errors import PlanError
+from cordillera.planning.estimate import Estimate, Job
+from cordillera.planning.mesh import Mesh
+from cordillera.planning.network import NetworkSettings, tuned
+from cordillera.planning.schedules import Schedule
+from cordillera.planning.step import Step, families, held, simulate_step
+from cordillera.planning.workload import Layout, Recompute, Workload
+from cordillera.topology import Topology
+
+Dimension = Literal["placement", "scheduling", "network"]
+ALL: tuple[Dimension, ...] = ("placement", "scheduling", "network")
+
+# Dimensions on the cluster, innermost first; the last crosses the outermost links.
+PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
+ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
+_FIXED = {"interleaved", "1f1b"}  # schedules where scheduling is not searched
+_SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
+_USABLE = 0.94  # of a device's memory; the rest is the runtime's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a job, and what it is predicted to take.
+
+    Attributes:
+        layout: Degrees.
+        order: Of the dimensions on the cluster, innermost first.
+        network: Settings by level.
+        schedule: Of the pipeline.
+        step: Simulated.
+        flops: Of the model's own arithmetic in a step.
+        peak: FLOPs per second of all devices' matrix engines.
+    """
+
+    layout: Layout
+    order: tuple[str, ...]
+    network: Mapping[str, NetworkSettings]
+    schedule: Schedule
+    step: Step
+    flops: float
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.step.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs over what the devices could have done (MFU)."""
+        return self.flops / (self.seconds * self.peak)
+
+    @property
+    def across(self) -> str:
+        """The dimension that crosses the outermost links."""
+        sizes = {name: getattr(self.layout, name) for name in self.order}
+        return next((name for name in reversed(self.order) if sizes[name] > 1), "none")
+
+    def to_json(self) -> dict[str, Any]:
+        """All that a training run needs to take the plan, and the prediction."""
+        return {
+            "layout": asdict(self.layout),
+            "mesh": {"names": list(reversed(self.order)), "sizes": [getattr(self.layout, n) for n in self.order][::-1]},
+            "network": {name: asdict(one) for name, one in self.network.items()},
+            "schedule": {"name": self.schedule.name, "csv": self.schedule.to_csv()},
+            "seconds": self.seconds,
+            "parts": self.step.parts,
+            "memory": list(self.step.memory),
+            "utilisation": self.utilisation,
+            "evidence": "simulated",
+        }
+
+
+@dataclass
+class Exploration:
+    """What a search found.
+
+    Attributes:
+        plans: Simulated, best first, at most one for each layout and order.
+        searched: Which dimensions were free.
+        estimated: Layouts that were ranked.
+        simulated: Steps that were simulated.
+        dropped: Reasons, with how many layouts each dropped.
+        seconds: That the search took.
+        interrupted: Whether it was stopped before its end.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    searched: tuple[Dimension, ...] = ALL
+    estimated: int = 0
+    simulated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def best(self) -> Plan:
+        """The fastest.
+
+        Raises:
+            PlanError: If nothing fits, with the reasons and the change that would be least.
+        """
+        if not self.plans:
+            reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
+            raise PlanError(
+                f"no plan is possible ({reasons or 'nothing was tried'})",
+                remedy="more devices, more memory on each, or a batch that more of them divide",
+            )
+        return self.plans[0]
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+
+
+def _divisors(number: int, limit: int) -> list[int]:
+    return [one for one in range(1, min(number, limit) + 1) if number % one == 0]
+
+
+def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
+    """Every layout of some devices: tensor, context and expert degrees of powers of two, pipelines of any length.
+
+    Args:
+        workload: What is trained.
+        topology: For the size of a host, within which tensor parallelism stays.
+        devices: How many are used.
+    """
+    model = workload.model
+    contexts = _powers(max(1, workload.sequence // _SHORTEST_PART))
+    experts = _powers(model.experts.count) if model.experts is not None else [1]
+    recomputes: tuple[Recompute, ...] = ("none", "full") if model.fused_attention else ("none", "selective", "full")
+    degrees = [
+        (tensor, context, pipeline)
+        for tensor, context in product(_powers(min(topology.sizes[0])), contexts)
+        if devices % (tensor * context) == 0
+        for pipeline in _divisors(devices // (tensor * context), model.layers)
+    ]
+    for tensor, context, pipeline in degrees:
+        data = devices // (tensor * context * pipeline)
+        most = model.layers // pipeline
+        chunked = set(_powers(most)) | (set(_divisors(most, most)) if model.layers % pipeline == 0 else set())
+        for chunks, microbatch, recompute in product(sorted(chunked), (1, 2, 4, 8), recomputes):
+            if (pipeline == 1 and chunks > 1) or workload.batch % (data * microbatch):
+                continue
+            for expert in experts:
+                if expert > data * context:
+                    continue
+                yield Layout(
+                    tensor=tensor,
+                    context=context,
+                    expert=expert,
+                    pipeline=pipeline,
+                    data=data,
+                    shards=data,
+                    chunks=chunks,
+                    microbatch=microbatch,
+                    sequence_parallel=tensor > 1,
+                    recompute=recompute,
+                    overlap_gradients=True,
+                )
+
+
+def production_network(topology: Topology) -> dict[str, NetworkSettings]:
+    """Settings as a library brings them: few connections, hashing, copies.
+
+    Args:
+        topology: For the names of its levels.
+    """
+    return {level.name: NetworkSettings() for level in topology.levels[1:]}
+
+
+def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
+    """The best settings of every level for its latency, losses and a device's share of it.
+
+    Args:
+        topology: The cluster.
+    """
+    found = {}
+    for i, level in enumerate(topology.levels[1:], 1):
+        share = topology.device.nic_bytes_per_s
+        found[level.name] = tuned(share, topology.levels[i].latency, level.loss_rate, level.planes)
+    return found
+
+
+class Explorer:
+    """A search over one workload and one cluster.
+
+    Args:
+        workload: What is trained.
+        topology: On what.
+        calibration: Constants of the cost model.
+        devices: How many are used; None for all.
+        progress: Called with a sentence now and then.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        topology: Topology,
+        calibration: Calibration | None = None,
+        *,
+        devices: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.workload, self.topology = workload, topology
+        self.cost = CostModel(topology.device, calibration or Calibration())
+        self.devices = devices or topology.devices
+        if self.devices > topology.devices:
+            raise PlanError(
+                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}", where=topology.name
+            )
+        self._progress = progress or (lambda text: None)
+        self._limit = _USABLE * topology.device.memory_bytes
+
+    def job(self, layout: Layout, order: Sequence[str], network: Mapping[str, NetworkSettings]) -> Job:
+        """A layout on the cluster.
+
+        Args:
+            layout: Degrees.
+            order: Of the dimensions, innermost first.
+            network: Settings by level.
+        """
+        return Job(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network)
+
+    def production(self) -> Plan:
+        """The baseline: what large jobs in one building do, taken to several.
+
+        Copies of the model across buildings (data parallelism outermost), tensor parallelism that fills a host, one
+        sequence a microbatch, four chunks a pipeline rank where layers allow, interleaved 1F1B, the library's own
+        network settings. The length of the pipeline and what is recomputed are the best under these rules, as an
+        engineer would find them.
+
+        Raises:
+            PlanError: If nothing fits.
+        """
+        found = Exploration()
+        network = production_network(self.topology)
+        tensor = _largest(self.workload, min(self.topology.sizes[0]))
+        for layout in self._possible(found):
+            if (layout.tensor, layout.context, layout.expert, layout.microbatch) != (tensor, 1, 1, 1):
+                continue
+            if layout.chunks != self._fixed_chunks(layout):
+                continue
+            plan = self._simulated(self.job(layout, PRODUCTION_ORDER, network), _FIXED, found)
+            if plan is not None:
+                found.plans.append(plan)
+        found.plans.sort(key=lambda plan: plan.seconds)
+        return found.best
+
+    def _fixed_chunks(self, layout: Layout) -> int:
+        if layout.pipeline == 1:
+            return 1
+        return max(one for one in (1, 2, 4) if one * layout.pipeline <= self.workload.model.layers)
+
+    def _possible(self, found: Exploration) -> Iterator[Layout]:
+        for layout in layouts(self.workload, self.topology, self.devices):
+            problems = layout.problems(self.workload)
+            if problems:
+                found.dropped[problems[0]] += 1
+            else:
+                yield layout
+
+    def _simulated(self, job: Job, only: set[str] | None, found: Exploration) -> Plan | None:
+        """The best schedule of a layout that fits the memory."""
+        best: Plan | None = None
+        peak = job.layout.devices * self.cost.device.matrix_flops_per_s
+        for name, make in families(job).items():
+            if only is not None and name not in only:
+                continue
+            schedule = make()
+            needed = max(sum(rank.values()) for rank in held(job, schedule))
+            if needed > self._limit:
+                found.dropped[f"{name} needs more memory than a device has"] += 1
+                continue
+            step = simulate_step(job, schedule)
+            found.simulated += 1
+            if best is None or step.seconds < best.seconds:
+                best = Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
+        return best
+
+    def explore(self, only: Iterable[Dimension] = ALL, *, keep: int = 16) -> Exploration:
+        """Search; what is not searched is as in :meth:`production`.
+
+        More than one dimension are searched each alone first, so that a search is never worse than a smaller one. An
+        interrupt (Ctrl-C) ends the search with what was found until then.
+
+        Args:
+            only: Dimensions that are free. Placement: degrees and which dimension crosses which links; scheduling:
+                order of microbatches, chunks, microbatch size, recomputation; network: settings of every level.
+            keep: Layouts of each order that are simulated.
+        """
+        begin = time.perf_counter()
+        free = tuple(one for one in ALL if one in set(only))
+        found = Exploration(searched=free)
+        base = self.production()
+        found.plans.append(base)
+        try:
+            for smaller in [(one,) for one in free] if len(free) > 1 else []:
+                self._search(smaller, base, found, keep)
+            self._search(free, base, found, keep)
+        except KeyboardInterrupt:
+            found.interrupted = True
+        found.plans.sort(key=lambda plan: plan.seconds)
+        found.seconds = time.perf_counter() - begin
+        return found
+
+    def _search(self, free: tuple[Dimension, ...], base: Plan, found: Exploration, keep: int) -> None:
+        network = tuned_network(self.topology) if "network" in free else dict(base.network)
+        orders: list[tuple[str, ...]] = [base.order]
+        if "placement" in free:
+            cut = self.workload.sequence > _SHORTEST_PART
+            orders = [one for one in ORDERS if cut or one[:2] == ("tensor", "context")]
+        schedules = None if "scheduling" in free else _FIXED
+        ranked: dict[tuple[str, ...], list[tuple[float, int, Job]]] = {order: [] for order in orders}
+        for layout in self._possible(found):
+            if not self._allowed(layout, base.layout, free):
+                continue
+            for order in orders:
+                job = self.job(layout, order, network)
+                estimate = job.estimate()
+                found.estimated += 1
+                if not self._might_fit(estimate):
+                    found.dropped["needs more memory than a device has"] += 1
+                    continue
+                ranked[order].append((estimate.seconds, len(ranked[order]), job))
+                if found.estimated % 500 == 0:
+                    self._progress(f"{found.estimated:,} layouts estimated")
+        for order in orders:
+            fit = 0
+            for _, _, job in sorted(ranked[order], key=lambda entry: entry[:2])[: 4 * keep]:
+                plan = self._simulated(job, schedules, found)
+                if plan is not None:
+                    found.plans.append(plan)
+                    fit += 1
+                    self._progress(f"{found.simulated:,} steps simulated")
+                if fit == keep:
+                    break
+
+    def _might_fit(self, estimate: Estimate) -> bool:
+        """Whether the schedule that holds least fits: ZBV with two chunks, (interleaved) 1F1B with others."""
+        part = 2 / 3 if estimate.layout.chunks == 2 else 1.0
+        return all(
+            rank["weights"] + rank["gradients"] + rank["optimizer"] + part * rank["activations"] <= self._limit
+            for rank in estimate.memory
+        )
+
+    def _allowed(self, layout: Layout, base: Layout, free: Sequence[Dimension]) -> bool:
+        same = []
+        if "placement" not in free:
+            same += ["tensor", "context", "expert", "pipeline", "data"]
+        if "scheduling" not in free:
+            same += ["microbatch"]
+            if "placement" not in free:
+                same += ["chunks", "recompute"]
+            elif layout.chunks != self._fixed_chunks(layout):
+                return False  # another pipeline, but the same rule
+        return all(getattr(layout, name) == getattr(base, name) for name in same)
+
+
+def _largest(workload: Workload, limit: int) -> int:
+    heads = workload.model.heads
+    return max(one for one in _powers(limit) if heads % one == 0)
