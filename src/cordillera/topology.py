@@ -287,7 +287,7 @@ class Topology(BaseModel):
             back.append(self.resource(level, self.domain(b, level - 1), True))
         return (*out, *reversed(back)), self.levels[top].latency
 
-    def changed(self, changes: Mapping[str, float | str]) -> Topology:
+    def changed(self, changes: Mapping[str, float | str | None]) -> Topology:
         """The cluster with other figures: what one more fibre would be.
 
         Args:

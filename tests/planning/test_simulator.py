@@ -219,7 +219,7 @@ def test_no_step_is_shorter_than_its_bounds(schedule: Schedule, latency: float, 
         by_way[pair] = by_way.get(pair, 0.0) + message.end - message.start
         assert message.queued <= message.start <= message.end <= message.arrival
     assert timeline.seconds >= max(by_way.values()) - 1e-9
-    assert (timeline.waiting_for_messages() <= timeline.seconds - timeline.busy + 1e-9).all()
+    assert (timeline.waiting <= timeline.seconds - timeline.busy + 1e-9).all()
 
 
 def test_joined_pairs_can_take_less_than_their_parts() -> None:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli import bench, compare, data, doctor, evaluate, predict, recipe, report, sweep, train
+from cordillera.cli import bench, compare, data, doctor, evaluate, plan, predict, recipe, report, sweep, train
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train, evaluate and use ranking models. Start with: cordillera train movielens-wukong",
+    help="Train, evaluate and use ranking models; plan large jobs. Start with: cordillera train movielens-wukong",
 )
 
 
@@ -38,6 +38,7 @@ app.command("predict")(predict.predict)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("sweep")(sweep.sweep)
+app.command("plan")(plan.plan)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data", help="Data sets: list, get, describe.")

@@ -163,6 +163,15 @@ class Job:
             found.append(Seconds(*(sum(n * getattr(part, name) for part, n in parts) for name in names)))
         return found
 
+    @property
+    def busiest(self) -> float:
+        """Seconds that the busiest rank computes at least, under any schedule, chunks dealt out in turn or like a V."""
+        p, stages = self.layout.pipeline, self.stages
+        most = max(sum(stage.total for stage in stages[rank::p]) for rank in range(p))
+        if self.layout.chunks == 2:
+            most = min(most, max(stages[rank].total + stages[-1 - rank].total for rank in range(p)))
+        return self.microbatches * most
+
     @cached_property
     def message_bytes(self) -> float:
         """Of one microbatch between two stages, from one device: tensor-parallel devices send a part each."""

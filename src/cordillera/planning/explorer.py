@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Literal
 
-from cordillera.cost import Calibration, CostModel
+from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning.estimate import Estimate, Job
 from cordillera.planning.mesh import Mesh
@@ -205,7 +205,7 @@ class Explorer:
     Args:
         workload: What is trained.
         topology: On what.
-        calibration: Constants of the cost model.
+        calibration: Constants of the cost model; None for those that ship for the device.
         devices: How many are used; None for all.
         progress: Called with a sentence now and then.
     """
@@ -220,13 +220,14 @@ class Explorer:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.workload, self.topology = workload, topology
-        self.cost = CostModel(topology.device, calibration or Calibration())
+        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device))
         self.devices = devices or topology.devices
         if self.devices > topology.devices:
             raise PlanError(
                 f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}", where=topology.name
             )
         self._progress = progress or (lambda text: None)
+        self._production: Plan | None = None
         self._limit = _USABLE * topology.device.memory_bytes
 
     def job(self, layout: Layout, order: Sequence[str], network: Mapping[str, NetworkSettings]) -> Job:
@@ -250,6 +251,8 @@ class Explorer:
         Raises:
             PlanError: If nothing fits.
         """
+        if self._production is not None:
+            return self._production
         found = Exploration()
         network = production_network(self.topology)
         tensor = _largest(self.workload, min(self.topology.sizes[0]))
@@ -262,12 +265,23 @@ class Explorer:
             if plan is not None:
                 found.plans.append(plan)
         found.plans.sort(key=lambda plan: plan.seconds)
-        return found.best
+        self._production = found.best
+        return self._production
 
     def _fixed_chunks(self, layout: Layout) -> int:
         if layout.pipeline == 1:
             return 1
         return max(one for one in (1, 2, 4) if one * layout.pipeline <= self.workload.model.layers)
+
+    def again(self, plan: Plan, topology: Topology) -> Step:
+        """A plan as it is, on another cluster: what a change of the network would do to it.
+
+        Args:
+            plan: Degrees, order, schedule and settings stay.
+            topology: With as many devices at least.
+        """
+        mesh = Mesh.of(topology, plan.layout, plan.order)
+        return simulate_step(Job(self.workload, mesh, plan.layout, self.cost, plan.network), plan.schedule)
 
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):
@@ -280,6 +294,9 @@ class Explorer:
     def _simulated(self, job: Job, only: set[str] | None, found: Exploration) -> Plan | None:
         """The best schedule of a layout that fits the memory."""
         best: Plan | None = None
+        if job.busiest >= min((plan.seconds for plan in found.plans), default=float("inf")):
+            found.dropped["computes for longer than a plan that was found"] += 1
+            return None
         peak = job.layout.devices * self.cost.device.matrix_flops_per_s
         for name, make in families(job).items():
             if only is not None and name not in only:

@@ -185,7 +185,11 @@ class Schedule:
 
     def peak(self, rank: int) -> int:
         """The most forwards whose activations a rank holds at a time."""
-        return max(self.live(rank), default=0)
+        return self._peaks[rank]
+
+    @cached_property
+    def _peaks(self) -> list[int]:
+        return [max(self.live(rank), default=0) for rank in range(self.ranks)]
 
     def to_csv(self) -> str:
         """One line a rank, in the notation that ``PipelineScheduleMulti`` of torch loads (``compute_only``)."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,13 +134,23 @@ class Timeline:
         schedule: What was simulated.
         starts: Of every action, by rank, seconds.
         ends: Of every action, by rank, seconds.
-        messages: In order of their producers' ends within a rank.
+        waiting: Seconds that each rank is idle while a message for its next action is on its way: ``[P]``. This is
+            exposed communication; what remains of the idle time waits for other ranks' computation.
     """
 
     schedule: Schedule
     starts: list[NDArray[np.float64]]
     ends: list[NDArray[np.float64]]
-    messages: list[Message] = field(default_factory=list)
+    waiting: NDArray[np.float64]
+    _sent: list[tuple[int, int, int, float, float, float]] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """Every transfer, in order of the producers' ends within a rank."""
+        return [
+            Message(self.schedule.actions[source][i], source, target, float(self.ends[source][i]), start, end, arrival)
+            for source, target, i, start, end, arrival in self._sent
+        ]
 
     @property
     def seconds(self) -> float:
@@ -156,23 +168,17 @@ class Timeline:
         total = self.seconds * len(self.ends)
         return 1.0 - float(self.busy.sum()) / total if total else 0.0
 
-    def waiting_for_messages(self) -> NDArray[np.float64]:
-        """Seconds that each rank is idle while a message for its next action is on its way: ``[P]``.
 
-        This is exposed communication. What remains of the idle time waits for other ranks' computation.
-        """
-        arrivals = {(m.action[:3], m.target): m for m in self.messages}
-        exposed = np.zeros(len(self.ends))
-        for rank, actions in enumerate(self.schedule.actions):
-            free = 0.0
-            for i, action in enumerate(actions):
-                start = float(self.starts[rank][i])
-                for need in self.schedule.needs(action):
-                    message = arrivals.get((need, rank))
-                    if message is not None and message.arrival > free:
-                        exposed[rank] += max(0.0, min(start, message.arrival) - max(free, message.queued))
-                free = float(self.ends[rank][i])
-        return exposed
+class _Step(NamedTuple):
+    """An action, prepared: places in the table of what has arrived, and what it takes."""
+
+    need: int  # where its input arrives; -1 if it needs none
+    out: int  # where its result arrives; -1 if none is passed on
+    way: int  # number of the way to there; -1 on the same rank
+    target: int  # rank
+    seconds: float
+    occupied: float  # seconds that its message occupies the way
+    leads: bool  # whether the next action begins with it
 
 
 def simulate(
@@ -191,83 +197,97 @@ def simulate(
         PlanError: For times that are not times, and for ranks that wait for one another.
     """
     seconds.check(schedule.stages)
-    found: dict[tuple[int, int], Way] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    known: list[Way] = []
 
-    def way(source: int, target: int) -> Way:
+    def number(source: int, target: int) -> int:
         pair = (source, target)
-        if pair not in found:
+        if pair not in numbers:
             one = ways(source, target) if callable(ways) else (ways or {}).get(pair, Way())
             one.check(f"way from rank {source} to rank {target}")
-            found[pair] = one
-        return found[pair]
+            numbers[pair] = len(known)
+            known.append(one)
+        return numbers[pair]
 
-    rank_of, last = schedule.rank_of, schedule.stages - 1
+    m, last = schedule.microbatches, schedule.stages - 1
+    back = schedule.stages * m  # activations arrive in the first half of the table, gradients in the second
     cost = {(kind, stage): seconds.of(Action(kind, stage, 0)) for kind in Kind for stage in range(schedule.stages)}
-    arrived: dict[tuple[Kind, int, int], float] = {}  # when the action that needs it can start, by (kind, stage, mb)
-    way_free: dict[tuple[int, int], float] = {}
-    starts: list[list[float]] = [[] for _ in schedule.actions]
-    ends: list[list[float]] = [[] for _ in schedule.actions]
-    messages: list[Message] = []
+    programs: list[list[_Step]] = []
+    for rank, actions in enumerate(schedule.actions):
+        program: list[_Step] = []
+        for i, (kind, stage, microbatch, joined) in enumerate(actions):
+            place, need, out, other = stage * m + microbatch, -1, -1, rank
+            if kind is Kind.FORWARD:
+                need = place if stage else -1
+                if stage < last:
+                    out, other = place + m, schedule.rank_of[stage + 1]
+            elif kind is not Kind.WEIGHT:
+                need = back + place if stage < last else -1
+                if stage:
+                    out, other = back + place - m, schedule.rank_of[stage - 1]
+            way = number(rank, other) if other != rank else -1
+            leads = i + 1 < len(actions) and actions[i + 1].joined
+            duration = cost[kind, stage] * (seconds.joined if joined or leads else 1.0)
+            occupied = known[way].occupied(kind) if way >= 0 else 0.0
+            program.append(_Step(need, out, way, other, duration, occupied, leads))
+        programs.append(program)
+
+    ready: list[float | None] = [None] * (2 * back)
+    sent_at = [-1.0] * (2 * back)  # when a message was queued; -1 for what never left its rank
+    way_free, latency = [0.0] * len(known), [way.latency for way in known]
+    starts: list[list[float]] = [[] for _ in programs]
+    ends: list[list[float]] = [[] for _ in programs]
+    waiting = [0.0] * schedule.ranks
+    sent: list[tuple[int, int, int, float, float, float]] = []
     position = [0] * schedule.ranks
-    forward, backward, weight = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
     runnable = list(range(schedule.ranks))
-    left = sum(map(len, schedule.actions))
-
-    def inputs(action: Action) -> float | None:
-        """When an action's inputs are there; None while that is not known."""
-        kind, stage, microbatch = action[:3]
-        if kind is forward:
-            return arrived.get((forward, stage, microbatch)) if stage else 0.0
-        return arrived.get((backward, stage, microbatch)) if kind is not weight and stage < last else 0.0
-
     while runnable:
         rank = runnable.pop()
-        actions, own_starts, own_ends = schedule.actions[rank], starts[rank], ends[rank]
-        i = position[rank]
+        program, own_starts, own_ends = programs[rank], starts[rank], ends[rank]
+        i, exposed = position[rank], 0.0
         free = own_ends[-1] if own_ends else 0.0
-        while i < len(actions):
-            action = actions[i]
-            start = inputs(action)
-            if start is None:
-                break
-            duration = cost[action[:2]]
-            if action.joined:
-                duration *= seconds.joined
-            elif i + 1 < len(actions) and actions[i + 1].joined:  # both begin as one, when the inputs of both are there
-                partner = inputs(actions[i + 1])
-                if partner is None:
+        while i < len(program):
+            need, out, way, other, duration, occupied, leads = program[i]
+            start = free
+            if need >= 0:
+                arrival = ready[need]
+                if arrival is None:
                     break
-                start = max(start, partner)
-                duration *= seconds.joined
-            start = max(start, free)
-            end = free = start + duration
-            kind, stage, microbatch = action[:3]
+                if arrival > start:
+                    start = arrival
+            if leads:  # both begin as one, when the inputs of both are there
+                partner = program[i + 1].need
+                if partner >= 0:
+                    arrival = ready[partner]
+                    if arrival is None:
+                        break
+                    if arrival > start:
+                        start = arrival
+                        need = partner
+            if start > free and sent_at[need] >= 0.0:
+                exposed += start - max(free, sent_at[need])
+            free = start + duration
             own_starts.append(start)
-            own_ends.append(end)
+            own_ends.append(free)
+            if out >= 0:
+                if way < 0:
+                    ready[out] = free
+                else:
+                    begin = way_free[way]
+                    if begin < free:
+                        begin = free
+                    done = begin + occupied
+                    way_free[way] = done
+                    arrival = done + latency[way]
+                    ready[out] = arrival
+                    sent_at[out] = free
+                    sent.append((rank, other, i, begin, done, arrival))
+                    if other not in runnable:
+                        runnable.append(other)
             i += 1
-            left -= 1
-            # what the next stage, or the one before, can start with
-            if kind is forward:
-                if stage == last:
-                    continue
-                key, other = (forward, stage + 1, microbatch), rank_of[stage + 1]
-            elif kind is weight or stage == 0:
-                continue
-            else:
-                key, other = (backward, stage - 1, microbatch), rank_of[stage - 1]
-            if other == rank:
-                arrived[key] = end
-                continue
-            one = way(rank, other)
-            begin = max(end, way_free.get((rank, other), 0.0))
-            done = begin + one.occupied(kind)
-            way_free[rank, other] = done
-            arrived[key] = done + one.latency
-            messages.append(Message(action, rank, other, end, begin, done, done + one.latency))
-            if other not in runnable:
-                runnable.append(other)
         position[rank] = i
-    if left:
+        waiting[rank] += exposed
+    if any(i < len(program) for i, program in zip(position, programs, strict=True)):
         schedule.check()  # says what is wrong with it
         raise PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
-    return Timeline(schedule, [np.array(s) for s in starts], [np.array(e) for e in ends], messages)
+    return Timeline(schedule, [np.array(s) for s in starts], [np.array(e) for e in ends], np.array(waiting), sent)

@@ -146,7 +146,7 @@ def simulate_step(job: Job, schedule: Schedule) -> Step:
     at = int(np.argmax(finish))
     weights = memory[at]["weights"] / work.weight_bytes
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
-    waiting = float(timeline.waiting_for_messages()[at])
+    waiting = float(timeline.waiting[at])
     busy = float(timeline.busy[at])
     parts = {
         "compute": busy - tensor,

@@ -1,0 +1,156 @@
+"""``cordillera plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordillera.errors import PlanError
+
+
+def plan(
+    workload: Annotated[str | None, typer.Argument(help="A shipped workload's name or a TOML file.")] = None,
+    cluster: Annotated[str | None, typer.Argument(help="A shipped cluster's name or a TOML file.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many of the cluster's devices. Default: all.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Search placement, scheduling or network alone; repeat for two.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show the best of each dimension alone beside.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the cluster first: region.distance_km=100.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="Simulate the best plan again with a change: region.bytes_per_s*=2."),
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Constants that --calibrate wrote.")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", help="Fit constants to a CSV file of step times measured on CLUSTER instead."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder of the files. Default: plans/...")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List shipped workloads and clusters.")] = False,
+) -> None:
+    """Predict a training step on a cluster and search for the best plan: placement, schedule, network settings.
+
+    Writes plan.json (mesh, schedule and settings that a run can take), plan.html and trace.json.
+    """
+    from cordillera.planning import commands
+
+    if list_:
+        _list(commands.shipped())
+        return
+    if calibrate is not None:
+        if cluster is not None or workload is None:
+            raise PlanError("needs the cluster alone", where="plan --calibrate", remedy="plan --calibrate FILE CLUSTER")
+        _calibrate(commands.calibrate(calibrate, workload, folder or Path("plans") / Path(workload).stem))
+        return
+    if workload is None or cluster is None:
+        raise PlanError("needs a workload and a cluster", where="plan", remedy="plan --list names those that ship")
+    unknown = sorted(set(only or ()) - {"placement", "scheduling", "network"})
+    if unknown:
+        raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
+    from rich.console import Console
+
+    from cordillera.cli._show import console
+
+    out = console()
+    with Console(stderr=True).status("searching") as status:
+        planned = commands.plan(
+            workload,
+            cluster,
+            folder or Path("plans") / f"{Path(workload).stem}-{Path(cluster).stem}",
+            devices=devices,
+            only=only or ("placement", "scheduling", "network"),  # type: ignore[arg-type]
+            changes=set_ or (),
+            what_if=what_if or (),
+            calibration=calibration,
+            compare=compare,
+            progress=status.update,
+        )
+    _show(out, planned)
+
+
+def _list(shipped: object) -> None:
+    from rich.table import Table
+
+    from cordillera.cli._show import console
+
+    assert isinstance(shipped, dict)
+    for kind, names in shipped.items():
+        table = Table(title=kind, title_justify="left")
+        table.add_column("name")
+        table.add_column("what")
+        for name, text in names.items():
+            table.add_row(name, text)
+        console().print(table)
+
+
+def _show(out: object, planned: object) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cordillera.planning.commands import Planned
+    from cordillera.planning.export import reasons
+
+    assert isinstance(out, Console)
+    assert isinstance(planned, Planned)
+    found, base, best = planned.found, planned.production, planned.found.best
+    table = Table(title=f"{planned.explorer.workload.name} on {planned.explorer.topology.name}", title_justify="left")
+    for heading in ("", "layout", "recompute", "across", "schedule", "step", "MFU", "GB"):
+        table.add_column(heading, justify="right" if heading in ("", "step", "MFU", "GB") else "left")
+    rows = [(str(i), one) for i, one in enumerate(found.plans[:5], 1)]
+    for name, one in [*rows, ("base", base)]:
+        table.add_row(
+            name,
+            str(one.layout),
+            one.layout.recompute,
+            one.across,
+            one.schedule.name,
+            f"{one.seconds:.3f} s",
+            f"{one.utilisation:.1%}",
+            f"{one.step.memory_bytes / 1e9:.0f}",
+        )
+    out.print(table)
+    if found.interrupted:
+        out.print("interrupted: this is the best until then")
+    out.print(f"{base.seconds / best.seconds:.2f} times the production-like plan (base), both simulated, because of")
+    for reason in reasons(best, base):
+        out.print(f"  {reason}", markup=False)
+    for text, seconds in planned.what_if.items():
+        out.print(f"with {text}: {seconds:.3f} s ({best.seconds / seconds - 1:+.2%})", markup=False)
+    out.print(f"{found.estimated:,} layouts estimated, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
+    out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
+    out.print(f"report: {planned.files['plan.html']}", markup=False)
+
+
+def _calibrate(fitted: object) -> None:
+    from rich.table import Table
+
+    from cordillera.cli._show import console
+    from cordillera.planning.commands import Calibrated
+
+    assert isinstance(fitted, Calibrated)
+    out, quality = console(), fitted.accuracy
+    table = Table(title=f"{quality.rows} measured steps", title_justify="left")
+    for heading in ("model", "mean error", "rank correlation", "regret of the pick"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for name in quality.error_by_model:
+        table.add_row(
+            name,
+            f"{quality.error_by_model[name]:.2%}",
+            f"{quality.tau_by_model[name]:.3f}",
+            f"{quality.regret_by_model[name]:.3f}",
+        )
+    table.add_row("all", f"{quality.error:.2%}", f"{quality.tau:.3f}", f"{quality.regret:.3f}")
+    out.print(table)
+    worst = sorted(fitted.rows, key=lambda row: -abs(row[1] / row[0].seconds - 1))[:5]
+    out.print("furthest off:")
+    for row, seconds in worst:
+        off = seconds / row.seconds - 1
+        out.print(f"  {row.model} {row.layout}: {row.seconds:.3f} s measured, {seconds:.3f} s predicted ({off:+.1%})")
+    names = ("matrix", "memory", "port", "network", "collective_s")
+    out.print("constants: " + ", ".join(f"{name} {getattr(fitted.constants, name):.4g}" for name in names))
+    out.print(f"written to {fitted.file}; use it with --calibration", markup=False)

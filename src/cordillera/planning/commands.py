@@ -1,0 +1,181 @@
+"""What ``cordillera plan`` does, for the command line and for Python: search and write, calibrate and write."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cordillera import topology as clusters
+from cordillera.cost import Calibration, CostModel, calibration_for
+from cordillera.errors import PlanError
+from cordillera.planning import calibration as calibrations
+from cordillera.planning import export
+from cordillera.planning import workload as workloads
+from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
+
+
+def parse_change(text: str) -> tuple[str, float | str]:
+    """Read ``level.key=value``, ``level.key*=2`` or ``level.key/=2``.
+
+    Raises:
+        PlanError: If it is none of these.
+    """
+    path, sign, value = text.partition("=")
+    operator = path[-1:] if path[-1:] in ("*", "/") else ""
+    path = path.removesuffix(operator).strip()
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
+    if not sign or not re.fullmatch(r"\w+\.\w+", path) or math.isnan(number):
+        raise PlanError("is not a change", where=text, remedy="write level.key=number or level.key*=number")
+    return path, f"{operator}={number!r}" if operator else number
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found and written.
+
+    Attributes:
+        explorer: With workload and cluster.
+        found: By the search.
+        production: The production-like plan.
+        what_if: Seconds of the best plan, as it is, after each change.
+        files: Written, by kind.
+    """
+
+    explorer: Explorer
+    found: Exploration
+    production: Plan
+    what_if: dict[str, float]
+    files: dict[str, Path]
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise PlanError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+
+
+def plan(
+    workload: str | Path,
+    cluster: str | Path,
+    folder: str | Path,
+    *,
+    devices: int | None = None,
+    only: Iterable[Dimension] = ALL,
+    changes: Iterable[str] = (),
+    what_if: Iterable[str] = (),
+    calibration: str | Path | None = None,
+    compare: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Planned:
+    """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
+
+    Args:
+        workload: Shipped name or path of a TOML file.
+        cluster: Shipped name or path of a TOML file.
+        folder: Where the files go.
+        devices: How many are used; None for all.
+        only: Dimensions that are searched.
+        changes: Of the cluster, before the search: ``region.distance_km=100``.
+        what_if: Changes of the cluster that the best plan is simulated again with.
+        calibration: A JSON file of constants; None for those that ship for the device.
+        compare: Search each dimension alone too, and show the plans beside.
+        progress: Called with a sentence now and then.
+
+    Raises:
+        PlanError: For files that are wrong and jobs that are not possible.
+    """
+    work, topology = workloads.load(workload), clusters.load(cluster)
+    edits = dict(parse_change(text) for text in changes)
+    if edits:
+        topology = topology.changed(edits)
+    asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
+    constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
+    explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
+    base = explorer.production()
+    compared: dict[str, Plan] = {}
+    if compare:
+        compared = {f"{one} alone": explorer.explore([one]).best for one in ALL}
+    found = explorer.explore(only)
+    best = found.best
+    again = {text: explorer.again(best, other).seconds for text, other in asked.items()}
+    changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+    where = Path(folder)
+    files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
+    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base), indent=2) + "\n")
+    _write(files["plan.html"], export.page(explorer, found, base, compared, changed))
+    _write(files["trace.json"], export.chrome_trace(best.step.timeline))
+    return Planned(explorer, found, base, again, files)
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read what :func:`calibrate` wrote.
+
+    Raises:
+        PlanError: If it is not there or wrong.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanError(f"cannot be read: {error}", where=str(path)) from error
+    return clusters.validate(Calibration, content, str(path))
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Constants and how good they are.
+
+    Attributes:
+        constants: Fitted.
+        accuracy: On the rows that they were fitted to.
+        rows: Every measured step with its prediction in seconds.
+        file: Where the constants are.
+    """
+
+    constants: Calibration
+    accuracy: calibrations.Accuracy
+    rows: list[tuple[calibrations.Measurement, float]]
+    file: Path
+
+
+def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path) -> Calibrated:
+    """Fit the constants to measured steps and write ``calibration.json``.
+
+    Args:
+        measurements: A CSV file; see :func:`cordillera.planning.calibration.read`.
+        cluster: On which they were made.
+        folder: Where the file goes.
+
+    Raises:
+        PlanError: For files that are wrong.
+    """
+    topology, rows = clusters.load(cluster), calibrations.read(measurements)
+    for row in rows:
+        if row.layout.devices > topology.devices:
+            raise PlanError(
+                f"{row.layout} takes {row.layout.devices:,} devices, {topology.name} has {topology.devices:,}",
+                where=str(measurements),
+            )
+    name = Path(measurements).name
+    fitted = calibrations.fit(rows, topology, calibration_for(topology.device), f"{name} on {topology.name}")
+    cost = CostModel(topology.device, fitted)
+    predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
+    file = Path(folder) / "calibration.json"
+    _write(file, fitted.model_dump_json(indent=2) + "\n")
+    return Calibrated(fitted, calibrations.accuracy(rows, predicted), list(zip(rows, predicted, strict=True)), file)
+
+
+def shipped() -> Mapping[str, Mapping[str, str]]:
+    """Workloads and clusters in the package, with their descriptions."""
+    return {"workloads": workloads.names(), "clusters": clusters.shipped()}

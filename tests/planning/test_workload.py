@@ -1,0 +1,70 @@
+"""Workloads: published sizes, layouts that cannot be, layers spread over stages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cordillera import topology
+from cordillera.cost import Calibration, CostModel
+from cordillera.errors import PlanError
+from cordillera.planning import workload
+from cordillera.planning.workload import Layout, layers_of_stages
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt-22b", 22), ("gpt-175b", 175), ("gpt-530b", 530), ("gpt-1t", 1008),
+        ("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.8), ("moe-400b", 400.7),
+    ],
+)  # fmt: skip
+def test_published_sizes(name: str, billions: float) -> None:
+    model = workload.load(name).model
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_a_mixture_computes_with_what_is_active() -> None:
+    model = workload.load("moe-400b").model
+    assert model.active_parameters / 1e9 == pytest.approx(17, rel=0.06)
+    dense = workload.load("llama3-8b")
+    assert dense.model.flops_per_token(1) == pytest.approx(6 * dense.model.active_parameters, rel=1e-3)
+
+
+@given(layers=st.integers(1, 200), stages=st.integers(1, 64))
+def test_layers_are_spread_evenly_with_the_fewest_at_the_ends(layers: int, stages: int) -> None:
+    counts = layers_of_stages(layers, stages)
+    assert sum(counts) == layers
+    assert max(counts) - min(counts) <= 1
+    assert counts[0] == min(counts) or max(counts) == min(counts) or counts.count(min(counts)) < 2
+    assert layers_of_stages(126, 16) == [7] + [8] * 14 + [7]  # Llama 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tensor=3), "tensor 3 does not divide heads 32: 2 would"),
+        (Layout(data=3), "data 3 x microbatch 1 does not divide batch 2048"),
+        (Layout(pipeline=64), "64 stages are more than 32 layers"),
+        (Layout(pipeline=8, chunks=8), "64 stages are more than 32 layers"),
+        (Layout(expert=2, data=2), "expert above 1 needs a model with experts"),
+        (Layout(data=4, shards=3), "shards 3 does not divide data 4: 2 would"),
+        (Layout(sequence_parallel=True), "sequence_parallel needs tensor above 1"),
+        (Layout(microbatch=0), "microbatch is 0, at least 1 is needed"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_with_the_nearest_that_can(layout: Layout, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        layout.check(workload.load("llama3-8b"))
+
+
+def test_products_take_at_least_their_arithmetic_and_their_traffic() -> None:
+    device = topology.load("selene").device
+    cost = CostModel(device, Calibration(matrix=1.0, memory=1.0))
+    for shape in ((8192, 8192, 8192), (128, 128, 4096), (1, 4096, 4096), (8192, 8192, 64)):
+        rows, columns, inner = shape
+        seconds = cost.product(*shape)
+        assert seconds >= 2 * rows * columns * inner / device.matrix_flops_per_s
+        assert seconds >= 2 * (rows * columns + rows * inner + columns * inner) / device.memory_bytes_per_s
+    assert cost.product(8192, 8192, 8192) == pytest.approx(2 * 8192**3 / 312e12, rel=0.05)
