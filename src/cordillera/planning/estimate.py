@@ -127,9 +127,34 @@ class Job:
         return self.all_reduce("tensor", size) + self.cost.calibration.collective_s
 
     @cached_property
+    def exchange(self) -> float:
+        """Seconds of one exchange of tokens between the devices that share a layer's experts, balanced routing."""
+        experts, n = self.workload.model.experts, self.layout.expert
+        if experts is None or n == 1:
+            return 0.0
+        size = _BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
+        slowest, latency, inside = 0.0, 0.0, 1
+        for tier in self.mesh.expert_tiers(n):
+            slowest = max(slowest, size * (1 - inside / n) / self.rate(tier.edges))  # what leaves a part of the tier
+            latency = max(latency, tier.edges.latency)
+            inside *= tier.parts
+        return slowest + latency + self.cost.calibration.collective_s
+
+    @cached_property
     def layer(self) -> Seconds:
-        """One layer and one microbatch."""
+        """One layer and one microbatch, a mean over layers where some have experts."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        experts = self.workload.model.experts
+        if experts is not None and self.layout.expert > 1:
+            twice = 2 * self.exchange / experts.every  # to the experts and back
+            again = twice if self.layout.recompute == "full" else 0.0
+            one = Seconds(
+                one.forward + twice,
+                one.again + again,
+                one.input_gradient + twice,
+                one.weight_gradient,
+                one.tensor,
+            )
         if self.layout.context == 1:
             return one
         # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
@@ -152,15 +177,13 @@ class Job:
     @cached_property
     def stages(self) -> list[Seconds]:
         """Every stage and one microbatch."""
-        one, found = self.layer, []
-        for stage, count in enumerate(self.stage_layers):
-            parts = [(one, float(count))]
-            if stage == 0:
-                parts.append((embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce), 1.0))
-            if stage == self.layout.stages - 1:
-                parts.append((head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce), 1.0))
-            names = ("forward", "again", "input_gradient", "weight_gradient", "tensor")
-            found.append(Seconds(*(sum(n * getattr(part, name) for part, n in parts) for name in names)))
+        one, last = self.layer, self.layout.stages - 1
+        first_part = embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        inside = {count: one.times(count) for count in set(self.stage_layers)}
+        found = [inside[count] for count in self.stage_layers]
+        found[0] = found[0].plus(first_part)
+        found[last] = found[last].plus(last_part)
         return found
 
     @property
@@ -185,19 +208,24 @@ class Job:
     @cached_property
     def layer_weights(self) -> float:
         """Parameters of one layer on one device, a mean over layers."""
-        model = self.workload.model
-        total = 0.0
-        for layer in range(model.layers):
-            experts = self.layout.expert if model.experts is not None and not (layer + 1) % model.experts.every else 1
-            total += model.attention_weights + model.feed_forward_weights(layer) / experts
-        return total / model.layers / self.layout.tensor
+        model, experts = self.workload.model, self.workload.model.experts
+        plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
+        mixed, share = 0.0, 0.0
+        if experts is not None:
+            mixed = model.feed_forward_weights(experts.every - 1) / self.layout.expert
+            share = model.layers // experts.every / model.layers
+        return (model.attention_weights + share * mixed + (1 - share) * plain) / self.layout.tensor
 
-    def rank_weights(self, rank: int) -> float:
-        """Parameters on one device of a pipeline rank."""
+    @cached_property
+    def rank_weights(self) -> list[float]:
+        """Parameters on one device of each pipeline rank."""
         model, p = self.workload.model, self.layout.pipeline
-        layers = sum(self.stage_layers[rank::p])
-        tables = (rank == 0) + (rank == p - 1 and (p > 1 or not model.tied))
-        return layers * self.layer_weights + tables * model.vocabulary * model.hidden / self.layout.tensor
+        table = model.vocabulary * model.hidden / self.layout.tensor
+        found = [sum(self.stage_layers[rank::p]) * self.layer_weights for rank in range(p)]
+        found[0] += table
+        if p > 1 or not model.tied:
+            found[-1] += table
+        return found
 
     def live_chunks(self, rank: int) -> int:
         """Microbatches of a chunk whose activations a rank of (interleaved) 1F1B holds."""
@@ -211,7 +239,7 @@ class Job:
         one, work, layout = activation_bytes(self.workload, self.layout), self.workload, self.layout
         found = []
         for rank in range(layout.pipeline):
-            weights = self.rank_weights(rank)
+            weights = self.rank_weights[rank]
             layers = sum(self.stage_layers[rank :: layout.pipeline]) / layout.chunks
             cut = layout.shards if layout.shard_weights else 1
             found.append(
@@ -227,9 +255,7 @@ class Job:
     @cached_property
     def gradient_reduce(self) -> float:
         """Seconds to reduce a device's gradients over all copies of the model."""
-        most = max(range(self.layout.pipeline), key=self.rank_weights)
-        size = self.rank_weights(most) * _BYTES
-        return self.all_reduce("data", size)
+        return self.all_reduce("data", max(self.rank_weights) * _BYTES)
 
     def estimate(self) -> Estimate:
         """The step of (interleaved) 1F1B.
@@ -256,7 +282,7 @@ class Job:
         if p > 1 and work.model.tied:
             table = _BYTES * work.model.vocabulary * work.model.hidden / layout.tensor
             tied = table / self.rate(self.mesh.boundary(p - 1))
-        weights = max(map(self.rank_weights, range(p))) / (layout.shards if layout.shard_weights else 1)
+        weights = max(self.rank_weights) / (layout.shards if layout.shard_weights else 1)
         parts = {
             "compute": m * (slow - tensor - send[at]),
             "tensor parallel": m * tensor,

@@ -160,7 +160,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
             if (pipeline == 1 and chunks > 1) or workload.batch % (data * microbatch):
                 continue
             for expert in experts:
-                if expert > data * context:
+                if data % expert:
                     continue
                 yield Layout(
                     tensor=tensor,
@@ -257,7 +257,7 @@ class Explorer:
         network = production_network(self.topology)
         tensor = _largest(self.workload, min(self.topology.sizes[0]))
         for layout in self._possible(found):
-            if (layout.tensor, layout.context, layout.expert, layout.microbatch) != (tensor, 1, 1, 1):
+            if (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1):
                 continue
             if layout.chunks != self._fixed_chunks(layout):
                 continue

@@ -118,6 +118,14 @@ class Mesh:
         """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
+    def expert_tiers(self, experts: int) -> tuple[Tier, ...]:
+        """The groups over which experts are spread: neighbouring copies of the model, level by level.
+
+        Args:
+            experts: Copies of a group, a divisor of the data-parallel degree.
+        """
+        return _tiers(_Key(self.topology), self.devices, self.stride("data"), experts)
+
     def boundary(self, index: int) -> Edges:
         """What messages of pipeline rank ``index`` to the next (of the last to the first) get, all copies together."""
         return _boundary(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"), index)

@@ -276,8 +276,8 @@ class Layout:
         elif self.expert > 1 and model.experts is not None:
             if model.experts.count % self.expert:
                 found.append(f"expert {self.expert} does not divide {model.experts.count} experts")
-            if self.data * self.context % self.expert:
-                found.append(f"expert {self.expert} does not divide data x context {self.data * self.context}")
+            if self.data % self.expert:
+                found.append(f"expert {self.expert} does not divide data {self.data}")
         return found
 
     def check(self, workload: Workload) -> None:
@@ -313,6 +313,8 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
         stages: Of the pipeline.
     """
     fewest, more = divmod(layers, stages)
+    if not more:
+        return [fewest] * stages
     inside_out = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
     counts = [fewest] * stages
     for stage in inside_out[:more]:
@@ -342,6 +344,26 @@ class Seconds:
     def total(self) -> float:
         """Of forward and backward."""
         return self.forward + self.again + self.input_gradient + self.weight_gradient
+
+    def times(self, count: float) -> Seconds:
+        """As often one after the other."""
+        return Seconds(
+            self.forward * count,
+            self.again * count,
+            self.input_gradient * count,
+            self.weight_gradient * count,
+            self.tensor * count,
+        )
+
+    def plus(self, other: Seconds) -> Seconds:
+        """Both, one after the other."""
+        return Seconds(
+            self.forward + other.forward,
+            self.again + other.again,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.tensor + other.tensor,
+        )
 
     def at_least(self, floor: float) -> Seconds:
         """In proportion longer, where they are shorter than the host needs."""
