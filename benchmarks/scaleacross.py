@@ -1,0 +1,256 @@
+"""The planner beside measured step times, Calculon and baselines of its own: ``cordillera bench scaleacross``."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from _machine import fingerprint
+from _results import RESULTS, write_json
+from _scaleacross_peers import Calculon, PeerUnavailable
+from _timing import Spread
+from rich.console import Console
+from rich.table import Table
+
+from cordillera import topology as clusters
+from cordillera.cost import Calibration, CostModel
+from cordillera.planning import calibration, workload
+from cordillera.planning.explorer import ALL, Explorer
+
+MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
+REGION_KM = 2000.0  # a round trip of 20 ms
+
+# Every point of the grid: workload, cluster, devices, changes of the cluster.
+GRID: list[tuple[str, str, int, dict[str, float]]] = [
+    (model, cluster, devices, changes)
+    for model in ("llama3-405b", "moe-400b")
+    for cluster, devices in (("two-buildings", 16_384), ("llama4-region", 65_536))
+    for changes in ({}, {"region.oversubscription": 7.0}, {"region.distance_km": REGION_KM})
+]
+# The devices of a point are spread evenly: buildings of as many as are used over their number.
+BUILDINGS = {
+    "two-buildings": {"building.members": 4, "pod.members": 128},
+    "llama4-region": {"region.members": 4, "building.members": 8, "zone.members": 128},
+}
+
+
+class Part(str, enum.Enum):
+    """What can be measured."""
+
+    accuracy = "accuracy"
+    speed = "speed"
+    grid = "grid"
+
+
+def _split(rows: list[calibration.Measurement], models: set[str]) -> list[calibration.Measurement]:
+    return [row for row in rows if row.model in models]
+
+
+def _figures(rows: list[calibration.Measurement], seconds: list[float]) -> dict[str, Any]:
+    everything = calibration.accuracy(rows, seconds)
+    small = [(row, value) for row, value in zip(rows, seconds, strict=True) if row.layout.tensor <= 8]
+    return {
+        "rows": everything.rows,
+        "error": everything.error,
+        "median": everything.median,
+        "error_tensor_to_8": calibration.accuracy(*map(list, zip(*small, strict=True))).error,  # type: ignore[arg-type]
+        "tau": everything.tau,
+        "tau_by_model": everything.tau_by_model,
+        "regret": everything.regret,
+        "regret_by_model": everything.regret_by_model,
+        "error_by_model": everything.error_by_model,
+    }
+
+
+def _accuracy(console: Console, quick: bool) -> dict[str, Any]:
+    rows, cluster = calibration.read(MEASURED), clusters.load("a100-four-cards")
+
+    def predicted(constants: Calibration, of: list[calibration.Measurement]) -> list[float]:
+        cost = CostModel(cluster.device, constants)
+        return [calibration.predict(row, cluster, cost).seconds for row in of]
+
+    fitted = calibration.fit(_split(rows, {"18.4", "39.1"}), cluster)
+    smaller = calibration.fit(_split(rows, {"3.6", "18.4"}), cluster)
+    largest = _split(rows, {"39.1"})
+    found: dict[str, Any] = {"ours": _figures(rows, predicted(fitted, rows))}
+    found["ours, fitted on 3.6B and 18.4B, on 39.1B"] = _figures(largest, predicted(smaller, largest))
+    notes = []
+    try:
+        peer = Calculon(cluster.device.nic_bytes_per_s / 1e9)
+        theirs = [peer.seconds(row) for row in rows]
+        found["Calculon"] = _figures(rows, theirs)
+        found["Calculon, on 39.1B"] = _figures(
+            largest, [t for row, t in zip(rows, theirs, strict=True) if row in largest]
+        )
+    except PeerUnavailable as reason:
+        notes.append(f"Calculon was left out: {reason}")
+    useful = sum(row.workload.flops for row in rows) / sum(row.seconds * row.layout.devices for row in rows)
+    constant = [row.workload.flops / useful / row.layout.devices for row in rows]
+    found["one rate for all"] = _figures(rows, constant)
+    table = Table(title="predicted against measured steps (vTrain, A100)", title_justify="left")
+    for heading in ("", "rows", "error", "TP to 8", "rank correlation", "regret"):
+        table.add_column(heading)
+    for name, one in found.items():
+        table.add_row(
+            name, str(one["rows"]), f"{one['error']:.2%}", f"{one['error_tensor_to_8']:.2%}", f"{one['tau']:.3f}",
+            f"{one['regret']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    return {"evidence": "measured steps (published with vTrain), predicted here", "constants": fitted.model_dump(),
+            "figures": found, "notes": notes}  # fmt: skip
+
+
+_STEP_OF_MANY = """
+import json, resource, time
+from cordillera import topology
+from cordillera.cost import CostModel, calibration_for
+from cordillera.planning import workload
+from cordillera.planning.estimate import Job
+from cordillera.planning.mesh import Mesh
+from cordillera.planning.schedules import interleaved
+from cordillera.planning.step import simulate_step
+from cordillera.planning.workload import Layout
+began = time.perf_counter()
+cluster = topology.load("llama4-region").changed({"region.members": 4, "zone.members": 256})
+job = workload.load("llama3-405b").model_copy(update={"batch": 16384})
+layout = Layout(tensor=8, pipeline=16, data=1024, shards=1024, chunks=7, sequence_parallel=True, overlap_gradients=True)
+assert layout.devices == cluster.devices == 131072, (layout.devices, cluster.devices)
+one = Job(job, Mesh.of(cluster, layout), layout, CostModel(cluster.device, calibration_for(cluster.device)))
+step = simulate_step(one, interleaved(16, one.microbatches, 7))
+peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")][0].split()[1]
+print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": int(peak) * 1024, "step": step.seconds}))
+"""
+
+
+def _speed(console: Console, quick: bool) -> dict[str, Any]:
+    import json
+
+    rows, cluster = calibration.read(MEASURED), clusters.load("a100-four-cards")
+    cost = CostModel(cluster.device, Calibration())
+    contenders: dict[str, Callable[[], object]] = {
+        "ours": lambda: [calibration.predict(row, cluster, cost).seconds for row in rows]
+    }
+    notes = []
+    try:
+        peer = Calculon(cluster.device.nic_bytes_per_s / 1e9)
+        contenders["Calculon"] = lambda: [peer.seconds(row) for row in rows]
+    except PeerUnavailable as reason:
+        notes.append(f"Calculon was left out: {reason}")
+    for run in contenders.values():
+        run()
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(3 if quick else 15):
+        for name, run in contenders.items():
+            began = time.perf_counter()
+            run()
+            rates[name].append(len(rows) / (time.perf_counter() - began))
+    values: dict[str, Any] = {"evaluations_per_s": {name: Spread.of(one).to_json() for name, one in rates.items()}}
+    if "Calculon" in rates:
+        ratio = Spread.of([a / b for a, b in zip(rates["ours"], rates["Calculon"], strict=True)])
+        values["times_calculon"] = ratio.to_json()
+        console.print(f"evaluations a second: {ratio.median:.1f} times Calculon's (20 asked)")
+    explorer = Explorer(workload.load("llama3-405b"), clusters.load("two-buildings"))
+    found = explorer.explore(keep=2 if quick else 16)
+    values["joint_search"] = {"seconds": found.seconds, "estimated": found.estimated, "simulated": found.simulated}
+    console.print(f"joint search, 405B on 24,576 devices in two buildings: {found.seconds:.1f} s (60 asked)")
+    done = subprocess.run(
+        [sys.executable, "-c", _STEP_OF_MANY], capture_output=True, text=True, check=True, timeout=300
+    )
+    values["step_of_131072"] = json.loads(done.stdout)
+    one = values["step_of_131072"]
+    console.print(
+        f"a step of 131,072 devices: {one['seconds']:.1f} s (10 asked), {one['peak_bytes'] / 2**30:.2f} GiB (2)"
+    )
+    return {"evidence": "measured", "values": values, "notes": notes}
+
+
+def _grid(console: Console, quick: bool) -> dict[str, Any]:
+    points = []
+    table = Table(title="step time, simulated, and how many times the baseline", title_justify="left")
+    for heading in ("workload", "cluster", "change", "production", *ALL, "joint", "x production", "x best single"):
+        table.add_column(heading)
+    for model, cluster, devices, changes in GRID[:1] if quick else GRID:
+        topology = clusters.load(cluster).changed({**BUILDINGS[cluster], **changes})
+        if topology.devices != devices:
+            raise RuntimeError(f"{cluster} has {topology.devices} devices, the grid says {devices}")
+        explorer = Explorer(workload.load(model), topology)
+        keep = 2 if quick else 16
+        base = explorer.production()
+        alone = {name: explorer.explore([name], keep=keep).best for name in ALL}
+        joint = explorer.explore(keep=keep).best
+        single = min(plan.seconds for plan in alone.values())
+        points.append(
+            {
+                "workload": model,
+                "cluster": cluster,
+                "devices": devices,
+                "changes": changes,
+                "production": {"seconds": base.seconds, "layout": str(base.layout), "schedule": base.schedule.name},
+                "alone": {name: plan.seconds for name, plan in alone.items()},
+                "joint": {
+                    "seconds": joint.seconds,
+                    "layout": str(joint.layout),
+                    "schedule": joint.schedule.name,
+                    "across": joint.across,
+                },
+                "times_production": base.seconds / joint.seconds,
+                "times_best_single": single / joint.seconds,
+            }
+        )
+        last = points[-1]
+        change = ", ".join(f"{key} {value:g}" for key, value in changes.items()) or "as it is"
+        table.add_row(
+            model, cluster, change, f"{base.seconds:.2f} s", *(f"{alone[name].seconds:.2f} s" for name in ALL),
+            f"{joint.seconds:.2f} s", f"{last['times_production']:.2f}", f"{last['times_best_single']:.2f}",
+        )  # fmt: skip
+        console.print(
+            f"{model} on {cluster}, {change}: {last['times_production']:.2f}, {last['times_best_single']:.2f}"
+        )
+    console.print(table)
+    return {"evidence": "simulated", "points": points}
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.accuracy: _accuracy,
+    Part.speed: _speed,
+    Part.grid: _grid,
+}
+
+
+def main(
+    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
+) -> None:
+    """Measure the planner: against measured steps and Calculon, its own speed, and joint search against baselines."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    folder = results or (RESULTS / "quick" if quick else RESULTS)
+    for chosen in part or Part:
+        if chosen is not Part.grid and not MEASURED.exists():
+            console.print(f"{chosen.value}: left out, {MEASURED} (vTrain's measurements, MIT) is not here")
+            continue
+        began = time.perf_counter()
+        figures = PARTS[chosen](console, quick)
+        content = {
+            "system": "scaleacross",
+            "part": chosen.value,
+            "quick": quick,
+            "seconds": time.perf_counter() - began,
+            "machine": fingerprint(),
+            **figures,
+        }
+        console.print(
+            f"{chosen.value}: written to {write_json(folder / f'scaleacross-{chosen.value}.json', content)}\n"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
