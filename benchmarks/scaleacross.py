@@ -26,18 +26,14 @@ from cordillera.planning.explorer import ALL, Explorer
 MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 REGION_KM = 2000.0  # a round trip of 20 ms
 
-# Every point of the grid: workload, cluster, devices, changes of the cluster.
-GRID: list[tuple[str, str, int, dict[str, float]]] = [
-    (model, cluster, devices, changes)
-    for model in ("llama3-405b", "moe-400b")
-    for cluster, devices in (("two-buildings", 16_384), ("llama4-region", 65_536))
-    for changes in ({}, {"region.oversubscription": 7.0}, {"region.distance_km": REGION_KM})
+# Every point of the grid: workload, cluster, sizes of its levels, devices, changes of the cluster.
+CHANGES: list[dict[str, float]] = [{}, {"region.oversubscription": 7.0}, {"region.distance_km": REGION_KM}]
+SIZES: list[tuple[str, str, dict[str, float], int]] = [
+    ("llama3-405b", "two-buildings", {"building.members": 4, "pod.members": 128}, 16_384),
+    ("llama3-405b", "llama4-region", {"region.members": 4, "building.members": 8, "zone.members": 128}, 65_536),
+    ("moe-400b", "two-buildings", {"building.members": 1, "pod.members": 128}, 4_096),
+    ("moe-400b", "llama4-region", {"region.members": 4, "building.members": 2, "zone.members": 128}, 16_384),
 ]
-# The devices of a point are spread evenly: buildings of as many as are used over their number.
-BUILDINGS = {
-    "two-buildings": {"building.members": 4, "pod.members": 128},
-    "llama4-region": {"region.members": 4, "building.members": 8, "zone.members": 128},
-}
 
 
 class Part(str, enum.Enum):
@@ -175,8 +171,9 @@ def _grid(console: Console, quick: bool) -> dict[str, Any]:
     table = Table(title="step time, simulated, and how many times the baseline", title_justify="left")
     for heading in ("workload", "cluster", "change", "production", *ALL, "joint", "x production", "x best single"):
         table.add_column(heading)
-    for model, cluster, devices, changes in GRID[:1] if quick else GRID:
-        topology = clusters.load(cluster).changed({**BUILDINGS[cluster], **changes})
+    grid = [(*size, changes) for size in SIZES for changes in CHANGES]
+    for model, cluster, sizes, devices, changes in grid[:1] if quick else grid:
+        topology = clusters.load(cluster).changed({**sizes, **changes})
         if topology.devices != devices:
             raise RuntimeError(f"{cluster} has {topology.devices} devices, the grid says {devices}")
         explorer = Explorer(workload.load(model), topology)

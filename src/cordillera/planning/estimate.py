@@ -287,7 +287,8 @@ class Job:
             "compute": m * (slow - tensor - send[at]),
             "tensor parallel": m * tensor,
             "pipeline messages": m * send[at],
-            "pipeline bubble": (sum(slots) - slow) / v,
+            # chunks come round once a pass of all ranks, however few microbatches there are
+            "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
             "gradient reduction": reduce + tied,
             "optimizer": self.cost.stream(40.0 * weights),
         }
