@@ -1,0 +1,1 @@
+"""How many devices share one model: processes that execute what the planner planned."""
