@@ -4,7 +4,7 @@
 #   make test     run the tests
 #   make check    format, lint, types, layers
 #   make docs     build the documentation into site/
-#   make peers    install the libraries that `cordillera bench ranking` compares with
+#   make peers    install what `cordillera bench` compares with
 #   make format   rewrite the sources in the project's format
 #   make clean    remove what the targets above made
 
@@ -17,6 +17,8 @@ PYTEST_FLAGS ?=
 
 FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR
 FUXICTR_COMMIT := 0245987
+CALCULON_URL ?= https://github.com/calculon-ai/calculon
+CALCULON_COMMIT := caa4b11
 
 # A stamp is older than these files when they change, and then the set is installed anew.
 PINS := pyproject.toml constraints.txt
@@ -50,13 +52,19 @@ hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
 
 # FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
-peers: $(VENV)/.test .peers/FuxiCTR/.complete
-	$(INSTALL) fuxictr==2.3.10
+peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete
+	$(INSTALL) fuxictr==2.3.10 pandas psutil
 
 .peers/FuxiCTR/.complete:
 	rm -rf .peers/FuxiCTR
 	git clone --quiet $(FUXICTR_URL) .peers/FuxiCTR
 	git -C .peers/FuxiCTR checkout --quiet $(FUXICTR_COMMIT)
+	touch $@
+
+.peers/calculon/.complete:
+	rm -rf .peers/calculon
+	git clone --quiet $(CALCULON_URL) .peers/calculon
+	git -C .peers/calculon checkout --quiet $(CALCULON_COMMIT)
 	touch $@
 
 # Some systems ship Python without the part of `venv` that installs pip; then the outer pip puts it there.

@@ -80,3 +80,39 @@ def test_ensembles_are_quoted_as_measured(number: int) -> None:
     for gain in (result["pair_gain_ne"], result["layer_gain_ne"]):
         low, high = gain["interval"]
         assert f"{gain['mean']:+.4f} [{low:+.4f}, {high:+.4f}]" in page
+
+
+def test_the_planner_is_quoted_as_measured() -> None:
+    page = _page("docs/systems/scaleacross.md")
+    figures = json.loads((ROOT / "benchmarks/results/scaleacross-accuracy.json").read_text())["figures"]
+    for name in ("ours", "Calculon", "one rate for all"):
+        one, row = figures[name], _table_row(page, f"| {name} |")
+        assert f"{one['error']:.2%}".replace("%", " %") in row
+        assert f"{one['error_tensor_to_8']:.2%}".replace("%", " %") in row
+        assert f"| {one['regret']:.3f} |" in row
+    for value in figures["ours"]["tau_by_model"].values():
+        assert f"{value:.3f}" in page
+    for point in json.loads((ROOT / "benchmarks/results/scaleacross-grid.json").read_text())["points"]:
+        assert _grid_row(point) in page
+    speed = json.loads((ROOT / "benchmarks/results/scaleacross-speed.json").read_text())["values"]
+    text = " ".join(page.split())
+    assert f"takes {speed['joint_search']['seconds']:.0f} s on two cores" in text
+    step = speed["step_of_131072"]
+    assert f"131,072 devices {step['seconds']:.1f} s and {step['peak_bytes'] / 2**30:.2f} GiB" in text
+    assert f"evaluated {speed['times_calculon']['median']:.0f} times as often" in text
+
+
+def _grid_row(point: dict[str, Any]) -> str:
+    change = {(): "as it is", ("region.oversubscription",): "1:7", ("region.distance_km",): "2,000 km"}[
+        tuple(point["changes"])
+    ]
+    cells = [
+        point["workload"],
+        f"{point['cluster']}, {point['devices']:,}",
+        change,
+        f"{point['production']['seconds']:.2f} s",
+        f"{point['joint']['seconds']:.2f} s",
+        f"{point['times_production']:.2f}",
+        f"{point['times_best_single']:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
