@@ -79,8 +79,11 @@ def test_the_step_is_the_schedule_and_what_follows(explorer: Explorer) -> None:
 
 def test_nothing_that_fits_ends_with_reasons() -> None:
     small = topology.load("a100-node").changed({"device.memory_bytes": 1e9})
-    with pytest.raises(PlanError, match=r"no plan is possible \(.*memory"):
+    with pytest.raises(PlanError, match=r"no plan is possible \(.*memory[\s\S]*devices with [\d,]+ GB"):
         Explorer(workload.load("gpt-175b"), small).explore()
+    odd = workload.load("gpt-22b").model_copy(update={"batch": 1})
+    with pytest.raises(PlanError, match=r"a batch that the number of devices divides|GB"):
+        Explorer(odd, topology.load("a100-node").changed({"host.members": 7})).explore()
     with pytest.raises(PlanError, match="9 devices are asked for, the cluster has 8"):
         Explorer(workload.load("gpt-22b"), small, devices=9)
 

@@ -7,6 +7,7 @@ rest is ranked by the analytic estimate, and the best are simulated under every 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,6 +101,7 @@ class Exploration:
         dropped: Reasons, with how many layouts each dropped.
         seconds: That the search took.
         interrupted: Whether it was stopped before its end.
+        least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -109,6 +111,7 @@ class Exploration:
     dropped: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     interrupted: bool = False
+    least_memory: float = math.inf
 
     @property
     def best(self) -> Plan:
@@ -119,10 +122,13 @@ class Exploration:
         """
         if not self.plans:
             reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
-            raise PlanError(
-                f"no plan is possible ({reasons or 'nothing was tried'})",
-                remedy="more devices, more memory on each, or a batch that more of them divide",
-            )
+            remedy = "a batch that the number of devices divides, or another number of devices"
+            if math.isfinite(self.least_memory):
+                remedy = (
+                    f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
+                    f"{self.least_memory / _USABLE / 1e9:,.0f} GB, or more of them"
+                )
+            raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
         return self.plans[0]
 
 
@@ -305,6 +311,7 @@ class Explorer:
             needed = max(sum(rank.values()) for rank in held(job, schedule))
             if needed > self._limit:
                 found.dropped[f"{name} needs more memory than a device has"] += 1
+                found.least_memory = min(found.least_memory, needed)
                 continue
             step = simulate_step(job, schedule)
             found.simulated += 1
@@ -355,6 +362,7 @@ class Explorer:
                 found.estimated += 1
                 if not self._might_fit(estimate):
                     found.dropped["needs more memory than a device has"] += 1
+                    found.least_memory = min(found.least_memory, estimate.memory_bytes)
                     continue
                 ranked[order].append((estimate.seconds, len(ranked[order]), job))
                 if found.estimated % 500 == 0:
