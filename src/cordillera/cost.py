@@ -17,6 +17,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.
 _TILE_ROWS, _TILE_COLUMNS, _LOST_WAVES = 128, 256, 0.5
+_OPTIMIZER_TRAFFIC = 40  # bytes a weight and step: Adam's moments, master weights, gradients, the norm, the cast
 _SHORT = 192  # below this width or inner length a kernel has no long loop in which loads hide behind arithmetic
 
 
@@ -129,6 +130,10 @@ class CostModel:
     def stream(self, size: float) -> float:
         """Seconds to read or write ``size`` bytes of the device's memory."""
         return size / self._stream
+
+    def optimizer(self, weights: float) -> float:
+        """Seconds to update so many weights with Adam."""
+        return self.stream(_OPTIMIZER_TRAFFIC * weights)
 
     def attention(self, flops: float) -> float:
         """Seconds of a fused attention kernel of so many FLOPs."""

@@ -6,14 +6,16 @@ adds; what both share is the cost of layers, stages and collectives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from cordillera.cost import CostModel
+from cordillera.planning.collective_cost import ring_seconds
 from cordillera.planning.mesh import Edges, Mesh
 from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import (
+    BYTES,
     Layout,
     Seconds,
     Workload,
@@ -23,8 +25,6 @@ from cordillera.planning.workload import (
     layer_seconds,
     layers_of_stages,
 )
-
-_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,14 @@ class Job:
         if n == 1:
             return 0.0
         edges = self.mesh.ring(dimension)
-        ring = 2 * (n - 1) * (edges.latency + size / n / self.rate(edges))
+        ring = 2 * ring_seconds(n, size, edges.latency, self.rate(edges))
         tiers = self.mesh.tiers(dimension)
         if not tiers:
             return ring
         within, share = 0.0, size  # hierarchical: each tier reduces what the tier inside left it
-        for tier in tiers:
-            k = tier.parts
-            within += 2 * (k - 1) * (tier.edges.latency + share / k / self.rate(tier.edges))
-            share /= k
+        for parts, edges in tiers:
+            within += 2 * ring_seconds(parts, share, edges.latency, self.rate(edges))
+            share /= parts
         return min(ring, within)
 
     @cached_property
@@ -123,7 +122,7 @@ class Job:
         """Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices."""
         if self.layout.tensor == 1:
             return 0.0
-        size = _BYTES * self.tokens * self.workload.model.hidden
+        size = BYTES * self.tokens * self.workload.model.hidden
         return self.all_reduce("tensor", size) + self.cost.calibration.collective_s
 
     @cached_property
@@ -132,7 +131,7 @@ class Job:
         experts, n = self.workload.model.experts, self.layout.expert
         if experts is None or n == 1:
             return 0.0
-        size = _BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
+        size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
         slowest, latency, inside = 0.0, 0.0, 1
         for tier in self.mesh.expert_tiers(n):
             slowest = max(slowest, size * (1 - inside / n) / self.rate(tier.edges))  # what leaves a part of the tier
@@ -158,9 +157,9 @@ class Job:
         if self.layout.context == 1:
             return one
         # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
-        size = 2 * _BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
+        size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
         edges, n = self.mesh.ring("context"), self.layout.context
-        gather = (n - 1) * (edges.latency + size / n / self.rate(edges))
+        gather = ring_seconds(n, size, edges.latency, self.rate(edges))
         return Seconds(
             one.forward + gather,
             one.again + (gather if self.layout.recompute == "full" else 0.0),
@@ -198,7 +197,7 @@ class Job:
     @cached_property
     def message_bytes(self) -> float:
         """Of one microbatch between two stages, from one device: tensor-parallel devices send a part each."""
-        return _BYTES * self.tokens * self.workload.model.hidden / self.layout.tensor
+        return BYTES * self.tokens * self.workload.model.hidden / self.layout.tensor
 
     def message_seconds(self, boundary: int) -> float:
         """That a message occupies the way after a pipeline rank, latency left out."""
@@ -216,16 +215,56 @@ class Job:
             share = model.layers // experts.every / model.layers
         return (model.attention_weights + share * mixed + (1 - share) * plain) / self.layout.tensor
 
+    def weights(self, stages: Sequence[int]) -> float:
+        """Parameters on one device of a rank that holds these stages."""
+        first, last = 0 in stages, self.layout.stages - 1 in stages
+        tables = max(first, last) if self.workload.model.tied else first + last
+        return sum(map(self.stage_layers.__getitem__, stages)) * self.layer_weights + tables * self.table
+
+    @cached_property
+    def table(self) -> float:
+        """Parameters of an embedding matrix on one device."""
+        return self.workload.model.vocabulary * self.workload.model.hidden / self.layout.tensor
+
+    @cached_property
+    def dealt_out(self) -> list[range]:
+        """The stages of every pipeline rank, dealt out in turn."""
+        p = self.layout.pipeline
+        return [range(rank, self.layout.stages, p) for rank in range(p)]
+
     @cached_property
     def rank_weights(self) -> list[float]:
-        """Parameters on one device of each pipeline rank."""
-        model, p = self.workload.model, self.layout.pipeline
-        table = model.vocabulary * model.hidden / self.layout.tensor
-        found = [sum(self.stage_layers[rank::p]) * self.layer_weights for rank in range(p)]
-        found[0] += table
-        if p > 1 or not model.tied:
-            found[-1] += table
-        return found
+        """Parameters on one device of each pipeline rank, stages dealt out in turn."""
+        return [self.weights(stages) for stages in self.dealt_out]
+
+    def held(self, stages: Sequence[int], weights: float, live: int) -> dict[str, float]:
+        """Bytes on a device, by cause.
+
+        Args:
+            stages: That its rank holds.
+            weights: Their parameters.
+            live: Microbatches of a stage whose activations it holds at a time.
+        """
+        work, layout = self.workload, self.layout
+        cut = layout.shards if layout.shard_weights else 1
+        return {
+            "weights": weights * work.weight_bytes / cut,
+            "gradients": weights * work.gradient_bytes / cut,
+            "optimizer": weights * work.optimizer_bytes / layout.shards,
+            "activations": live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations,
+        }
+
+    @cached_property
+    def layer_activations(self) -> float:
+        """Bytes of one layer for one microbatch."""
+        return activation_bytes(self.workload, self.layout)
+
+    @cached_property
+    def tied_seconds(self) -> float:
+        """To add up the gradients of input and output embeddings that are one matrix on two ranks."""
+        if not self.workload.model.tied or self.layout.pipeline == 1:
+            return 0.0
+        return BYTES * self.table / self.rate(self.mesh.boundary(self.layout.pipeline - 1))
 
     def live_chunks(self, rank: int) -> int:
         """Microbatches of a chunk whose activations a rank of (interleaved) 1F1B holds."""
@@ -235,27 +274,14 @@ class Job:
         return min(m * v, (v - 1) * min(m, p) + 2 * (p - 1 - rank) + 1)
 
     def memory(self) -> tuple[dict[str, float], ...]:
-        """Bytes on a device of each pipeline rank, by cause."""
-        one, work, layout = activation_bytes(self.workload, self.layout), self.workload, self.layout
-        found = []
-        for rank in range(layout.pipeline):
-            weights = self.rank_weights[rank]
-            layers = sum(self.stage_layers[rank :: layout.pipeline]) / layout.chunks
-            cut = layout.shards if layout.shard_weights else 1
-            found.append(
-                {
-                    "weights": weights * work.weight_bytes / cut,
-                    "gradients": weights * work.gradient_bytes / cut,
-                    "optimizer": weights * work.optimizer_bytes / layout.shards,
-                    "activations": self.live_chunks(rank) * layers * one,
-                }
-            )
-        return tuple(found)
+        """Bytes on a device of each pipeline rank under (interleaved) 1F1B, by cause."""
+        ranks = enumerate(zip(self.dealt_out, self.rank_weights, strict=True))
+        return tuple(self.held(stages, weights, self.live_chunks(rank)) for rank, (stages, weights) in ranks)
 
     @cached_property
     def gradient_reduce(self) -> float:
         """Seconds to reduce a device's gradients over all copies of the model."""
-        return self.all_reduce("data", max(self.rank_weights) * _BYTES)
+        return self.all_reduce("data", max(self.rank_weights) * BYTES)
 
     def estimate(self) -> Estimate:
         """The step of (interleaved) 1F1B.
@@ -263,11 +289,11 @@ class Job:
         The slowest rank's slot for every microbatch, the other ranks' slots once to fill and drain the pipeline, then
         what is not hidden of gradient reduction, and the optimizer.
         """
-        layout, work = self.layout, self.workload
+        layout = self.layout
         p, v, m = layout.pipeline, layout.chunks, self.microbatches
         send = [0.0] * p
         if p > 1:
-            ways = [self.message_seconds(i) for i in range(p)]
+            ways = [self.message_seconds(i) for i in range(p - 1)]
             # a slot sends and receives once each way, for every chunk
             send = [2 * v * ways[min(rank, p - 2)] for rank in range(p)]
         slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
@@ -278,19 +304,14 @@ class Job:
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
             reduce = max(0.0, reduce - backward)
-        tied = 0.0
-        if p > 1 and work.model.tied:
-            table = _BYTES * work.model.vocabulary * work.model.hidden / layout.tensor
-            tied = table / self.rate(self.mesh.boundary(p - 1))
-        weights = max(self.rank_weights) / (layout.shards if layout.shard_weights else 1)
         parts = {
             "compute": m * (slow - tensor - send[at]),
             "tensor parallel": m * tensor,
             "pipeline messages": m * send[at],
             # chunks come round once a pass of all ranks, however few microbatches there are
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
-            "gradient reduction": reduce + tied,
-            "optimizer": self.cost.stream(40.0 * weights),
+            "gradient reduction": reduce + self.tied_seconds,
+            "optimizer": self.cost.optimizer(max(self.rank_weights) / layout.shards),
         }
         peak = layout.devices * self.cost.device.matrix_flops_per_s
-        return Estimate(layout, self.mesh.order, parts, self.memory(), work.flops, peak)
+        return Estimate(layout, self.mesh.order, parts, self.memory(), self.workload.flops, peak)

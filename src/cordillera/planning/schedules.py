@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -601,8 +601,3 @@ def greedy(
             ready[key] = arrival
             waiting[rank_of[key[1]]].add(key)
     return Schedule(name, microbatches, tuple(rank_of), tuple(map(tuple, plans)))
-
-
-def parts(actions: Iterable[Action]) -> str:
-    """Actions as people read them: ``0F0 0F1 0B0``."""
-    return " ".join(map(str, actions))

@@ -22,9 +22,7 @@ from cordillera.planning.schedules import (
     zero_bubble_v,
 )
 from cordillera.planning.simulator import StageSeconds, Timeline, Way, simulate
-from cordillera.planning.workload import activation_bytes
-
-_BYTES = 2
+from cordillera.planning.workload import BYTES
 
 
 @dataclass(frozen=True)
@@ -86,25 +84,8 @@ def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
         job: What is trained and how it is cut.
         schedule: Whose live microbatches count.
     """
-    work, layout = job.workload, job.layout
-    one, cut = activation_bytes(work, layout), layout.shards if layout.shard_weights else 1
-    table = work.model.vocabulary * work.model.hidden / layout.tensor
-    found = []
-    for rank in range(schedule.ranks):
-        stages = schedule.stages_of(rank)
-        weights = sum(job.stage_layers[stage] for stage in stages) * job.layer_weights
-        ends = (0 in stages, schedule.stages - 1 in stages)
-        weights += table * (max(ends) if work.model.tied else sum(ends))
-        layers = max(job.stage_layers[stage] for stage in stages)
-        found.append(
-            {
-                "weights": weights * work.weight_bytes / cut,
-                "gradients": weights * work.gradient_bytes / cut,
-                "optimizer": weights * work.optimizer_bytes / layout.shards,
-                "activations": schedule.peak(rank) * layers * one,
-            }
-        )
-    return tuple(found)
+    ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+    return tuple(job.held(stages, job.weights(stages), schedule.peak(rank)) for rank, stages in enumerate(ranks))
 
 
 def simulate_step(job: Job, schedule: Schedule) -> Step:
@@ -117,10 +98,9 @@ def simulate_step(job: Job, schedule: Schedule) -> Step:
         job: What is trained and how it is cut.
         schedule: Of the pipeline.
     """
-    layout, work = job.layout, job.workload
+    layout = job.layout
     timeline = simulate(schedule, stage_seconds(job, schedule), ways(job))
     memory = held(job, schedule)
-    table = work.model.vocabulary * work.model.hidden / layout.tensor
     ends, reduced = [], []
     for rank, actions in enumerate(schedule.actions):
         own_starts, own_ends = timeline.starts[rank], timeline.ends[rank]
@@ -128,8 +108,7 @@ def simulate_step(job: Job, schedule: Schedule) -> Step:
         lasts = {a.stage: i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         for stage, i in sorted(lasts.items(), key=lambda item: item[1]):
             layers = job.stage_layers[stage]
-            weights = layers * job.layer_weights + table * (stage in (0, schedule.stages - 1))
-            seconds = job.all_reduce("data", weights * _BYTES)
+            seconds = job.all_reduce("data", job.weights([stage]) * BYTES)
             if layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
                 clock = max(clock, float(own_starts[i])) + seconds
                 clock = max(clock, float(own_ends[i]) + seconds / max(layers, 1))
@@ -137,14 +116,10 @@ def simulate_step(job: Job, schedule: Schedule) -> Step:
                 clock = max(clock, last) + seconds
         ends.append(last)
         reduced.append(max(last, clock))
-    tied = 0.0
-    if layout.pipeline > 1 and work.model.tied and schedule.rank_of[0] != schedule.rank_of[-1]:
-        tied = _BYTES * table / job.rate(job.mesh.boundary(layout.pipeline - 1))
-    finish = [
-        end + (tied if rank in (schedule.rank_of[0], schedule.rank_of[-1]) else 0.0) for rank, end in enumerate(reduced)
-    ]
+    both = (schedule.rank_of[0], schedule.rank_of[-1])
+    tied = job.tied_seconds if both[0] != both[1] else 0.0
+    finish = [end + (tied if rank in both else 0.0) for rank, end in enumerate(reduced)]
     at = int(np.argmax(finish))
-    weights = memory[at]["weights"] / work.weight_bytes
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
     waiting = float(timeline.waiting[at])
     busy = float(timeline.busy[at])
@@ -154,7 +129,7 @@ def simulate_step(job: Job, schedule: Schedule) -> Step:
         "pipeline messages": waiting,
         "pipeline bubble": ends[at] - busy - waiting,
         "gradient reduction": finish[at] - ends[at],
-        "optimizer": job.cost.stream(40.0 * weights),
+        "optimizer": job.cost.optimizer(job.weights(schedule.stages_of(at)) / layout.shards),
     }
     return Step(timeline, parts, memory)
 

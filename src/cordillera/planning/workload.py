@@ -20,9 +20,8 @@ from cordillera.topology import read, shipped
 Count = Annotated[int, Field(ge=1)]
 Recompute = Literal["none", "selective", "full"]
 
-_BYTES = 2  # of a weight, an activation and its gradient in 16 bits
+BYTES = 2  # of a weight, an activation and its gradient in 16 bits
 _GRADIENT_TRAFFIC = 6  # bytes a weight and microbatch: a gradient read, added to the sum and written, in 16 bits each
-_OPTIMIZER_TRAFFIC = 40  # bytes a weight and step: Adam's moments, master weights, gradients, the norm, the cast
 _FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of so many score matrices
 _UNFUSED_SOFTMAX = 104  # bytes a score, over all passes, where that kernel cannot be used
 _LOGIT_TRAFFIC = 52  # bytes a logit: cross entropy in 32 bits, forwards and backwards
@@ -441,14 +440,14 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
         count = layout.microbatch * model.heads / t / layout.context
         both = cost.product(workload.sequence, workload.sequence, model.head, count)
         both += cost.product(workload.sequence, model.head, workload.sequence, count)
-        scores = _BYTES * count * workload.sequence**2
+        scores = BYTES * count * workload.sequence**2
         core = both + cost.stream(4.0 * scores)  # softmax that reads what is not masked, dropout
         core_back = 2.0 * both + cost.stream(4.5 * scores)
         if layout.microbatch * model.heads // layout.tensor % _FUSED_SOFTMAX:
             core_back += cost.stream(_UNFUSED_SOFTMAX * count * workload.sequence**2)
-    x = _BYTES * rows * model.hidden
+    x = BYTES * rows * model.hidden
     own = x / t if layout.sequence_parallel else x
-    wide = _BYTES * rows * ffn * (1.5 if model.gated else 1.0) / t
+    wide = BYTES * rows * ffn * (1.5 if model.gated else 1.0) / t
     pointwise = cost.stream(11.0 * own + 6.0 * x / t + 2.0 * wide)
     pointwise_back = cost.stream(17.0 * own + 3.0 * x / t + 3.0 * wide)
     weights = (model.parameters - model.vocabulary * model.hidden * (1 if model.tied else 2)) / model.layers
@@ -476,7 +475,7 @@ def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduc
         cost: Of the device.
         reduce: As in :func:`layer_seconds`.
     """
-    x = _BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
+    x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
     return Seconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
 
 
