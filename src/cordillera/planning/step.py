@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,7 +24,6 @@ from cordillera.planning.schedules import (
     zero_bubble_v,
 )
 from cordillera.planning.simulator import StageSeconds, Timeline, Way, simulate
-from cordillera.planning.workload import BYTES
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,26 @@ class Step:
 def stage_seconds(job: Job, schedule: Schedule) -> StageSeconds:
     """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
 
+    Messages that kernels copy take processors: an action that receives or sends one takes as much longer as these do
+    not compute while it is on the way.
+
     Args:
         job: With as many stages as the schedule.
         schedule: For the error.
     """
     if len(job.stages) != schedule.stages:
         raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
+    p = job.layout.pipeline
+    lost = [0.0] * schedule.stages
+    for stage, (a, b) in enumerate(pairwise(schedule.rank_of)):
+        if a != b:
+            boundary = a if b == (a + 1) % p else b
+            copying = job.copied(job.mesh.boundary(boundary)) * job.message_seconds(boundary)
+            lost[stage] += copying
+            lost[stage + 1] += copying
     return StageSeconds(
-        [stage.forward for stage in job.stages],
-        [stage.again + stage.input_gradient for stage in job.stages],
+        [stage.forward + extra for stage, extra in zip(job.stages, lost, strict=True)],
+        [stage.again + stage.input_gradient + extra for stage, extra in zip(job.stages, lost, strict=True)],
         [stage.weight_gradient for stage in job.stages],
     )
 
@@ -85,7 +97,7 @@ def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
         schedule: Whose live microbatches count.
     """
     ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    return tuple(job.held(stages, job.weights(stages), schedule.peak(rank)) for rank, stages in enumerate(ranks))
+    return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
 
 
 def simulate_step(job: Job, schedule: Schedule) -> Step:
@@ -101,35 +113,40 @@ def simulate_step(job: Job, schedule: Schedule) -> Step:
     layout = job.layout
     timeline = simulate(schedule, stage_seconds(job, schedule), ways(job))
     memory = held(job, schedule)
+    copied = job.copied(job.mesh.ring("data"))
     ends, reduced = [], []
     for rank, actions in enumerate(schedule.actions):
         own_starts, own_ends = timeline.starts[rank], timeline.ends[rank]
-        last, clock = float(own_ends[-1]), 0.0
+        last, clock, begun = float(own_ends[-1]), 0.0, math.inf
         lasts = {a.stage: i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
         for stage, i in sorted(lasts.items(), key=lambda item: item[1]):
             layers = job.stage_layers[stage]
-            seconds = job.all_reduce("data", job.weights([stage]) * BYTES)
+            seconds = job.reduce([stage])
             if layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
+                begun = min(begun, float(own_starts[i]))
                 clock = max(clock, float(own_starts[i])) + seconds
                 clock = max(clock, float(own_ends[i]) + seconds / max(layers, 1))
             else:
                 clock = max(clock, last) + seconds
         ends.append(last)
-        reduced.append(max(last, clock))
+        hidden = max(0.0, min(last, clock) - begun)
+        reduced.append(max(last + copied * hidden, clock))  # what copying takes from the last backward
     both = (schedule.rank_of[0], schedule.rank_of[-1])
     tied = job.tied_seconds if both[0] != both[1] else 0.0
     finish = [end + (tied if rank in both else 0.0) for rank, end in enumerate(reduced)]
     at = int(np.argmax(finish))
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
     waiting = float(timeline.waiting[at])
+    gather = job.microbatches * sum(job.stages[stage].gather for stage in schedule.stages_of(at))
     busy = float(timeline.busy[at])
     parts = {
-        "compute": busy - tensor,
+        "compute": busy - tensor - gather,
         "tensor parallel": tensor,
+        "sharded weights": gather,
         "pipeline messages": waiting,
         "pipeline bubble": ends[at] - busy - waiting,
         "gradient reduction": finish[at] - ends[at],
-        "optimizer": job.cost.optimizer(job.weights(schedule.stages_of(at)) / layout.shards),
+        "optimizer": job.cost.optimizer(job.updated(schedule.stages_of(at))),
     }
     return Step(timeline, parts, memory)
 

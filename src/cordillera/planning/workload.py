@@ -293,6 +293,7 @@ class Layout:
         words = [f"TP{self.tensor}", f"PP{self.pipeline}", f"DP{self.data}"]
         words[1:1] = [f"CP{self.context}"] if self.context > 1 else []
         words += [f"EP{self.expert}"] if self.expert > 1 else []
+        words += [f"FSDP{self.shards}"] if self.shard_weights else []
         words += [f"v{self.chunks}"] if self.chunks > 1 else []
         return " ".join([*words, f"mb{self.microbatch}"])
 
@@ -331,6 +332,7 @@ class Seconds:
         input_gradient: Of the input's gradient.
         weight_gradient: Of the weights' gradient, and adding it to those before.
         tensor: Of all these, collectives over the tensor-parallel devices.
+        gather: Of all these, waiting for weights and gradients that are cut over copies.
     """
 
     forward: float = 0.0
@@ -338,6 +340,7 @@ class Seconds:
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
     tensor: float = 0.0
+    gather: float = 0.0
 
     @property
     def total(self) -> float:
@@ -352,6 +355,7 @@ class Seconds:
             self.input_gradient * count,
             self.weight_gradient * count,
             self.tensor * count,
+            self.gather * count,
         )
 
     def plus(self, other: Seconds) -> Seconds:
@@ -362,6 +366,7 @@ class Seconds:
             self.input_gradient + other.input_gradient,
             self.weight_gradient + other.weight_gradient,
             self.tensor + other.tensor,
+            self.gather + other.gather,
         )
 
     def at_least(self, floor: float) -> Seconds:

@@ -1,0 +1,107 @@
+"""The analytic stage: what a device holds and sends, beside counts over all devices and hand-made sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cordillera import topology
+from cordillera.cost import CostModel, calibration_for
+from cordillera.planning import workload
+from cordillera.planning.estimate import Job
+from cordillera.planning.explorer import production_network, tuned_network
+from cordillera.planning.mesh import Mesh
+from cordillera.planning.schedules import one_forward_one_backward
+from cordillera.planning.step import simulate_step
+from cordillera.planning.workload import BYTES, Layout
+
+CLUSTER = topology.load("two-buildings").changed({"building.members": 1, "pod.members": 16})  # 512 devices
+COST = CostModel(CLUSTER.device, calibration_for(CLUSTER.device))
+
+
+def job(model: str, layout: Layout, network: str | None = None, **changes: float) -> Job:
+    cluster = CLUSTER.changed({name.replace("__", "."): value for name, value in changes.items()})
+    settings = {"library": production_network, "tuned": tuned_network}.get(network or "", lambda cluster: None)(cluster)
+    return Job(workload.load(model), Mesh.of(cluster, layout), layout, COST, settings)
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "moe-400b", "gpt-22b"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8, pipeline=4, data=16, shards=16),
+        Layout(tensor=4, context=2, pipeline=2, data=32, shards=32, chunks=2),
+        Layout(tensor=8, data=64, shards=64),
+        Layout(tensor=8, data=64, shards=32, shard_weights=True),
+        Layout(tensor=2, context=4, pipeline=4, data=16, shards=8, shard_weights=True, chunks=3),
+    ],
+)
+def test_every_parameter_is_updated_once_in_each_group_of_copies(model: str, layout: Layout) -> None:
+    one = job(model, layout)
+    if one.workload.model.experts is not None:
+        one = job(model, replace(layout, expert=8))
+    per_rank = layout.tensor * layout.context * layout.shards  # devices of a rank that hold parts of one state
+    updated = sum(one.updated(stages) * per_rank for stages in one.dealt_out)
+    tables = 2 if layout.pipeline > 1 and one.workload.model.tied else 1  # both ends of a pipeline keep a tied table
+    model_ = one.workload.model
+    expected = model_.parameters + (tables - 1) * model_.vocabulary * model_.hidden
+    assert updated == pytest.approx(expected, rel=1e-6)
+
+
+def test_sharded_weights_are_gathered_by_hand_made_sums() -> None:
+    layout = Layout(tensor=8, data=64, shards=64, shard_weights=True, sequence_parallel=True)
+    slow = job("llama3-70b", layout, region__oversubscription=1e4)
+    plain = job("llama3-70b", replace(layout, shard_weights=False), region__oversubscription=1e4)
+    size, rate = BYTES * slow.layer_parameters[0], slow.rate(slow.mesh.tiers("data")[-1].edges)
+    tiers = slow.mesh.tiers("data")
+    gather = COST.calibration.collective_s + sum(
+        (tier.parts - 1) * (tier.edges.latency + size / tier.ranks / tier.parts / slow.rate(tier.edges))
+        for tier in tiers
+    )
+    assert rate < 5e7 * 2  # so slow that the gathers take longer than anything else
+    assert slow.layer.forward == pytest.approx(gather)
+    assert slow.layer.total == pytest.approx(3 * gather)
+    assert slow.layer.gather == pytest.approx(3 * gather - plain.layer.total)
+    fast = job("llama3-70b", layout, host__bytes_per_s=1e15, device__nic_bytes_per_s=1e15)
+    assert fast.layer.gather == 0
+    assert fast.reduce([0]) == 0  # scattered in every backward, and there is one group only
+
+
+def test_sharding_within_buildings_reduces_the_parts_across() -> None:
+    layout = Layout(tensor=8, data=64, shards=32, shard_weights=True, sequence_parallel=True)
+    one = job("llama3-70b", layout)
+    ring, _ = one.mesh.copies(32)
+    assert CLUSTER.levels[ring.level].name == "pod"
+    across = one.mesh.copies(2, 32)[0]
+    assert CLUSTER.levels[across.level].name == "region"
+    part = BYTES * sum(one.parameters([0])) / 32
+    assert one.reduce([0]) == pytest.approx(2 * (across.latency + part / 2 / one.rate(across)))
+    step = simulate_step(one, one_forward_one_backward(1, one.microbatches))
+    assert step.seconds == pytest.approx(one.estimate().seconds, rel=0.02)
+    unsharded = job("llama3-70b", replace(layout, shards=64, shard_weights=False))
+    assert step.memory_bytes < simulate_step(unsharded, step.timeline.schedule).memory_bytes
+
+
+def test_copies_of_a_sequence_share_the_reduction() -> None:
+    whole = job("llama3-8b", Layout(data=128, shards=128))
+    cut = job("llama3-8b", Layout(context=4, data=32, shards=32))
+    assert cut.reduce([0]) == pytest.approx(whole.reduce([0]), rel=0.05)  # the same devices, two dimensions
+    assert cut.updated([0]) == whole.updated([0])
+
+
+def test_copying_takes_processors_and_zero_copy_does_not() -> None:
+    layout = Layout(tensor=8, pipeline=8, data=8, shards=8, sequence_parallel=True, overlap_gradients=True)
+    library, tuned = (job("llama3-70b", layout, name) for name in ("library", "tuned"))
+    schedule = one_forward_one_backward(8, library.microbatches)
+    copied, direct = simulate_step(library, schedule), simulate_step(tuned, schedule)
+    lost = 2 * 0.02 * library.message_seconds(0)  # the first rank ends last: its forwards send, its backwards receive
+    assert copied.parts["compute"] - direct.parts["compute"] == pytest.approx(library.microbatches * lost)
+    assert copied.seconds > direct.seconds
+
+
+def test_doubling_takes_fewer_steps_where_latency_counts() -> None:
+    layout = Layout(tensor=8, data=64, shards=64, sequence_parallel=True)
+    ring, doubling = (job("llama3-8b", layout, name, pod__latency_s=1e-3) for name in ("library", "tuned"))
+    size = 1e6
+    assert doubling.all_reduce("data", size) < 0.5 * ring.all_reduce("data", size)
