@@ -35,6 +35,7 @@ FAMILIES: dict[str, Make] = {
     "breadth first": lambda p, m: breadth_first(p, m, 2),
     "zero bubble H1": zero_bubble,
     "zero bubble H2": lambda p, m: zero_bubble(p, m, 2),
+    "zero bubble ahead": lambda p, m: zero_bubble(p, m, 1, [2 * (p - 1 - rank) for rank in range(p)]),
     "ZBV": zero_bubble_v,
     "DualPipeV": lambda p, m: dual_pipe_v(p, m + 2 * p),
     "greedy": lambda p, m: greedy(range(p), m, {Kind.FORWARD: 1.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}),

@@ -104,10 +104,12 @@ def plan(
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
     base = explorer.production()
+    found = explorer.explore(only)
     compared: dict[str, Plan] = {}
     if compare:
-        compared = {f"{one} alone": explorer.explore([one]).best for one in ALL}
-    found = explorer.explore(only)
+        missing = [one for one in ALL if one not in found.alone]
+        alone = {**found.alone, **{one: explorer.explore([one]).best for one in missing}}
+        compared = {f"{one} alone": alone[one] for one in ALL}
     best = found.best
     again = {text: explorer.again(best, other).seconds for text, other in asked.items()}
     changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})

@@ -104,6 +104,7 @@ class Exploration:
         dropped: Reasons, with how many layouts each dropped.
         seconds: That the search took.
         interrupted: Whether it was stopped before its end.
+        alone: The best plan of each dimension searched alone, where more than one were searched.
         least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
     """
 
@@ -115,6 +116,21 @@ class Exploration:
     seconds: float = 0.0
     interrupted: bool = False
     least_memory: float = math.inf
+    alone: dict[Dimension, Plan] = field(default_factory=dict)
+
+    def take(self, dimension: Dimension, smaller: Exploration) -> None:
+        """Take over what a search of one dimension found.
+
+        Args:
+            dimension: That was free.
+            smaller: What it found, the plan that it began with included.
+        """
+        self.plans += smaller.plans
+        self.alone[dimension] = min(smaller.plans, key=lambda plan: plan.seconds)
+        self.estimated += smaller.estimated
+        self.simulated += smaller.simulated
+        self.dropped += smaller.dropped
+        self.least_memory = min(self.least_memory, smaller.least_memory)
 
     @property
     def best(self) -> Plan:
@@ -381,8 +397,14 @@ class Explorer:
         base = self.production()
         found.plans.append(base)
         try:
-            for smaller in [(one,) for one in free] if len(free) > 1 else []:
-                self._search(smaller, base, found, keep)
+            for one in free if len(free) > 1 else ():
+                self._progress(f"searching {one} alone")
+                alone = Exploration(plans=[base])
+                try:
+                    self._search((one,), base, alone, keep)
+                finally:
+                    found.take(one, alone)
+            self._progress(f"searching {', '.join(free)}")
             self._search(free, base, found, keep)
         except KeyboardInterrupt:
             found.interrupted = True

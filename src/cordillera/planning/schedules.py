@@ -387,7 +387,7 @@ def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
     return Schedule(f"breadth first, {chunks} chunks", microbatches, _in_loops(ranks, chunks), tuple(actions))
 
 
-def zero_bubble(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
+def zero_bubble(ranks: int, microbatches: int, ahead: int = 1, extra_warmup: Sequence[int] | None = None) -> Schedule:
     """ZB-H1 and ZB-H2: 1F1B whose weight gradients wait and fill what would be bubbles.
 
     A rank runs ahead by ``ahead`` forwards for each rank after it, and keeps back ``ahead`` weight gradients for each
@@ -400,9 +400,15 @@ def zero_bubble(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
         ranks: ``P``.
         microbatches: ``m``.
         ahead: 1 for H1, 2 for H2.
+        extra_warmup: For each rank how many more forwards before its first backward, as in
+            :func:`one_forward_one_backward`.
+
+    Raises:
+        PlanError: For extra warm-ups that would block.
     """
     _positive(ranks=ranks, microbatches=microbatches, ahead=ahead)
-    extra = [(ahead - 1) * (ranks - 1 - rank) for rank in range(ranks)]
+    further = extra_warmup or [0] * ranks
+    extra = [(ahead - 1) * (ranks - 1 - rank) + more for rank, more in enumerate(further)]
     actions = []
     for rank, whole in enumerate(one_forward_one_backward(ranks, microbatches, extra).actions):
         own: list[Action] = []
@@ -416,7 +422,8 @@ def zero_bubble(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
             if len(waiting) > ahead * rank:
                 own.append(waiting.pop(0))
         actions.append((*own, *waiting))
-    return Schedule(f"zero bubble H{ahead}", microbatches, _in_loops(ranks, 1), tuple(actions))
+    name = f"zero bubble H{ahead}" + (f", warm-up +{'+'.join(map(str, further))}" if any(further) else "")
+    return Schedule(name, microbatches, _in_loops(ranks, 1), tuple(actions))
 
 
 def _counted(kind: Kind, stage: int) -> Callable[[], Action]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,8 @@ from cordillera.planning.schedules import (
     zero_bubble_v,
 )
 from cordillera.planning.simulator import StageSeconds, Timeline, Way, simulate
+
+_SHORT = 0.02  # of a microbatch's slot: messages that take less are not hidden by running further ahead
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,18 @@ def families(job: Job) -> dict[str, Callable[[], Schedule]]:
         slots = [stage.total for stage in job.stages]
         forward = max(stage.forward for stage in job.stages)
         lag = [job.mesh.boundary(i).latency + job.message_seconds(i) for i in range(p - 1)]
-        extra = warmup_for_latency(lag, forward, max(slots) - forward)
-        if any(extra):
-            found["1f1b ahead"] = lambda: one_forward_one_backward(p, m, [min(w, m) for w in extra])
+        slow = [one if one > _SHORT * max(slots) else 0.0 for one in lag]  # a whole forward more would hide little
+        extra = warmup_for_latency(slow, forward, max(slots) - forward)
+        for part in (1, 2, 4) if any(extra) else ():  # less where memory does not last for all
+            more = [min(-(-w // part), m) for w in extra]
+            found[f"1f1b ahead by {more[0]}"] = partial(one_forward_one_backward, p, m, more)
+            found[f"zero bubble ahead by {more[0]}"] = partial(zero_bubble, p, m, 1, more)
         return found
     found["interleaved"] = lambda: interleaved(p, m, v)
-    for group in (2 * p, 4 * p):
-        if group < m:
-            found[f"interleaved by {group}"] = lambda group=group: interleaved(p, m, v, group)  # type: ignore[misc]
+    group = 2 * p
+    while group < m:
+        found[f"interleaved by {group}"] = partial(interleaved, p, m, v, group)
+        group *= 2
     found["breadth first"] = lambda: breadth_first(p, m, v)
     if v == 2:
         found["ZBV"] = lambda: zero_bubble_v(p, m)
