@@ -6,10 +6,15 @@ which says where its values are from and how far off they were.
 
 from __future__ import annotations
 
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cordillera.errors import PlanError
 from cordillera.topology import Device
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -75,28 +80,96 @@ def calibration_for(device: Device) -> Calibration:
     return Calibration(provenance=f"not fitted on {device.name}: constants of A100")
 
 
+class Products:
+    """Matrix products as they were measured on a device; the cost model of shapes near them is corrected by it.
+
+    Args:
+        seconds: Of each ``(rows, columns, inner, count)``, see :meth:`CostModel.product`.
+        source: Where they are from, for people.
+    """
+
+    COLUMNS = ("rows", "columns", "inner", "count", "seconds")
+
+    def __init__(self, seconds: Mapping[tuple[int, int, int, int], float], source: str) -> None:
+        if not seconds:
+            raise PlanError("holds no products", where=source, remedy=f"columns are {', '.join(self.COLUMNS)}")
+        self.seconds, self.source = dict(seconds), source
+
+    @classmethod
+    def read(cls, path: str | Path) -> Products:
+        """Read a CSV file with the columns of :attr:`COLUMNS`.
+
+        Args:
+            path: Of the file.
+
+        Raises:
+            PlanError: Names file and row of the first value that is not possible.
+        """
+        try:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                table = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise PlanError(f"cannot be read: {error}", where=str(path)) from error
+        found = {}
+        for number, row in enumerate(table, 2):
+            try:
+                *shape, seconds = (float(row[name]) for name in cls.COLUMNS)
+            except (KeyError, TypeError, ValueError) as error:
+                message = f"is no product: {', '.join(cls.COLUMNS)} are needed"
+                raise PlanError(message, where=f"{path}, row {number}") from error
+            if not (min(shape) >= 1 and 0 < seconds < math.inf and all(side == int(side) for side in shape)):
+                message = "sides are whole numbers from 1, seconds positive and finite"
+                raise PlanError(message, where=f"{path}, row {number}")
+            rows, columns, inner, count = map(int, shape)
+            found[rows, columns, inner, count] = seconds
+        return cls(found, str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Write what :meth:`read` reads.
+
+        Args:
+            path: Of the file.
+        """
+        try:
+            with open(path, "w", newline="", encoding="utf-8") as file:
+                table = csv.writer(file, lineterminator="\n")
+                table.writerow(self.COLUMNS)
+                table.writerows((*shape, f"{seconds:.4e}") for shape, seconds in sorted(self.seconds.items()))
+        except OSError as error:
+            raise PlanError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+
+
 class CostModel:
     """Seconds of the operations of a training step on one device.
 
     Args:
         device: What the data sheet says.
         calibration: What it does not.
+        products: Measured on the device; None to go by the formula alone.
 
     Attributes:
         device: As given.
         calibration: As given.
     """
 
-    def __init__(self, device: Device, calibration: Calibration) -> None:
+    def __init__(self, device: Device, calibration: Calibration, products: Products | None = None) -> None:
         self.device, self.calibration = device, calibration
         self._flops = device.matrix_flops_per_s * calibration.matrix
         self._stream = device.memory_bytes_per_s * calibration.memory
         self._tiles = _LOST_WAVES * device.processors * _TILE_ROWS * _TILE_COLUMNS
+        self._shapes: list[list[float]] = []
+        self._ratios: list[float] = []
+        for shape, seconds in products.seconds.items() if products is not None else ():
+            self._shapes.append([math.log(side) for side in shape])
+            self._ratios.append(seconds / self._formula(*shape))
+        self._corrected: dict[tuple[float, ...], float] = {}
 
     def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
         """A matrix product ``[rows, inner] x [inner, columns]`` of 16-bit numbers, ``count`` times in one kernel.
 
         The larger of arithmetic and memory traffic; their sum where a side is too short for one to hide the other.
+        Where products were measured, this times what the nearest of them (in the logarithms of its sides) took over
+        what it would have taken by the formula: a measured shape takes what was measured.
 
         Args:
             rows: Of the result.
@@ -107,6 +180,19 @@ class CostModel:
         Returns:
             Seconds.
         """
+        seconds = self._formula(rows, columns, inner, count)
+        return seconds * self._measured(rows, columns, inner, count) if self._shapes else seconds
+
+    def _measured(self, *shape: float) -> float:
+        """Measured over calculated for the nearest measured product."""
+        ratio = self._corrected.get(shape)
+        if ratio is None:
+            sides = [math.log(side) for side in shape]
+            away = [sum(abs(a - b) for a, b in zip(sides, one, strict=True)) for one in self._shapes]
+            ratio = self._corrected[shape] = self._ratios[away.index(min(away))]
+        return ratio
+
+    def _formula(self, rows: float, columns: float, inner: float, count: float) -> float:
         flops = 2.0 * rows * columns * inner * count
         # part of a wave of tiles is lost: as much arithmetic as `lost / (rows * columns * count)` of all
         arithmetic = flops * (1.0 + self._tiles / (rows * columns * count)) / self._flops

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cordillera.cost import CostModel
-from cordillera.planning.collective_cost import doubling_seconds, ring_seconds
+from cordillera.planning.collective_cost import direct_seconds, doubling_seconds, ring_seconds
 from cordillera.planning.mesh import Edges, Mesh, Tier
 from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import (
@@ -25,6 +25,8 @@ from cordillera.planning.workload import (
     layer_seconds,
     layers_of_stages,
 )
+
+_ISSUE_S = 2e-6  # seconds that a device takes to send one more message at the same time; an assumption
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,11 @@ class Job:
             return ring
         by_level = 0.0
         for parts, ranks, edges in tiers:
-            settings = self.settings(edges)
-            seconds = doubling_seconds if settings is not None and settings.doubling else ring_seconds
-            by_level += seconds(parts, size / ranks, edges.latency, self.rate(edges))
+            settings, what = self.settings(edges), (parts, size / ranks, edges.latency, self.rate(edges))
+            seconds = ring_seconds(*what)
+            if settings is not None and settings.collectives == "cheapest":
+                seconds = min(seconds, doubling_seconds(*what), direct_seconds(*what, _ISSUE_S))
+            by_level += seconds
         return min(ring, by_level)
 
     def all_reduce(self, dimension: str, size: float) -> float:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
-from cordillera.cost import Calibration, CostModel, calibration_for
+from cordillera.cost import Calibration, CostModel, Products, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning.estimate import Estimate, Job
 from cordillera.planning.mesh import Mesh
@@ -273,6 +273,7 @@ class Explorer:
         workload: What is trained.
         topology: On what.
         calibration: Constants of the cost model; None for those that ship for the device.
+        products: Matrix products measured on the device; None to go by the constants alone.
         devices: How many are used; None for all.
         progress: Called with a sentence now and then.
     """
@@ -283,11 +284,12 @@ class Explorer:
         topology: Topology,
         calibration: Calibration | None = None,
         *,
+        products: Products | None = None,
         devices: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.workload, self.topology = workload, topology
-        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device))
+        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device), products)
         self.devices = devices or topology.devices
         if self.devices > topology.devices:
             raise PlanError(

@@ -30,8 +30,8 @@ class NetworkSettings:
         balance: ``ecmp`` hashes a pair of devices onto one of the parallel networks, ``enhanced`` each of its
             connections, ``spray`` each packet.
         recovery: What is sent again after a loss: all that followed (``go-back-n``) or the packet (``selective``).
-        doubling: Whether collectives over the level may halve and double (Thakur et al. 2005) instead of going round a
-            ring: as many bytes in fewer steps.
+        collectives: Over the domains of the level: a ``ring``, or the ``cheapest`` of a ring, halving and doubling
+            (Thakur et al. 2005) and sending to all at once: as many bytes in fewer steps.
         zero_copy: Whether network cards read and write the tensors themselves; otherwise kernels copy, and take
             processors from what is computed.
     """
@@ -41,7 +41,7 @@ class NetworkSettings:
     message_bytes: float = 2.0**20
     balance: Balance = "ecmp"
     recovery: Recovery = "go-back-n"
-    doubling: bool = False
+    collectives: Literal["ring", "cheapest"] = "ring"
     zero_copy: bool = False
 
     @property
@@ -129,7 +129,7 @@ def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1
         loss: Part of the packets that is lost.
         planes: Parallel networks.
     """
-    best = NetworkSettings(balance="spray", recovery="selective", doubling=True, zero_copy=True)
+    best = NetworkSettings(balance="spray", recovery="selective", collectives="cheapest", zero_copy=True)
     options = [
         replace(best, queue_pairs=pairs, messages=messages)
         for pairs, messages in product((1, 2, 4, 8, 16, 32), (4, 6, 16, 64, 128, 256))
