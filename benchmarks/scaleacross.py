@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from _machine import fingerprint
 from _results import RESULTS, write_json
@@ -21,18 +22,31 @@ from rich.table import Table
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel
 from cordillera.planning import calibration, workload
-from cordillera.planning.explorer import ALL, Explorer
+from cordillera.planning.estimate import Job
+from cordillera.planning.explorer import ALL, Explorer, Plan
+from cordillera.planning.mesh import Mesh
+from cordillera.planning.schedules import one_forward_one_backward
+from cordillera.planning.step import simulate_step
+from cordillera.planning.workload import Layout
 
 MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 REGION_KM = 2000.0  # a round trip of 20 ms
 
-# Every point of the grid: workload, cluster, sizes of its levels, devices, changes of the cluster.
-CHANGES: list[dict[str, float]] = [{}, {"region.oversubscription": 7.0}, {"region.distance_km": REGION_KM}]
-SIZES: list[tuple[str, str, dict[str, float], int]] = [
-    ("llama3-405b", "two-buildings", {"building.members": 4, "pod.members": 128}, 16_384),
-    ("llama3-405b", "llama4-region", {"region.members": 4, "building.members": 8, "zone.members": 128}, 65_536),
-    ("moe-400b", "two-buildings", {"building.members": 1, "pod.members": 128}, 4_096),
-    ("moe-400b", "llama4-region", {"region.members": 4, "building.members": 2, "zone.members": 128}, 16_384),
+# Every point of the grid: workload, cluster, sizes of its levels, devices, sequences of a step; and each change of it.
+CHANGES: list[dict[str, float]] = [
+    *(
+        {"region.oversubscription": narrow, "region.distance_km": far}
+        for far in (0.0, REGION_KM)
+        for narrow in (2.8, 7.0, 112.0, 1000.0)
+    ),
+    {"region.oversubscription": 1000.0, "region.distance_km": REGION_KM, "region.loss_rate": 1e-5},
+]
+SIZES: list[tuple[str, str, dict[str, float], int, int]] = [
+    ("llama3-70b", "two-buildings", {"building.members": 1, "pod.members": 32}, 1_024, 512),
+    ("llama3-405b", "two-buildings", {"building.members": 1, "pod.members": 128}, 4_096, 512),
+    ("moe-400b", "two-buildings", {"building.members": 1, "pod.members": 128}, 4_096, 2048),
+    ("llama3-405b", "two-buildings", {"building.members": 4, "pod.members": 128}, 16_384, 2048),
+    ("llama3-405b", "llama4-region", {"region.members": 4, "building.members": 8, "zone.members": 128}, 65_536, 2048),
 ]
 
 
@@ -124,6 +138,37 @@ print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": int(peak
 """
 
 
+def _growth(quick: bool) -> dict[str, Any]:
+    """Seconds of a simulated step over pipeline ranks (the distinct ones) and over devices, and how they grow."""
+    job = workload.load("llama3-405b")
+
+    def seconds(ranks: int, zone: int) -> float:
+        spent = []
+        for _ in range(1 if quick else 5):
+            began = time.perf_counter()  # a new cluster each time: nothing of it is cached
+            cluster = clusters.load("llama4-region").changed({"region.members": 4, "zone.members": zone})
+            data = cluster.devices // 8 // ranks
+            layout = Layout(tensor=8, pipeline=ranks, data=data, shards=data, overlap_gradients=True)
+            work = job.model_copy(update={"batch": 128 * data})
+            one = Job(work, Mesh.of(cluster, layout), layout, CostModel(cluster.device, Calibration()))
+            simulate_step(one, one_forward_one_backward(ranks, one.microbatches))
+            spent.append(time.perf_counter() - began)
+        return min(spent)
+
+    over_ranks = {ranks: seconds(ranks, 256) for ranks in (8, 16, 32, 64)}
+    over_devices = {zone * 512: seconds(16, zone) for zone in (32, 64, 128, 256)}
+
+    def exponent(found: dict[int, float]) -> float:
+        return float(np.polyfit(np.log(list(found)), np.log(list(found.values())), 1)[0])
+
+    return {
+        "by_ranks": {str(n): s for n, s in over_ranks.items()},
+        "by_devices": {str(n): s for n, s in over_devices.items()},
+        "exponent_ranks": exponent(over_ranks),
+        "exponent_devices": exponent(over_devices),
+    }
+
+
 def _speed(console: Console, quick: bool) -> dict[str, Any]:
     import json
 
@@ -151,6 +196,11 @@ def _speed(console: Console, quick: bool) -> dict[str, Any]:
         ratio = Spread.of([a / b for a, b in zip(rates["ours"], rates["Calculon"], strict=True)])
         values["times_calculon"] = ratio.to_json()
         console.print(f"evaluations a second: {ratio.median:.1f} times Calculon's (20 asked)")
+    values["growth"] = growth = _growth(quick)
+    console.print(
+        f"seconds of a simulated step grow as distinct ranks to the {growth['exponent_ranks']:.2f} "
+        f"and devices to the {growth['exponent_devices']:.2f}"
+    )
     explorer = Explorer(workload.load("llama3-405b"), clusters.load("two-buildings"))
     found = explorer.explore(keep=2 if quick else 16)
     values["joint_search"] = {"seconds": found.seconds, "estimated": found.estimated, "simulated": found.simulated}
@@ -172,45 +222,56 @@ def _grid(console: Console, quick: bool) -> dict[str, Any]:
     for heading in ("workload", "cluster", "change", "production", *ALL, "joint", "x production", "x best single"):
         table.add_column(heading)
     grid = [(*size, changes) for size in SIZES for changes in CHANGES]
-    for model, cluster, sizes, devices, changes in grid[:1] if quick else grid:
+    for model, cluster, sizes, devices, batch, changes in grid[:1] if quick else grid:
         topology = clusters.load(cluster).changed({**sizes, **changes})
         if topology.devices != devices:
             raise RuntimeError(f"{cluster} has {topology.devices} devices, the grid says {devices}")
-        explorer = Explorer(workload.load(model), topology)
-        keep = 2 if quick else 16
+        explorer = Explorer(workload.load(model).model_copy(update={"batch": batch}), topology)
         base = explorer.production()
-        alone = {name: explorer.explore([name], keep=keep).best for name in ALL}
-        joint = explorer.explore(keep=keep).best
+        found = explorer.explore(keep=2 if quick else 16)
+        alone, joint = found.alone, found.best
         single = min(plan.seconds for plan in alone.values())
         points.append(
             {
                 "workload": model,
                 "cluster": cluster,
                 "devices": devices,
+                "batch": batch,
                 "changes": changes,
-                "production": {"seconds": base.seconds, "layout": str(base.layout), "schedule": base.schedule.name},
-                "alone": {name: plan.seconds for name, plan in alone.items()},
-                "joint": {
-                    "seconds": joint.seconds,
-                    "layout": str(joint.layout),
-                    "schedule": joint.schedule.name,
-                    "across": joint.across,
-                },
+                "production": _described(base),
+                "alone": {name: _described(plan) for name, plan in alone.items()},
+                "joint": _described(joint),
                 "times_production": base.seconds / joint.seconds,
                 "times_best_single": single / joint.seconds,
+                "search_seconds": found.seconds,
             }
         )
         last = points[-1]
-        change = ", ".join(f"{key} {value:g}" for key, value in changes.items()) or "as it is"
+        change = ", ".join(f"{key.partition('.')[2]} {value:g}" for key, value in changes.items())
         table.add_row(
             model, cluster, change, f"{base.seconds:.2f} s", *(f"{alone[name].seconds:.2f} s" for name in ALL),
             f"{joint.seconds:.2f} s", f"{last['times_production']:.2f}", f"{last['times_best_single']:.2f}",
         )  # fmt: skip
         console.print(
-            f"{model} on {cluster}, {change}: {last['times_production']:.2f}, {last['times_best_single']:.2f}"
+            f"{model} on {cluster}, {change}: {last['times_production']:.2f}, {last['times_best_single']:.2f} "
+            f"({found.seconds:.0f} s)"
         )
     console.print(table)
-    return {"evidence": "simulated", "points": points}
+    means = {
+        name: float(np.exp(np.mean([np.log(point[name]) for point in points])))
+        for name in ("times_production", "times_best_single")
+    }
+    return {"evidence": "simulated", "geometric_means": means, "points": points}
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    return {
+        "seconds": plan.seconds,
+        "layout": str(plan.layout),
+        "recompute": plan.layout.recompute,
+        "schedule": plan.schedule.name,
+        "across": plan.across,
+    }
 
 
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
