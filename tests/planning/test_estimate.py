@@ -71,9 +71,9 @@ def test_sharded_weights_are_gathered_by_hand_made_sums() -> None:
 def test_sharding_within_buildings_reduces_the_parts_across() -> None:
     layout = Layout(tensor=8, data=64, shards=32, shard_weights=True, sequence_parallel=True)
     one = job("llama3-70b", layout)
-    ring, _ = one.mesh.copies(32)
+    ring, _ = one.mesh.group(32, one.mesh.stride("data"))
     assert CLUSTER.levels[ring.level].name == "pod"
-    across = one.mesh.copies(2, 32)[0]
+    across = one.mesh.group(2, 32 * one.mesh.stride("data"))[0]
     assert CLUSTER.levels[across.level].name == "region"
     part = BYTES * sum(one.parameters([0])) / 32
     assert one.reduce([0]) == pytest.approx(2 * (across.latency + part / 2 / one.rate(across)))

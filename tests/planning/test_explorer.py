@@ -71,7 +71,7 @@ def test_the_step_is_the_schedule_and_what_follows(explorer: Explorer) -> None:
     slowest = max(stage.total for stage in job.stages)
     assert step.seconds >= job.microbatches * slowest
     assert [sum(rank.values()) for rank in held(job, schedule)] == pytest.approx(
-        [sum(rank.values()) for rank in job.memory()], rel=0.02
+        [sum(rank.values()) for rank in job.memory], rel=0.02
     )
     for make in families(job).values():
         make().check()

@@ -6,13 +6,13 @@ adds; what both share is the cost of layers, stages and collectives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from cordillera.cost import CostModel
 from cordillera.planning.collective_cost import direct_seconds, doubling_seconds, ring_seconds
-from cordillera.planning.mesh import Edges, Mesh, Tier
+from cordillera.planning.mesh import Edges, Mesh
 from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import (
     BYTES,
@@ -65,6 +65,19 @@ class Estimate:
         return max(sum(rank.values()) for rank in self.memory)
 
 
+_Line = tuple[float, float]  # seconds, and seconds a byte
+_Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
+
+
+def _by_bytes(
+    seconds: Callable[[int, float, float, float], float], n: int, ranks: int, edges: Edges, rate: float
+) -> _Line:
+    """What a collective takes whatever its size, and for each byte, of which every rank of a part has its share."""
+    many = 1e18  # so that the difference is as exact as the formula
+    of_bytes = seconds(n, many / ranks, 0.0, rate) - seconds(n, 0.0, 0.0, rate)
+    return seconds(n, 0.0, edges.latency, rate), of_bytes / many
+
+
 class Job:
     """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
 
@@ -74,6 +87,7 @@ class Job:
         layout: How it is cut.
         cost: Of the devices.
         network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
+        shared: Filled with what jobs of as many devices with the same cluster, cost and network have in common.
     """
 
     def __init__(
@@ -83,7 +97,9 @@ class Job:
         layout: Layout,
         cost: CostModel,
         network: Mapping[str, NetworkSettings] | None = None,
+        shared: dict[tuple[int, int], _Ways] | None = None,
     ) -> None:
+        self._shared = {} if shared is None else shared
         self.workload, self.mesh, self.layout, self.cost, self.network = workload, mesh, layout, cost, network
         self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
@@ -110,28 +126,39 @@ class Job:
         settings = self.settings(edges)
         return 0.0 if settings is None else settings.processors
 
-    def gather(self, n: int, size: float, edges: Edges, tiers: Sequence[Tier]) -> float:
+    def gather(self, size: float, count: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
 
         Args:
-            n: Ranks of a group.
             size: Bytes of the whole.
-            edges: Of a ring over the group.
-            tiers: The group level by level.
+            count: Devices of a group.
+            stride: Devices from one of a group to the next.
         """
-        if n == 1:
+        if count == 1:
             return 0.0
-        ring = ring_seconds(n, size, edges.latency, self.rate(edges))
-        if len(tiers) == 1 and tiers[0].edges == edges and self.network is None:
-            return ring
+        found = self._shared.get((count, stride))
+        if found is None:
+            found = self._shared[count, stride] = self._ways_to_gather(count, stride)
+        (fixed, by_byte), tiers = found
         by_level = 0.0
+        for options in tiers:
+            by_level += min([a + b * size for a, b in options])
+        return min(fixed + by_byte * size, by_level) if tiers else fixed + by_byte * size
+
+    def _ways_to_gather(self, count: int, stride: int) -> _Ways:
+        """Seconds of a gather by its bytes: around one ring, and in each tier by what the network's settings allow."""
+        edges, tiers = self.mesh.group(count, stride)
+        ring = _by_bytes(ring_seconds, count, 1, edges, self.rate(edges))
+        found = []
         for parts, ranks, edges in tiers:
-            settings, what = self.settings(edges), (parts, size / ranks, edges.latency, self.rate(edges))
-            seconds = ring_seconds(*what)
+            settings, rate = self.settings(edges), self.rate(edges)
+            options = [_by_bytes(ring_seconds, parts, ranks, edges, rate)]
             if settings is not None and settings.collectives == "cheapest":
-                seconds = min(seconds, doubling_seconds(*what), direct_seconds(*what, _ISSUE_S))
-            by_level += seconds
-        return min(ring, by_level)
+                options.append(_by_bytes(doubling_seconds, parts, ranks, edges, rate))
+                direct = partial(direct_seconds, overhead=_ISSUE_S if edges.latency else 0.0)
+                options.append(_by_bytes(direct, parts, ranks, edges, rate))
+            found.append(tuple(options))
+        return ring, tuple(found) if tuple(found) != ((ring,),) else ()
 
     def all_reduce(self, dimension: str, size: float) -> float:
         """Seconds of an all-reduce over a dimension.
@@ -140,8 +167,7 @@ class Job:
             dimension: Of the mesh.
             size: Bytes that each device has and receives.
         """
-        n = self.mesh.size(dimension)
-        return 2 * self.gather(n, size, self.mesh.ring(dimension), self.mesh.tiers(dimension)) if n > 1 else 0.0
+        return 2 * self.gather(size, self.mesh.size(dimension), self.mesh.stride(dimension))
 
     def among_copies(self, size: float, count: int, apart: int = 1) -> float:
         """Seconds of an all-gather or a reduce-scatter of weights or their gradients.
@@ -154,11 +180,10 @@ class Job:
             count: Copies of a group.
             apart: Copies from one of a group to the next.
         """
-        seconds = 0.0
-        if self.layout.context > 1:
-            seconds = self.gather(self.layout.context, size, self.mesh.ring("context"), self.mesh.tiers("context"))
-            size /= self.layout.context
-        return seconds + (self.gather(count, size, *self.mesh.copies(count, apart)) if count > 1 else 0.0)
+        context, seconds = self.layout.context, 0.0
+        if context > 1:
+            seconds = self.gather(size, context, self.mesh.stride("context"))
+        return seconds + self.gather(size / context, count, apart * self.mesh.stride("data"))
 
     @cached_property
     def tensor_reduce(self) -> float:
@@ -176,7 +201,7 @@ class Job:
             return 0.0
         size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
         slowest, latency = 0.0, 0.0
-        for tier in self.mesh.copies(n)[1]:
+        for tier in self.mesh.group(n, self.mesh.stride("data"))[1]:
             slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # what leaves a part
             latency = max(latency, tier.edges.latency)
         return slowest + latency + self.cost.calibration.collective_s
@@ -199,8 +224,7 @@ class Job:
         if self.layout.context > 1:
             # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
             size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
-            edges, n = self.mesh.ring("context"), self.layout.context
-            gather = ring_seconds(n, size, edges.latency, self.rate(edges))
+            gather = self.gather(size, self.layout.context, self.mesh.stride("context"))
             one = Seconds(
                 one.forward + gather,
                 one.again + (gather if self.layout.recompute == "full" else 0.0),
@@ -227,7 +251,7 @@ class Job:
         gather = self.among_copies(BYTES * plain, layout.shards) + self.cost.calibration.collective_s
         if mixed:
             gather += self.among_copies(BYTES * mixed, max(1, layout.shards // layout.expert), layout.expert)
-        share = self.copied(self.mesh.copies(layout.shards)[0])
+        share = self.copied(self.mesh.group(layout.shards, self.mesh.stride("data"))[0])
         back = one.again + one.input_gradient + one.weight_gradient
         forward = max(share * min(gather, one.forward), gather - one.forward)
         backward = max(share * min(2.0 * gather, back), 2.0 * gather - back)
@@ -335,7 +359,7 @@ class Job:
         if layout.shard_weights:
             shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
             size = BYTES * (plain / layout.shards + mixed / shares) / layout.context
-            return 2 * self.gather(groups, size, *self.mesh.copies(groups, layout.shards))
+            return 2 * self.gather(size, groups, layout.shards * self.mesh.stride("data"))
         seconds = 2 * self.among_copies(BYTES * plain, layout.data)
         if mixed:
             seconds += 2 * self.among_copies(BYTES * mixed, layout.data // layout.expert, layout.expert)
@@ -391,6 +415,7 @@ class Job:
             return min(m, p - rank)
         return min(m * v, (v - 1) * min(m, p) + 2 * (p - 1 - rank) + 1)
 
+    @cached_property
     def memory(self) -> tuple[dict[str, float], ...]:
         """Bytes on a device of each pipeline rank under (interleaved) 1F1B, by cause."""
         return tuple(self.held(stages, self.live_chunks(rank)) for rank, stages in enumerate(self.dealt_out))
@@ -429,4 +454,4 @@ class Job:
             "optimizer": self.cost.optimizer(self.updated(heaviest)),
         }
         peak = layout.devices * self.cost.device.matrix_flops_per_s
-        return Estimate(layout, self.mesh.order, parts, self.memory(), self.workload.flops, peak)
+        return Estimate(layout, self.mesh.order, parts, self.memory, self.workload.flops, peak)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from cordillera.cost import Calibration, CostModel, Products, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning.estimate import Estimate, Job
+from cordillera.planning.estimate import Job
 from cordillera.planning.mesh import Mesh
 from cordillera.planning.network import NetworkSettings, tuned
 from cordillera.planning.schedules import Schedule
@@ -299,15 +299,22 @@ class Explorer:
         self._production: Plan | None = None
         self._limit = _USABLE * topology.device.memory_bytes
 
-    def job(self, layout: Layout, order: Sequence[str], network: Mapping[str, NetworkSettings]) -> Job:
+    def job(
+        self,
+        layout: Layout,
+        order: Sequence[str],
+        network: Mapping[str, NetworkSettings],
+        shared: dict[Any, Any] | None = None,
+    ) -> Job:
         """A layout on the cluster.
 
         Args:
             layout: Degrees.
             order: Of the dimensions, innermost first.
             network: Settings by level.
+            shared: Filled with what jobs with the same settings have in common.
         """
-        return Job(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network)
+        return Job(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
 
     def production(self) -> Plan:
         """The baseline: what large jobs in one building do, taken to several.
@@ -422,6 +429,7 @@ class Explorer:
             orders = [one for one in ORDERS if cut or one[:2] == ("tensor", "context")]
         schedules = None if "scheduling" in free else _FIXED
         ranked: dict[tuple[str, ...], list[tuple[float, int, Job]]] = {order: [] for order in orders}
+        shared: dict[Any, Any] = {}
         seen: set[tuple[Layout, tuple[str, ...]]] = set()
         for layout in self._possible(found):
             if not self._allowed(layout, base.layout, free):
@@ -431,14 +439,14 @@ class Explorer:
                 if way in seen:
                     continue
                 seen.add(way)
-                job = self.job(layout, order, network)
-                estimate = job.estimate()
-                found.estimated += 1
-                if not self._might_fit(estimate):
+                job = self.job(layout, order, network, shared)
+                needed = self._least_memory(job)
+                if needed > self._limit:
                     found.dropped["needs more memory than a device has"] += 1
-                    found.least_memory = min(found.least_memory, estimate.memory_bytes)
-                    continue
-                ranked[order].append((estimate.seconds, len(ranked[order]), job))
+                    found.least_memory = min(found.least_memory, needed)
+                    break  # whatever the order
+                found.estimated += 1
+                ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
                 if found.estimated % 500 == 0:
                     self._progress(f"{found.estimated:,} layouts estimated")
         tried: dict[tuple[Layout, tuple[str, ...]], Plan | None] = {}
@@ -486,13 +494,10 @@ class Explorer:
                 if plan is not None and plan.seconds < (better or best).seconds:
                     better = plan
 
-    def _might_fit(self, estimate: Estimate) -> bool:
-        """Whether the schedule that holds least fits: ZBV with two chunks, (interleaved) 1F1B with others."""
-        part = 2 / 3 if estimate.layout.chunks == 2 else 1.0
-        return all(
-            rank["weights"] + rank["gradients"] + rank["optimizer"] + part * rank["activations"] <= self._limit
-            for rank in estimate.memory
-        )
+    def _least_memory(self, job: Job) -> float:
+        """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""
+        part = 2 / 3 if job.layout.chunks == 2 else 1.0
+        return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
 
     def _allowed(self, layout: Layout, base: Layout, free: Sequence[Dimension]) -> bool:
         same = []

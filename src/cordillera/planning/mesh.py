@@ -121,14 +121,14 @@ class Mesh:
         """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
-    def copies(self, count: int, apart: int = 1) -> tuple[Edges, tuple[Tier, ...]]:
-        """Groups of copies of the model: a ring over them, and level by level.
+    def group(self, count: int, stride: int) -> tuple[Edges, tuple[Tier, ...]]:
+        """Groups of devices as far apart as those of a dimension or a part of it: a ring, and level by level.
 
         Args:
-            count: Copies of a group.
-            apart: Copies from one of a group to the next; ``count * apart`` divides the data-parallel degree.
+            count: Devices of a group.
+            stride: Devices from one of a group to the next; ``count * stride`` divides the devices of the job.
         """
-        key, stride = _Key(self.topology), self.stride("data") * apart
+        key = _Key(self.topology)
         return _ring(key, self.devices, stride, count), _tiers(key, self.devices, stride, count)
 
     def boundary(self, index: int) -> Edges:
