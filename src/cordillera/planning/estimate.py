@@ -99,6 +99,9 @@ class Job:
     def all_reduce(self, dimension: str, size: float) -> float:
         """Seconds of an all-reduce over a dimension, as one ring or level by level, whichever is faster.
 
+        :attr:`cordillera.cost.Calibration.one_ring` leaves only the ring to groups with several devices of a host that
+        are not neighbours, as data parallelism has around tensor parallelism over less than a host.
+
         Args:
             dimension: Of the mesh.
             size: Bytes that each device has and receives.
@@ -110,6 +113,8 @@ class Job:
         ring = 2 * ring_seconds(n, size, edges.latency, self.rate(edges))
         tiers = self.mesh.tiers(dimension)
         if not tiers:
+            return ring
+        if self.cost.calibration.one_ring and tiers[0].edges.level == 0 and self.mesh.stride(dimension) > 1:
             return ring
         within, share = 0.0, size  # hierarchical: each tier reduces what the tier inside left it
         for parts, edges in tiers:
