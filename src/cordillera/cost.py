@@ -57,13 +57,13 @@ _MEASURED = (
     "memory, port and network at their bounds; layer_s to its one-node runs; attention is an assumption"
 )
 SHIPPED = {
-    # NCCL lets a ring enter and leave a host through the same card, and devices far from it reach it through the
-    # processor, "not able to deliver full bandwidth" (NVIDIA 2022 on PXN, which sends that over NVLink since NCCL 2.12)
+    # NCCL lets a ring enter and leave a host through the same card; devices far from it reach it through the processor,
+    # which "would not be able to deliver full bandwidth" (NVIDIA's blog on NCCL 2.12, whose PXN goes over NVLink)
     "A100 SXM4 80GB": Calibration(one_ring=True, provenance=_MEASURED),
     "H100 SXM5 80GB": Calibration(
         matrix=0.65,
         provenance=f"as A100 ({_MEASURED}), but matrix, which was chosen in view of the throughput of Llama 3 405B "
-        "(Grattafiori et al. 2024, table 4)",
+        "(Grattafiori et al. 2024, table 4), and one_ring, which was seen on A100 alone",
     ),
 }
 

@@ -72,6 +72,20 @@ def test_constants_fitted_on_two_models_predict_all_three(
 
 
 @needs_measurements
+def test_wrong_order_is_of_rows_that_were_measured_slow(
+    measured: list[calibration.Measurement], cluster: topology.Topology
+) -> None:
+    largest = [row for row in measured if row.model == "39.1"]
+    pairs = list(zip(largest, predictions(largest, cluster, calibration_for(cluster.device)), strict=True))
+    slow = [row for row, seconds in pairs if seconds < 0.9 * row.seconds]
+    assert 0.2 < len(slow) / len(largest) < 0.3
+    assert {row.layout.tensor for row in slow} == {2, 4}
+    assert all(seconds < 1.1 * row.seconds for row, seconds in pairs)
+    rest = [(row, seconds) for row, seconds in pairs if row not in slow]
+    assert calibration.accuracy(*zip(*rest, strict=True)).tau > 0.8
+
+
+@needs_measurements
 def test_constants_of_small_models_predict_the_largest(
     measured: list[calibration.Measurement], cluster: topology.Topology
 ) -> None:
