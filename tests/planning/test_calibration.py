@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cordillera import topology
-from cordillera.cost import Calibration, CostModel
+from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration, workload
 from cordillera.planning.estimate import Job
@@ -60,15 +60,29 @@ def test_constants_fitted_on_two_models_predict_all_three(
     predicted = predictions(measured, cluster, fitted)
     everything = calibration.accuracy(measured, predicted)
     assert everything.rows == len(measured) >= 88
-    assert everything.error <= 0.08
-    assert everything.tau >= 0.65
+    assert everything.error <= 0.07
+    assert min(everything.tau_by_model.values()) >= 0.60
     assert everything.tau_by_model["3.6"] >= 0.85
     assert everything.regret <= 1.05
     small = [(row, seconds) for row, seconds in zip(measured, predicted, strict=True) if row.layout.tensor <= 8]
-    assert calibration.accuracy(*zip(*small, strict=True)).error <= 0.085
+    assert calibration.accuracy(*zip(*small, strict=True)).error <= 0.075
     # the constants in the library are these, rounded
-    shipped = predictions(measured, cluster, Calibration())
+    shipped = predictions(measured, cluster, calibration_for(cluster.device))
     assert statistics.fmean(abs(a / b - 1) for a, b in zip(shipped, predicted, strict=True)) < 0.01
+
+
+@needs_measurements
+def test_wrong_order_is_of_rows_that_were_measured_slow(
+    measured: list[calibration.Measurement], cluster: topology.Topology
+) -> None:
+    largest = [row for row in measured if row.model == "39.1"]
+    pairs = list(zip(largest, predictions(largest, cluster, calibration_for(cluster.device)), strict=True))
+    slow = [row for row, seconds in pairs if seconds < 0.9 * row.seconds]
+    assert 0.2 < len(slow) / len(largest) < 0.3
+    assert {row.layout.tensor for row in slow} == {2, 4}
+    assert all(seconds < 1.1 * row.seconds for row, seconds in pairs)
+    rest = [(row, seconds) for row, seconds in pairs if row not in slow]
+    assert calibration.accuracy(*zip(*rest, strict=True)).tau > 0.8
 
 
 @needs_measurements
@@ -78,8 +92,25 @@ def test_constants_of_small_models_predict_the_largest(
     fitted = calibration.fit([row for row in measured if row.model != "39.1"], cluster)
     largest = [row for row in measured if row.model == "39.1"]
     found = calibration.accuracy(largest, predictions(largest, cluster, fitted))
-    assert found.error <= 0.10
+    assert found.error <= 0.08
     assert found.regret <= 1.05
+
+
+def test_devices_of_a_host_that_are_not_neighbours_reduce_in_one_ring(cluster: topology.Topology) -> None:
+    job, size = workload.load("gpt-22b"), 1e9
+
+    def seconds(tensor: int, one_ring: bool) -> float:
+        layout = Layout(tensor=tensor, data=128 // tensor)
+        cost = CostModel(cluster.device, Calibration(one_ring=one_ring))
+        return Job(job, Mesh.of(cluster, layout), layout, cost).all_reduce("data", size)
+
+    card = cluster.device.nic_bytes_per_s * Calibration().network
+    port = cluster.levels[0].bytes_per_s * Calibration().port
+    # 16 hosts with two devices of a group in each: all of it through one of them, or a half through each
+    assert seconds(4, True) == pytest.approx(2 * 31 / 32 * size / card, rel=0.01)
+    assert seconds(4, False) == pytest.approx(size / port + 15 / 16 * size / card, rel=0.01)
+    for neighbours in (1, 8):  # all devices of a host, or one of each
+        assert seconds(neighbours, True) == seconds(neighbours, False)
 
 
 def test_published_step_times_without_a_new_fit() -> None:

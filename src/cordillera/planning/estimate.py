@@ -129,6 +129,9 @@ class Job:
     def gather(self, size: float, count: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
 
+        :attr:`cordillera.cost.Calibration.one_ring` leaves only the ring to groups with several devices of a host that
+        are not neighbours, as data parallelism has around tensor parallelism over less than a host.
+
         Args:
             size: Bytes of the whole.
             count: Devices of a group.
@@ -149,6 +152,8 @@ class Job:
         """Seconds of a gather by its bytes: around one ring, and in each tier by what the network's settings allow."""
         edges, tiers = self.mesh.group(count, stride)
         ring = _by_bytes(ring_seconds, count, 1, edges, self.rate(edges))
+        if self.cost.calibration.one_ring and tiers[0].edges.level == 0 and stride > 1:
+            return ring, ()
         found = []
         for parts, ranks, edges in tiers:
             settings, rate = self.settings(edges), self.rate(edges)
