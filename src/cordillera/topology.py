@@ -163,16 +163,20 @@ class Topology(BaseModel):
         return self
 
     @cached_property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Devices in every domain, by level."""
-        counts = []  # members of every domain, from the outside in
+    def _members(self) -> tuple[tuple[int, ...], ...]:
+        """Members of every domain, by level."""
+        counts: list[tuple[int, ...]] = []
         domains = 1
         for level in reversed(self.levels):
-            members = level.members if isinstance(level.members, tuple) else (level.members,) * domains
-            counts.append(members)
-            domains = sum(members)
+            counts.append(level.members if isinstance(level.members, tuple) else (level.members,) * domains)
+            domains = sum(counts[-1])
+        return tuple(reversed(counts))
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Devices in every domain, by level."""
         sizes: list[tuple[int, ...]] = []
-        for members in reversed(counts):
+        for members in self._members:
             if not sizes:
                 sizes.append(members)
                 continue
@@ -315,6 +319,43 @@ class Topology(BaseModel):
                 place[key] = place[key] * factor if value[0] == "*" else place[key] / factor
             else:
                 place[key] = value
+        return validate(Topology, content, self.name)
+
+    def without(self, level: str, domain: int = 0) -> Topology:
+        """The cluster after a domain is lost with all that it holds; a domain that held nothing else goes with it.
+
+        Args:
+            level: Name of the level whose domain it is; ``device`` for one accelerator.
+            domain: Which, counted from 0 over the whole cluster.
+
+        Raises:
+            PlanError: If there is no such domain, or nothing else.
+        """
+        at = -1 if level == "device" else self.index(level)
+        sizes = ((1,) * self.devices, *self.sizes)  # sizes[k + 1] are those of level k
+        if not 0 <= domain < len(sizes[at + 1]):
+            last = len(sizes[at + 1]) - 1
+            raise PlanError(f"there is no {level} {domain}", where=self.name, remedy=f"0 to {last:,}")
+        if sizes[at + 1][domain] == self.devices:
+            raise PlanError(f"nothing is left without {level} {domain}", where=self.name)
+        end = sum(sizes[at + 1][: domain + 1])
+        gone = range(end - sizes[at + 1][domain], end)  # devices
+        kept: list[NDArray[np.bool_]] = []  # of every level's domains, devices first, those that are left
+        for one in sizes:
+            ends = np.cumsum(one)
+            kept.append((ends - one < gone.start) | (ends > gone.stop))
+        content = self.model_dump()
+        for i, members in enumerate(self._members):
+            starts = np.cumsum([0, *members[:-1]])
+            left = np.add.reduceat(kept[i].astype(int), starts)[kept[i + 1]].tolist()
+            content["levels"][i]["members"] = left[0] if len(set(left)) == 1 else left
+        names = [one.name for one in self.levels]
+        content["links"] = [
+            {**link.model_dump(), "member": int(below[: link.member].sum())}
+            for link in self.links
+            if (below := kept[names.index(link.level)])[link.member]
+        ]
+        content["name"] = f"{self.name} without {level} {domain}"
         return validate(Topology, content, self.name)
 
 

@@ -14,7 +14,7 @@ from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration as calibrations
-from cordillera.planning import export
+from cordillera.planning import export, faults
 from cordillera.planning import workload as workloads
 from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
 
@@ -45,14 +45,14 @@ class Planned:
         explorer: With workload and cluster.
         found: By the search.
         production: The production-like plan.
-        what_if: Seconds of the best plan, as it is, after each change.
+        what_if: The best plan after each change of the cluster and on each bad day that was asked for.
         files: Written, by kind.
     """
 
     explorer: Explorer
     found: Exploration
     production: Plan
-    what_if: dict[str, float]
+    what_if: list[faults.Case]
     files: dict[str, Path]
 
 
@@ -75,6 +75,9 @@ def plan(
     only: Iterable[Dimension] = ALL,
     changes: Iterable[str] = (),
     what_if: Iterable[str] = (),
+    slow: float | None = None,
+    jitter: float | None = None,
+    lose: Iterable[str] = (),
     calibration: str | Path | None = None,
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -89,6 +92,9 @@ def plan(
         only: Dimensions that are searched.
         changes: Of the cluster, before the search: ``region.distance_km=100``.
         what_if: Changes of the cluster that the best plan is simulated again with.
+        slow: How many times as long one device takes; see :func:`cordillera.planning.faults.slow_device`.
+        jitter: Of latencies; see :func:`cordillera.planning.faults.jittered`.
+        lose: Domains without which a plan is searched again: ``building``, ``building:1``.
         calibration: A JSON file of constants; None for those that ship for the device.
         compare: Search each dimension alone too, and show the plans beside.
         progress: Called with a sentence now and then.
@@ -101,6 +107,10 @@ def plan(
     if edits:
         topology = topology.changed(edits)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
+    faults.check(slow, jitter)
+    domains = list(lose)
+    for domain in domains:
+        faults.survivors(topology, domain)  # what is no domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
     base = explorer.production()
@@ -109,14 +119,19 @@ def plan(
         compared = {f"{one} alone": explorer.explore([one]).best for one in ALL}
     found = explorer.explore(only)
     best = found.best
-    again = {text: explorer.again(best, other).seconds for text, other in asked.items()}
+    cases = [faults.again(explorer, best, text, other) for text, other in asked.items()]
+    if slow is not None:
+        cases.append(faults.slow_device(explorer, best, slow))
+    if jitter is not None:
+        cases.append(faults.jitter(explorer, best, jitter))
+    cases += [faults.lost(explorer, best, domain, only, progress) for domain in domains]
     changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
     where = Path(folder)
     files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
-    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base), indent=2) + "\n")
-    _write(files["plan.html"], export.page(explorer, found, base, compared, changed))
+    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base, cases), indent=2) + "\n")
+    _write(files["plan.html"], export.page(explorer, found, base, compared, changed, cases))
     _write(files["trace.json"], export.chrome_trace(best.step.timeline))
-    return Planned(explorer, found, base, again, files)
+    return Planned(explorer, found, base, cases, files)
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Literal
@@ -377,6 +377,20 @@ class Explorer:
                     self._progress(f"{found.simulated:,} steps simulated")
                 if fit == keep:
                     break
+
+    def outlook(self, chunks: Collection[int]) -> float:
+        """Estimated seconds of the fastest among few layouts that fit, one sequence a microbatch; infinite for none.
+
+        Args:
+            chunks: That a pipeline rank may have.
+        """
+        best, network = math.inf, tuned_network(self.topology)
+        for layout in self._possible(Exploration()):
+            if layout.microbatch == 1 and layout.chunks in chunks:
+                estimate = self.job(layout, PRODUCTION_ORDER, network).estimate()
+                if estimate.seconds < best and self._might_fit(estimate):
+                    best = estimate.seconds
+        return best
 
     def _might_fit(self, estimate: Estimate) -> bool:
         """Whether the schedule that holds least fits: ZBV with two chunks, (interleaved) 1F1B with others."""

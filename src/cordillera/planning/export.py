@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from cordillera.planning.explorer import Exploration, Explorer, Plan
+from cordillera.planning.faults import Case
 from cordillera.planning.schedules import Kind
 from cordillera.planning.simulator import Timeline
 
@@ -251,13 +252,14 @@ def reasons(best: Plan, base: Plan) -> list[str]:
     return found
 
 
-def to_json(explorer: Explorer, found: Exploration, base: Plan) -> dict[str, Any]:
+def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[Case] = ()) -> dict[str, Any]:
     """The content of ``plan.json``: the best plans, each with what a run needs to take it.
 
     Args:
         explorer: With workload and cluster.
         found: By the search.
         base: The production-like plan.
+        cases: What else was asked about the best plan.
     """
     return {
         "workload": explorer.workload.model_dump(mode="json"),
@@ -272,11 +274,17 @@ def to_json(explorer: Explorer, found: Exploration, base: Plan) -> dict[str, Any
         "dropped": dict(found.dropped.most_common()),
         "production": base.to_json(),
         "plans": [plan.to_json() for plan in found.plans[:10]],
+        "what_if": [case.to_json() for case in cases],
     }
 
 
 def page(
-    explorer: Explorer, found: Exploration, base: Plan, compared: Mapping[str, Plan], changes: Sensitivity | None
+    explorer: Explorer,
+    found: Exploration,
+    base: Plan,
+    compared: Mapping[str, Plan],
+    changes: Sensitivity | None,
+    cases: Sequence[Case] = (),
 ) -> str:
     """``plan.html``: one file that needs nothing else, for the screen (light and dark) and for paper.
 
@@ -286,6 +294,7 @@ def page(
         base: The production-like plan.
         compared: Best plans of smaller searches by name, to be shown beside.
         changes: What other networks would do.
+        cases: What else was asked about the best plan.
     """
     best, work, topology = found.best, explorer.workload, explorer.topology
     tokens = work.batch * work.sequence / best.seconds
@@ -331,6 +340,17 @@ def page(
             + lines_svg(OVERSUBSCRIPTIONS, changes.oversubscriptions, f"oversubscription of links into each {outer}")
             + "</div><table><thead><tr><th>With</th><th>Step</th><th>Speed</th></tr></thead><tbody>"
             + f"{upgrades}</tbody></table>"
+        )
+    if cases:
+        asked = "".join(
+            f"<tr><td>{escape(case.what)}</td><td>{_seconds(case.seconds)}</td>"
+            f"<td>{100 * (best.seconds / case.seconds - 1):+.2f} %</td><td>{case.devices:,}</td>"
+            f'<td class="note">{escape(case.note)}</td></tr>'
+            for case in cases
+        )
+        more += (
+            "<h2>What if</h2><table><thead><tr><th>With</th><th>Step</th><th>Speed</th><th>Devices</th><th></th></tr>"
+            f"</thead><tbody>{asked}</tbody></table>"
         )
     settings = "".join(
         f"<tr><td>{escape(name)}</td><td>{one.queue_pairs} x {one.messages} x {one.message_bytes / 2**20:g} MiB</td>"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -50,19 +52,26 @@ class Step:
         return max(sum(rank.values()) for rank in self.memory)
 
 
-def stage_seconds(job: Job, schedule: Schedule) -> StageSeconds:
+def stage_seconds(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> StageSeconds:
     """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
 
     Args:
         job: With as many stages as the schedule.
-        schedule: For the error.
+        schedule: Whose rank has which stage.
+        slow: How many times as long pipeline ranks compute. Their tensor-parallel collectives take what they take,
+            and are part of all actions of a stage alike.
     """
     if len(job.stages) != schedule.stages:
         raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
+    by = [1.0] * schedule.stages
+    for number, stage in enumerate(job.stages if slow else ()):
+        factor = (slow or {}).get(schedule.rank_of[number], 1.0)
+        if factor != 1.0 and stage.total > 0:
+            by[number] = factor + (1.0 - factor) * stage.tensor / stage.total
     return StageSeconds(
-        [stage.forward for stage in job.stages],
-        [stage.again + stage.input_gradient for stage in job.stages],
-        [stage.weight_gradient for stage in job.stages],
+        [stage.forward * b for stage, b in zip(job.stages, by, strict=True)],
+        [(stage.again + stage.input_gradient) * b for stage, b in zip(job.stages, by, strict=True)],
+        [stage.weight_gradient * b for stage, b in zip(job.stages, by, strict=True)],
     )
 
 
@@ -88,48 +97,91 @@ def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
     return tuple(job.held(stages, job.weights(stages), schedule.peak(rank)) for rank, stages in enumerate(ranks))
 
 
-def simulate_step(job: Job, schedule: Schedule) -> Step:
-    """Simulate a step.
+def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
+    """Where in a rank's actions the last backward of each of its stages is, in order of these positions.
 
-    A rank reduces its gradients when its last backward is done, or, where the layout overlaps them, layer by layer as
-    the last microbatch's backward does them, one after the other and beside what it still computes.
+    Args:
+        schedule: Of the pipeline.
+        rank: Of the pipeline.
+    """
+    lasts = {a.stage: i for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    return dict(sorted(lasts.items(), key=lambda item: item[1]))
+
+
+def reduced(
+    job: Job,
+    schedule: Schedule,
+    rank: int,
+    times: Callable[[int], tuple[Any, Any]],
+    all_reduce: Callable[[float], float],
+) -> Any:
+    """When a rank has reduced its gradients; an array where times are arrays.
+
+    It does so when its last backward is done, or, where the layout overlaps them, layer by layer as the last
+    microbatch's backward does them, one after the other and beside what it still computes.
 
     Args:
         job: What is trained and how it is cut.
         schedule: Of the pipeline.
+        rank: Of the pipeline.
+        times: Start and end of the rank's action at a position, seconds.
+        all_reduce: Seconds to reduce so many bytes over the copies of the model.
     """
-    layout = job.layout
-    timeline = simulate(schedule, stage_seconds(job, schedule), ways(job))
+    last, clock = times(len(schedule.actions[rank]) - 1)[1], 0.0
+    for stage, i in last_backwards(schedule, rank).items():
+        layers = job.stage_layers[stage]
+        seconds = all_reduce(job.weights([stage]) * BYTES)
+        if job.layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
+            start, end = times(i)
+            clock = np.maximum(clock, start) + seconds
+            clock = np.maximum(clock, end + seconds / max(layers, 1))
+        else:
+            clock = np.maximum(clock, last) + seconds
+    first, end_rank = schedule.rank_of[0], schedule.rank_of[-1]
+    tied = job.tied_seconds if first != end_rank and rank in (first, end_rank) else 0.0
+    return np.maximum(last, clock) + tied
+
+
+def optimizer_seconds(job: Job, schedule: Schedule, rank: int) -> float:
+    """Of a rank's optimizer.
+
+    Args:
+        job: What is trained and how it is cut.
+        schedule: For the rank's stages.
+        rank: Of the pipeline.
+    """
+    return job.cost.optimizer(job.weights(schedule.stages_of(rank)) / job.layout.shards)
+
+
+def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> Step:
+    """Simulate a step: the pipeline, then :func:`reduced`, then the optimizer; it ends with the last rank.
+
+    Args:
+        job: What is trained and how it is cut.
+        schedule: Of the pipeline.
+        slow: How many times as long pipeline ranks compute, where one has a slow device. The copy with it is the one
+            that is simulated, as all others wait for it to reduce their gradients.
+    """
+    slow = slow or {}
+    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job))
     memory = held(job, schedule)
-    ends, reduced = [], []
-    for rank, actions in enumerate(schedule.actions):
-        own_starts, own_ends = timeline.starts[rank], timeline.ends[rank]
-        last, clock = float(own_ends[-1]), 0.0
-        lasts = {a.stage: i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        for stage, i in sorted(lasts.items(), key=lambda item: item[1]):
-            layers = job.stage_layers[stage]
-            seconds = job.all_reduce("data", job.weights([stage]) * BYTES)
-            if layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
-                clock = max(clock, float(own_starts[i])) + seconds
-                clock = max(clock, float(own_ends[i]) + seconds / max(layers, 1))
-            else:
-                clock = max(clock, last) + seconds
-        ends.append(last)
-        reduced.append(max(last, clock))
-    both = (schedule.rank_of[0], schedule.rank_of[-1])
-    tied = job.tied_seconds if both[0] != both[1] else 0.0
-    finish = [end + (tied if rank in both else 0.0) for rank, end in enumerate(reduced)]
-    at = int(np.argmax(finish))
+    ranks = range(schedule.ranks)
+
+    def of(rank: int) -> Callable[[int], tuple[float, float]]:
+        return lambda i: (float(timeline.starts[rank][i]), float(timeline.ends[rank][i]))
+
+    finish = [float(reduced(job, schedule, rank, of(rank), partial(job.all_reduce, "data"))) for rank in ranks]
+    optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
+    at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
-    waiting = float(timeline.waiting[at])
-    busy = float(timeline.busy[at])
+    end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
         "compute": busy - tensor,
         "tensor parallel": tensor,
         "pipeline messages": waiting,
-        "pipeline bubble": ends[at] - busy - waiting,
-        "gradient reduction": finish[at] - ends[at],
-        "optimizer": job.cost.optimizer(job.weights(schedule.stages_of(at)) / layout.shards),
+        "pipeline bubble": end - busy - waiting,
+        "gradient reduction": finish[at] - end,
+        "optimizer": optimizer[at],
     }
     return Step(timeline, parts, memory)
 
