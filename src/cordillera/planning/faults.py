@@ -185,7 +185,7 @@ def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed
         f"latencies {part:.0%} longer on average, each by chance",
         p50,
         plan.layout.devices,
-        f"is the median (p50); {p99:.3f} s or more in one step of a hundred (p99)",
+        f"at the median; {p99:.3f} s or more in one step of a hundred (p99)",
         {"kind": "jitter", "jitter": part, "p50": p50, "p99": p99, "draws": draws, "seed": seed},
     )
 
