@@ -94,7 +94,10 @@ class Level(BaseModel):
     @model_validator(mode="after")
     def _has_a_way(self) -> Level:
         if self.planes_lost >= self.planes:
-            raise ValueError(f"{self.planes_lost} of {self.planes} planes lost leaves no way between members")
+            raise ValueError(
+                f"{self.planes_lost} of {self.planes} planes lost leaves no way between members; "
+                f"{self.planes - 1} can be lost at most"
+            )
         return self
 
     @property
@@ -319,7 +322,11 @@ class Topology(BaseModel):
                 place[key] = place[key] * factor if value[0] == "*" else place[key] / factor
             else:
                 place[key] = value
-        return validate(Topology, content, self.name)
+        try:
+            return validate(Topology, content, self.name)
+        except PlanError as error:  # changes name levels; so does what is wrong with them
+            named = re.sub(r"levels\[(\d+)\]", lambda found: self.levels[int(found[1])].name, error.what)
+            raise PlanError(named, where=self.name) from error
 
     def without(self, level: str, domain: int = 0) -> Topology:
         """The cluster after a domain is lost with all that it holds; a domain that held nothing else goes with it.

@@ -53,7 +53,7 @@ def buildings(count: int = 2, hosts: int = 2) -> Topology:
 @lru_cache(maxsize=1)
 def planned() -> tuple[Explorer, Plan]:
     """Llama 3 8B on 64 devices, its pipeline across the buildings."""
-    explorer = Explorer(workload.load("llama3-8b"), buildings())
+    explorer = Explorer(workload.load("llama3-8b").model_copy(update={"batch": 128}), buildings())
     layout = Layout(tensor=4, pipeline=4, data=4, shards=4, sequence_parallel=True, overlap_gradients=True)
     job = explorer.job(layout, ("tensor", "context", "data", "pipeline"), explorer.production().network)
     schedule = one_forward_one_backward(4, job.microbatches)
@@ -296,7 +296,7 @@ def test_a_plan_after_a_loss_uses_all_that_is_left_where_it_divides(count: int, 
 
 def test_fewer_devices_are_used_where_the_rest_does_not_divide() -> None:
     """31 of 32 devices: 31 divides neither the batch nor the 32 layers well."""
-    explorer = Explorer(workload.load("llama3-8b"), buildings(1))
+    explorer = Explorer(workload.load("llama3-8b").model_copy(update={"batch": 64}), buildings(1))
     plan = explorer.production()
     after, found = faults.replan(explorer, plan, explorer.topology.without("host", 1), ["network"])
     assert after.devices == found.best.layout.devices <= 24

@@ -84,6 +84,8 @@ def plan(
 ) -> Planned:
     """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
 
+    An interrupt (Ctrl-C) ends the search; what was found until then is written.
+
     Args:
         workload: Shipped name or path of a TOML file.
         cluster: Shipped name or path of a TOML file.
@@ -114,18 +116,26 @@ def plan(
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
     base = explorer.production()
-    compared: dict[str, Plan] = {}
-    if compare:
-        compared = {f"{one} alone": explorer.explore([one]).best for one in ALL}
     found = explorer.explore(only)
-    best = found.best
-    cases = [faults.again(explorer, best, text, other) for text, other in asked.items()]
-    if slow is not None:
-        cases.append(faults.slow_device(explorer, best, slow))
-    if jitter is not None:
-        cases.append(faults.jitter(explorer, best, jitter))
-    cases += [faults.lost(explorer, best, domain, only, progress) for domain in domains]
-    changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+    best, compared, cases, changed = found.best, {}, [], None
+    try:
+        for text, other in asked.items():
+            cases.append(faults.again(explorer, best, text, other))
+        if slow is not None:
+            cases.append(faults.slow_device(explorer, best, slow))
+        if jitter is not None:
+            cases.append(faults.jitter(explorer, best, jitter))
+        changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+        if not found.interrupted:  # who stops one search wants no other
+            for domain in domains:
+                cases.append(faults.lost(explorer, best, domain, only, progress))
+            for one in ALL if compare else ():
+                alone = explorer.explore([one])
+                if alone.interrupted:
+                    raise KeyboardInterrupt
+                compared[f"{one} alone"] = alone.best
+    except KeyboardInterrupt:
+        found.interrupted = True
     where = Path(folder)
     files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
     _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base, cases), indent=2) + "\n")

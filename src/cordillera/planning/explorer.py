@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from math import gcd
 from typing import Any, Literal
 
 from cordillera.cost import Calibration, CostModel, calibration_for
@@ -102,6 +103,7 @@ class Exploration:
         seconds: That the search took.
         interrupted: Whether it was stopped before its end.
         least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
+        enough: Devices of the cluster that could be planned instead, where those that were asked for cannot.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Exploration:
     seconds: float = 0.0
     interrupted: bool = False
     least_memory: float = math.inf
+    enough: int | None = None
 
     @property
     def best(self) -> Plan:
@@ -123,10 +126,13 @@ class Exploration:
         if not self.plans:
             reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
             remedy = "a batch that the number of devices divides, or another number of devices"
+            if self.enough is not None:
+                remedy += f": {self.enough:,} would do"
             if math.isfinite(self.least_memory):
                 remedy = (
                     f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
                     f"{self.least_memory / _USABLE / 1e9:,.0f} GB, or more of them"
+                    + (f": {self.enough:,} would do" if self.enough is not None else "")
                 )
             raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
         return self.plans[0]
@@ -183,6 +189,19 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
                 )
 
 
+def divisible(workload: Workload, topology: Topology) -> set[int]:
+    """Numbers of a cluster's devices that a batch and a model's layers can be divided over.
+
+    Args:
+        workload: What is trained.
+        topology: For how many there are, and for the size of a host.
+    """
+    powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
+    copies = _divisors(workload.batch, topology.devices)
+    found = {a * b * c for a, b, c in product(powers, range(1, workload.model.layers + 1), copies)}
+    return {one for one in found if one <= topology.devices}
+
+
 def production_network(topology: Topology) -> dict[str, NetworkSettings]:
     """Settings as a library brings them: few connections, hashing, copies.
 
@@ -230,7 +249,9 @@ class Explorer:
         self.devices = devices or topology.devices
         if self.devices > topology.devices:
             raise PlanError(
-                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}", where=topology.name
+                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}",
+                where=topology.name,
+                remedy=f"{topology.devices:,} at most",
             )
         self._progress = progress or (lambda text: None)
         self._production: Plan | None = None
@@ -257,11 +278,29 @@ class Explorer:
         Raises:
             PlanError: If nothing fits.
         """
-        if self._production is not None:
-            return self._production
+        if self._production is None:
+            found = self._baselines()
+            if not found.plans:
+                found.enough = self._enough(more=math.isfinite(found.least_memory))
+            self._production = found.best
+        return self._production
+
+    def _enough(self, more: bool) -> int | None:
+        """The number of devices nearest to what was asked for that can be planned; doubled where there must be more."""
+        if more:
+            numbers = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
+        else:
+            numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
+        for one in numbers[:16]:
+            if Explorer(self.workload, self.topology, self.cost.calibration, devices=one)._baselines().plans:
+                return one
+        return None
+
+    def _baselines(self) -> Exploration:
+        """The layouts that follow the rules of the production-like plan, with their schedule, best first."""
         found = Exploration()
         network = production_network(self.topology)
-        tensor = _largest(self.workload, min(self.topology.sizes[0]))
+        tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
         for layout in self._possible(found):
             if (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1):
                 continue
@@ -271,8 +310,7 @@ class Explorer:
             if plan is not None:
                 found.plans.append(plan)
         found.plans.sort(key=lambda plan: plan.seconds)
-        self._production = found.best
-        return self._production
+        return found
 
     def _fixed_chunks(self, layout: Layout) -> int:
         if layout.pipeline == 1:
@@ -413,6 +451,5 @@ class Explorer:
         return all(getattr(layout, name) == getattr(base, name) for name in same)
 
 
-def _largest(workload: Workload, limit: int) -> int:
-    heads = workload.model.heads
-    return max(one for one in _powers(limit) if heads % one == 0)
+def _largest(of: int, limit: int) -> int:
+    return max(one for one in _powers(limit) if of % one == 0)

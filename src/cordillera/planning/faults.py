@@ -7,16 +7,15 @@ Lost planes, narrower links and losses of packets are changes of the cluster
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
+from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan, divisible
 from cordillera.planning.simulator import Way, simulate_late
 from cordillera.planning.step import (
     Step,
@@ -190,15 +189,6 @@ def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed
     )
 
 
-def _numbers(explorer: Explorer, most: int) -> Iterator[int]:
-    """Numbers of devices that the batch and the layers can be divided over, the largest first, down to a half."""
-    work, host = explorer.workload, max(explorer.topology.sizes[0])
-    powers = [1 << i for i in range(host.bit_length() + work.sequence.bit_length())]
-    copies = [one for one in range(1, work.batch + 1) if work.batch % one == 0]
-    found = {a * b * c for a, b, c in product(powers, range(1, work.model.layers + 1), copies)}
-    return iter(sorted((one for one in found if most / 2 <= one <= most), reverse=True))
-
-
 def replan(
     explorer: Explorer,
     plan: Plan,
@@ -226,7 +216,8 @@ def replan(
     before = explorer.outlook(chunks) * explorer.devices
     ranked: list[tuple[float, int, Explorer]] = []
     most = min(explorer.devices, topology.devices)
-    for devices in _numbers(explorer, most):
+    numbers = sorted(one for one in divisible(explorer.workload, topology) if most / 2 <= one <= most)
+    for devices in reversed(numbers):
         if ranked and _AS_GOOD * before / devices > min(ranked)[0]:
             break
         one = Explorer(explorer.workload, topology, explorer.cost.calibration, devices=devices, progress=progress)
@@ -275,9 +266,12 @@ def lost(
 
     Raises:
         PlanError: If there is no such domain, or no plan without it.
+        KeyboardInterrupt: If the search was interrupted.
     """
     left = survivors(explorer.topology, domain)
     after, found = replan(explorer, plan, left, only, progress)
+    if found.interrupted:
+        raise KeyboardInterrupt  # half of a search would pass for what can be had
     best, before = found.best, explorer.topology.devices
     note = f"by a new search on {after.devices:,} devices ({best.layout}, {best.schedule.name})"
     if after.devices < min(explorer.devices, left.devices):
