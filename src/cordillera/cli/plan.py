@@ -137,7 +137,7 @@ def _show(out: object, planned: object) -> None:
     for reason in reasons(best, base):
         out.print(f"  {reason}", markup=False)
     for case in planned.what_if:
-        speed = f"with {case.what}: {case.seconds:.3f} s ({best.seconds / case.seconds - 1:+.2%})"
+        speed = f"with {case.what}: {case.seconds:.3f} s ({case.speed(best.seconds):+.2%})"
         out.print(f"{speed} {case.note}".rstrip(), markup=False)
     out.print(f"{found.estimated:,} layouts estimated, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
     out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)

@@ -393,7 +393,7 @@ def page(
     if cases:
         asked = "".join(
             f"<tr><td>{escape(case.what)}</td><td>{_seconds(case.seconds)}</td>"
-            f"<td>{100 * (best.seconds / case.seconds - 1):+.2f} %</td><td>{case.devices:,}</td>"
+            f"<td>{100 * case.speed(best.seconds):+.2f} %</td><td>{case.devices:,}</td>"
             f'<td class="note">{escape(case.note)}</td></tr>'
             for case in cases
         )

@@ -50,6 +50,14 @@ class Case:
     note: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
+    def speed(self, before: float) -> float:
+        """Steps a second more (below 0: fewer) than before, as a part, to the hundredth of a percent.
+
+        Args:
+            before: Seconds of a step.
+        """
+        return round(before / self.seconds - 1, 4) + 0.0  # never -0.0
+
     def to_json(self) -> dict[str, Any]:
         """For ``plan.json``."""
         return asdict(self)
