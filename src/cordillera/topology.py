@@ -11,18 +11,19 @@ import difflib
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from importlib import resources
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cordillera.errors import PlanError
+from cordillera.mistakes import explain, known_keys
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -366,50 +367,6 @@ class Topology(BaseModel):
         return validate(Topology, content, self.name)
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
-    """What pydantic found wrong in a file, as pairs of a dotted path and a sentence.
-
-    Args:
-        error: As raised.
-        model: That was to be made, for the keys that are known.
-    """
-    problems: dict[str, str] = {}
-    for entry in error.errors():
-        location = [part for part in entry["loc"] if not re.match(r"int$|tuple\[|constrained|function-", str(part))]
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-        message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
-        if entry["type"] == "extra_forbidden":
-            known = _keys(model, location[:-1])
-            close = difflib.get_close_matches(str(location[-1]), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(known)}"
-            message = f"is not a key here; {hint}"
-        elif entry["type"] == "missing":
-            message = "is missing"
-        elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
-            continue  # its entries were refused, not left out
-        elif not isinstance(entry.get("input"), dict | list):
-            message = f"{message[0].lower()}{message[1:]}, got {entry['input']!r}"
-        problems.setdefault(path or "file", message)
-    return list(problems.items())
-
-
-def _keys(model: type[BaseModel], path: list[Any]) -> list[str]:
-    """Keys that are known at a place in a file."""
-    here: type[BaseModel] | None = model
-    for part in path:
-        if isinstance(part, str):
-            field = here.model_fields.get(part) if here is not None else None
-            here = next(_models(field.annotation), None) if field is not None else None
-    return list(here.model_fields) if here is not None else []
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models(part)
-
-
 def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> AnyModel:
     """Make a description from plain values.
 
@@ -424,7 +381,7 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = explain(error, model)
+        problems = explain(error.errors(), partial(known_keys, model))
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         listing = "".join(f"\n  {path}: {message}" for path, message in problems)
         raise PlanError(f"{count}{listing}", where=source) from error
