@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
+from cordillera.mistakes import models_of
 from cordillera.recipe import Recipe, dump, field_descriptions, load, parse_override, shipped, validate
 
 GOOD = """
@@ -119,7 +120,7 @@ def test_an_override_below_a_value_is_refused(tmp_path):
 def _configs(config, seen):
     seen.add(config)
     for field in config.model_fields.values():
-        for inner in recipes._classes(field.annotation):
+        for inner in models_of(field.annotation):
             if inner not in seen:
                 _configs(inner, seen)
     return seen

@@ -10,8 +10,7 @@ import difflib
 import inspect
 import re
 import sys
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tomlkit.items import Table
 from cordillera.data.datasets import DataConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import RecipeError
+from cordillera.mistakes import explain, known_keys
 from cordillera.models.ranking import MODELS, ModelConfig
 from cordillera.training.trainer import TrainingConfig
 
@@ -116,56 +116,26 @@ def _apply(content: dict[str, Any], key: str, value: Any) -> None:
     place[last] = value
 
 
-def _known_keys(path: tuple[Any, ...], content: dict[str, Any]) -> list[str]:
-    """Keys that a section accepts, for the hint at an unknown one."""
-    here: Any = Recipe
-    for part in path:
-        if not (inspect.isclass(here) and issubclass(here, BaseModel)):
-            return []
-        if here is Recipe and part == "model":
-            here = MODELS[content["model"]["name"]].Config
-            continue
-        fields = {f.alias or name: f for name, f in here.model_fields.items()}
-        if part not in fields:
-            return []
-        classes = list(_classes(fields[part].annotation))
-        here = classes[0] if classes else None
-    if not (inspect.isclass(here) and issubclass(here, BaseModel)):
-        return []
-    return [field.alias or name for name, field in here.model_fields.items()]
-
-
-def _classes(annotation: Any) -> Iterable[type[BaseModel]]:
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _classes(part)
-
-
-def _explain(error: Any, content: dict[str, Any]) -> tuple[str, str]:
-    location = [part for part in error["loc"] if part not in ("function-wrap", "function-after")]
+def _as_written(entry: Any) -> dict[str, Any]:
+    """A mistake by its place in the file: the model's name chooses among several classes."""
+    location = [part for part in entry["loc"] if part not in ("function-wrap", "function-after")]
+    if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        message = f"must be one of {', '.join(MODELS)}, got {entry.get('ctx', {}).get('tag')!r}"
+        if entry["type"] == "union_tag_not_found":
+            message = f"is missing; choose one of {', '.join(MODELS)}"
+        return {"type": "name", "loc": ("model", "name"), "msg": message, "input": {}}
     if len(location) > 1 and location[0] == "model" and location[1] in MODELS:
         del location[1]  # the tag of the union, which does not stand in the file
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    kind, message = error["type"], error["msg"]
-    if kind == "extra_forbidden":
-        known = _known_keys(tuple(location[:-1]), content)
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        message = "is not a key here" + (
-            f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else ""
-        )
-    elif kind == "missing":
-        message = "is missing"
-    elif kind == "union_tag_invalid":
-        path, message = "model.name", f"must be one of {', '.join(MODELS)}, got {error['ctx'].get('tag')!r}"
-    elif kind == "union_tag_not_found":
-        path, message = "model.name", f"is missing; choose one of {', '.join(MODELS)}"
-    else:
-        message = re.sub(r"^(Value error|Assertion failed), ", "", message)
-        message = message[0].lower() + message[1:]
-        if not isinstance(error.get("input"), dict | list):
-            message += f", got {error['input']!r}"
-    return path or "recipe", message
+    return {**entry, "loc": location}
+
+
+def _explain(error: ValidationError, content: dict[str, Any]) -> list[tuple[str, str]]:
+    def keys(path: Sequence[Any]) -> list[str]:
+        if path and path[0] == "model":
+            return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
+        return known_keys(Recipe, path)
+
+    return explain(map(_as_written, error.errors()), keys, "recipe")
 
 
 def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
@@ -203,7 +173,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(source, [_explain(entry, content) for entry in error.errors()]) from error
+        raise RecipeError(source, _explain(error, content)) from error
 
 
 def field_descriptions(config: type[BaseModel]) -> dict[str, str]:

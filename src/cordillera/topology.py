@@ -11,18 +11,19 @@ import difflib
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from importlib import resources
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cordillera.errors import PlanError
+from cordillera.mistakes import explain, known_keys
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -94,7 +95,10 @@ class Level(BaseModel):
     @model_validator(mode="after")
     def _has_a_way(self) -> Level:
         if self.planes_lost >= self.planes:
-            raise ValueError(f"{self.planes_lost} of {self.planes} planes lost leaves no way between members")
+            raise ValueError(
+                f"{self.planes_lost} of {self.planes} planes lost leaves no way between members; "
+                f"{self.planes - 1} can be lost at most"
+            )
         return self
 
     @property
@@ -163,16 +167,20 @@ class Topology(BaseModel):
         return self
 
     @cached_property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Devices in every domain, by level."""
-        counts = []  # members of every domain, from the outside in
+    def _members(self) -> tuple[tuple[int, ...], ...]:
+        """Members of every domain, by level."""
+        counts: list[tuple[int, ...]] = []
         domains = 1
         for level in reversed(self.levels):
-            members = level.members if isinstance(level.members, tuple) else (level.members,) * domains
-            counts.append(members)
-            domains = sum(members)
+            counts.append(level.members if isinstance(level.members, tuple) else (level.members,) * domains)
+            domains = sum(counts[-1])
+        return tuple(reversed(counts))
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Devices in every domain, by level."""
         sizes: list[tuple[int, ...]] = []
-        for members in reversed(counts):
+        for members in self._members:
             if not sizes:
                 sizes.append(members)
                 continue
@@ -315,51 +323,48 @@ class Topology(BaseModel):
                 place[key] = place[key] * factor if value[0] == "*" else place[key] / factor
             else:
                 place[key] = value
+        try:
+            return validate(Topology, content, self.name)
+        except PlanError as error:  # changes name levels; so does what is wrong with them
+            named = re.sub(r"levels\[(\d+)\]", lambda found: self.levels[int(found[1])].name, error.what)
+            raise PlanError(named, where=self.name) from error
+
+    def without(self, level: str, domain: int = 0) -> Topology:
+        """The cluster after a domain is lost with all that it holds; a domain that held nothing else goes with it.
+
+        Args:
+            level: Name of the level whose domain it is; ``device`` for one accelerator.
+            domain: Which, counted from 0 over the whole cluster.
+
+        Raises:
+            PlanError: If there is no such domain, or nothing else.
+        """
+        at = -1 if level == "device" else self.index(level)
+        sizes = ((1,) * self.devices, *self.sizes)  # sizes[k + 1] are those of level k
+        if not 0 <= domain < len(sizes[at + 1]):
+            last = len(sizes[at + 1]) - 1
+            raise PlanError(f"there is no {level} {domain}", where=self.name, remedy=f"0 to {last:,}")
+        if sizes[at + 1][domain] == self.devices:
+            raise PlanError(f"nothing is left without {level} {domain}", where=self.name)
+        end = sum(sizes[at + 1][: domain + 1])
+        gone = range(end - sizes[at + 1][domain], end)  # devices
+        kept: list[NDArray[np.bool_]] = []  # of every level's domains, devices first, those that are left
+        for one in sizes:
+            ends = np.cumsum(one)
+            kept.append((ends - one < gone.start) | (ends > gone.stop))
+        content = self.model_dump()
+        for i, members in enumerate(self._members):
+            starts = np.cumsum([0, *members[:-1]])
+            left = np.add.reduceat(kept[i].astype(int), starts)[kept[i + 1]].tolist()
+            content["levels"][i]["members"] = left[0] if len(set(left)) == 1 else left
+        names = [one.name for one in self.levels]
+        content["links"] = [
+            {**link.model_dump(), "member": int(below[: link.member].sum())}
+            for link in self.links
+            if (below := kept[names.index(link.level)])[link.member]
+        ]
+        content["name"] = f"{self.name} without {level} {domain}"
         return validate(Topology, content, self.name)
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
-    """What pydantic found wrong in a file, as pairs of a dotted path and a sentence.
-
-    Args:
-        error: As raised.
-        model: That was to be made, for the keys that are known.
-    """
-    problems: dict[str, str] = {}
-    for entry in error.errors():
-        location = [part for part in entry["loc"] if not re.match(r"int$|tuple\[|constrained|function-", str(part))]
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-        message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
-        if entry["type"] == "extra_forbidden":
-            known = _keys(model, location[:-1])
-            close = difflib.get_close_matches(str(location[-1]), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(known)}"
-            message = f"is not a key here; {hint}"
-        elif entry["type"] == "missing":
-            message = "is missing"
-        elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
-            continue  # its entries were refused, not left out
-        elif not isinstance(entry.get("input"), dict | list):
-            message = f"{message[0].lower()}{message[1:]}, got {entry['input']!r}"
-        problems.setdefault(path or "file", message)
-    return list(problems.items())
-
-
-def _keys(model: type[BaseModel], path: list[Any]) -> list[str]:
-    """Keys that are known at a place in a file."""
-    here: type[BaseModel] | None = model
-    for part in path:
-        if isinstance(part, str):
-            field = here.model_fields.get(part) if here is not None else None
-            here = next(_models(field.annotation), None) if field is not None else None
-    return list(here.model_fields) if here is not None else []
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models(part)
 
 
 def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> AnyModel:
@@ -376,7 +381,7 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = explain(error, model)
+        problems = explain(error.errors(), partial(known_keys, model))
         count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         listing = "".join(f"\n  {path}: {message}" for path, message in problems)
         raise PlanError(f"{count}{listing}", where=source) from error

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +54,65 @@ def test_constants_are_fitted_and_used(cli: Any, tmp_path: Path) -> None:
     assert "constants: steps.csv on a100-node" in result.out
 
 
+def test_a_bad_day_is_told_in_the_text_and_in_the_file(cli: Any) -> None:
+    options = ["--slow", 1.2, "--jitter", 0.5, "--lose", "host:1", "--what-if", "host.bytes_per_s/=2", "--out", "p"]
+    changes = ["--set", "rack.members=2", "--set", "pod.members=1", "--set", "building.members=1"]
+    result = cli("plan", "llama3-8b", "two-buildings", "--only", "network", *options, *changes)
+    assert result.code == 0, result.err
+    content = json.loads(Path("p/plan.json").read_text())
+    assert [case["what"] for case in content["what_if"]] == [
+        "host.bytes_per_s/=2",
+        "one device 1.2 times as slow",
+        "latencies 50% longer on average, each by chance",
+        "host:1 lost",
+    ]
+    for case in content["what_if"]:
+        assert f"with {case['what']}: {case['seconds']:.3f} s" in result.out
+    lost = content["what_if"][-1]
+    assert lost["figures"]["devices_gone"] == 8
+    assert lost["figures"]["devices_left"] == 24
+    assert "8 of 32 devices (25.00%) are gone" in result.out
+
+
+def test_ctrl_c_prints_the_best_plan_so_far(tmp_path: Path) -> None:
+    """Searches of some seconds are interrupted as soon as it says that layouts are estimated."""
+    screen, stderr = pty.openpty()
+    command = [sys.executable, "-m", "cordillera", "plan", "llama3-405b", "two-buildings"]
+    command += ["--compare", "--lose", "building", "--out", "p"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+        try:
+            os.close(stderr)
+            shown, deadline = "", time.monotonic() + 120
+            while "layouts estimated" not in shown:
+                assert time.monotonic() < deadline, shown
+                assert process.poll() is None, shown
+                if select.select([screen], [], [], 0.2)[0]:
+                    shown += os.read(screen, 4096).decode(errors="replace")
+            process.send_signal(signal.SIGINT)
+            begin = time.monotonic()
+            drain = threading.Thread(target=_drain, args=(screen,), daemon=True)
+            drain.start()
+            out = process.communicate(timeout=120)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 0, shown
+    assert "interrupted: this is the best until then" in out
+    assert "base" in out
+    assert "times the production-like plan" in out
+    assert "lost" not in out  # no other search was begun
+    content = json.loads((tmp_path / "p/plan.json").read_text())
+    assert content["interrupted"]
+    assert content["plans"][0]["seconds"] <= content["production"]["seconds"]
+    assert "The search was interrupted" in (tmp_path / "p/plan.html").read_text()
+    assert time.monotonic() - begin < 120
+
+
+def _drain(screen: int) -> None:
+    with contextlib.suppress(OSError):  # the other end was closed
+        while os.read(screen, 4096):
+            pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -54,10 +122,24 @@ def test_constants_are_fitted_and_used(cli: Any, tmp_path: Path) -> None:
         (["gpt-22b", "a100-nod"], "did you mean a100-node?"),
         (["gpt-22b", "a100-node", "--only", "magic"], "'magic' is not searched"),
         (["gpt-22b", "a100-node", "--set", "region.x=1"], "there is no level 'region'"),
-        (["gpt-22b", "a100-node", "--set", "host.latency_s=-1"], "latency_s: input should be greater than or equal"),
-        (["gpt-22b", "a100-node", "--set", "host.bytes_per_s=0"], "bytes_per_s: input should be greater than 0"),
-        (["gpt-22b", "a100-node", "--devices", "16"], "16 devices are asked for, the cluster has 8"),
-        (["gpt-1t", "a100-node"], "no plan is possible"),
+        (["gpt-22b", "a100-node", "--set", "host.latency_s=-1"], "host.latency_s: input should be greater than or"),
+        (["gpt-22b", "a100-node", "--set", "host.bytes_per_s=0"], "host.bytes_per_s: input should be greater than 0"),
+        (["llama3-8b", "two-buildings", "--set", "region.planes_lost=1"], "region: 1 of 1 planes lost leaves no way"),
+        (["llama3-8b", "llama4-region", "--set", "region.planes_lost=76"], "75 can be lost at most"),
+        (["llama3-8b", "two-buildings", "--set", "region.loss_rate=1"], "region.loss_rate: input should be less"),
+        (["llama3-8b", "two-buildings", "--set", "region.members=0"], "region.members: input should be greater than"),
+        (["gpt-22b", "a100-node", "--devices", "16"], "8 at most"),
+        (["llama3-8b", "two-buildings", "--devices", "24575"], "another number of devices: 24,576 would do"),
+        (["gpt-1t", "a100-node"], "devices with 2,414 GB"),
+        (["gpt-175b", "selene", "--devices", "8"], "or more of them: 64 would do"),
+        (["gpt-22b", "a100-node", "--slow", "0.9"], "--slow: 0.9 times as slow is not slow"),
+        (["gpt-22b", "a100-node", "--slow", "nan"], "a factor of 1 or more"),
+        (["gpt-22b", "a100-node", "--jitter", "-1"], "--jitter: -1 is not a jitter"),
+        (["gpt-22b", "a100-node", "--jitter", "inf"], "0 or more, as a part of the latency"),
+        (["gpt-22b", "a100-node", "--lose", "host"], "nothing is left without host 0"),
+        (["gpt-22b", "a100-node", "--lose", "building:1"], "there is no level 'building'"),
+        (["llama3-8b", "two-buildings", "--lose", "building:2"], "there is no building 2"),
+        (["llama3-8b", "two-buildings", "--lose", "building:two"], "write level or level:number"),
         (["gpt-22b", "a100-node", "--calibration", "absent.json"], "absent.json: cannot be read"),
         (["a100-node", "--calibrate", "absent.csv"], "absent.csv: cannot be read"),
         (["gpt-22b", "a100-node", "--calibrate", "absent.csv"], "needs the cluster alone"),
@@ -67,4 +149,5 @@ def test_mistakes_end_in_one_clear_message(cli: Any, capsys: Any, arguments: lis
     result = cli("plan", *arguments)
     assert result.code != 0
     assert message in result.err
+    assert result.err.count("error:") == 1
     assert not Path("plans").exists()

@@ -82,8 +82,11 @@ def test_nothing_that_fits_ends_with_reasons() -> None:
     with pytest.raises(PlanError, match=r"no plan is possible \(.*memory[\s\S]*devices with [\d,]+ GB"):
         Explorer(workload.load("gpt-175b"), small).explore()
     odd = workload.load("gpt-22b").model_copy(update={"batch": 1})
-    with pytest.raises(PlanError, match=r"a batch that the number of devices divides|GB"):
-        Explorer(odd, topology.load("a100-node").changed({"host.members": 7})).explore()
+    assert (
+        Explorer(odd, topology.load("a100-node").changed({"host.members": 7})).explore(keep=2).best.layout.pipeline == 7
+    )
+    with pytest.raises(PlanError, match=r"a batch that the number of devices divides, or another .*: 52 would do"):
+        Explorer(odd, topology.load("a100-node").changed({"host.members": 53})).explore()
     with pytest.raises(PlanError, match="9 devices are asked for, the cluster has 8"):
         Explorer(workload.load("gpt-22b"), small, devices=9)
 
@@ -115,9 +118,9 @@ def test_files_hold_what_they_should(tmp_path: Path) -> None:
     for size in best["mesh"]["sizes"]:
         sizes *= size
     assert sizes == 64
-    assert planned.what_if["rack.latency_s*=100"] >= planned.found.best.seconds
+    assert planned.what_if[0].seconds >= planned.found.best.seconds
     page = (tmp_path / "plan.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert not re.search(r"\b(nan|inf)\b", page, re.IGNORECASE)
     trace = json.loads((tmp_path / "trace.json").read_text())

@@ -45,8 +45,11 @@ def test_layers_are_spread_evenly_with_the_fewest_at_the_ends(layers: int, stage
     ("layout", "message"),
     [
         (Layout(tensor=3), "tensor 3 does not divide heads 32: 2 would"),
-        (Layout(data=3), "data 3 x microbatch 1 does not divide batch 2048"),
-        (Layout(pipeline=64), "64 stages are more than 32 layers"),
+        (Layout(tensor=12), "tensor 12 does not divide ffn 14336: 14 would"),
+        (Layout(tensor=16, data=3), "data 3 x microbatch 1 does not divide batch 2048: 2 would"),
+        (Layout(data=3000), "does not divide batch 2048: 2048 would"),
+        (Layout(context=3), "context 3 does not cut 8192 tokens into two equal parts each: 2 would"),
+        (Layout(pipeline=64), "64 stages are more than 32 layers: 32 would do"),
         (Layout(pipeline=8, chunks=8), "64 stages are more than 32 layers"),
         (Layout(expert=2, data=2), "expert above 1 needs a model with experts"),
         (Layout(data=4, shards=3), "shards 3 does not divide data 4: 2 would"),
@@ -57,6 +60,19 @@ def test_layers_are_spread_evenly_with_the_fewest_at_the_ends(layers: int, stage
 def test_layouts_that_cannot_be_are_refused_with_the_nearest_that_can(layout: Layout, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         layout.check(workload.load("llama3-8b"))
+
+
+def test_degrees_of_keys_and_experts_say_the_nearest_too() -> None:
+    mixture = workload.load("moe-400b")
+    experts = mixture.model.experts
+    assert experts is not None
+    problems = Layout(expert=3, data=4).problems(mixture)
+    assert f"expert 3 does not divide {experts.count} experts: 2 would" in problems
+    assert "expert 3 does not divide data 4: 2 would" in problems
+    grouped = workload.load("llama3-8b")
+    odd = grouped.model.model_copy(update={"kv_heads": 6, "heads": 24, "ffn": 96, "head_dim": 64})
+    problems = Layout(tensor=4).problems(grouped.model_copy(update={"model": odd}))
+    assert problems == ["tensor 4 and kv_heads 6: neither divides the other: 3 would"]
 
 
 def test_products_take_at_least_their_arithmetic_and_their_traffic() -> None:

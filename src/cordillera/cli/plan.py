@@ -25,6 +25,20 @@ def plan(
         list[str] | None,
         typer.Option("--what-if", help="Simulate the best plan again with a change: region.bytes_per_s*=2."),
     ] = None,
+    slow: Annotated[
+        float | None,
+        typer.Option("--slow", help="Simulate the best plan with one device that takes so many times as long."),
+    ] = None,
+    jitter: Annotated[
+        float | None,
+        typer.Option(
+            "--jitter", help="Let latencies vary, on average longer by this part: median and p99 of the step."
+        ),
+    ] = None,
+    lose: Annotated[
+        list[str] | None,
+        typer.Option("--lose", help="Plan again without a domain: building, or building:1 for the second."),
+    ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Constants that --calibrate wrote.")] = None,
     calibrate: Annotated[
         Path | None,
@@ -66,6 +80,9 @@ def plan(
             only=only or ("placement", "scheduling", "network"),  # type: ignore[arg-type]
             changes=set_ or (),
             what_if=what_if or (),
+            slow=slow,
+            jitter=jitter,
+            lose=lose or (),
             calibration=calibration,
             compare=compare,
             progress=status.update,
@@ -119,8 +136,9 @@ def _show(out: object, planned: object) -> None:
     out.print(f"{base.seconds / best.seconds:.2f} times the production-like plan (base), both simulated, because of")
     for reason in reasons(best, base):
         out.print(f"  {reason}", markup=False)
-    for text, seconds in planned.what_if.items():
-        out.print(f"with {text}: {seconds:.3f} s ({best.seconds / seconds - 1:+.2%})", markup=False)
+    for case in planned.what_if:
+        speed = f"with {case.what}: {case.seconds:.3f} s ({case.speed(best.seconds):+.2%})"
+        out.print(f"{speed} {case.note}".rstrip(), markup=False)
     out.print(f"{found.estimated:,} layouts estimated, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
     out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
     out.print(f"report: {planned.files['plan.html']}", markup=False)

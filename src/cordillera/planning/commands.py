@@ -14,7 +14,7 @@ from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration as calibrations
-from cordillera.planning import export
+from cordillera.planning import export, faults
 from cordillera.planning import workload as workloads
 from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
 
@@ -45,14 +45,14 @@ class Planned:
         explorer: With workload and cluster.
         found: By the search.
         production: The production-like plan.
-        what_if: Seconds of the best plan, as it is, after each change.
+        what_if: The best plan after each change of the cluster and on each bad day that was asked for.
         files: Written, by kind.
     """
 
     explorer: Explorer
     found: Exploration
     production: Plan
-    what_if: dict[str, float]
+    what_if: list[faults.Case]
     files: dict[str, Path]
 
 
@@ -75,11 +75,16 @@ def plan(
     only: Iterable[Dimension] = ALL,
     changes: Iterable[str] = (),
     what_if: Iterable[str] = (),
+    slow: float | None = None,
+    jitter: float | None = None,
+    lose: Iterable[str] = (),
     calibration: str | Path | None = None,
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Planned:
     """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
+
+    An interrupt (Ctrl-C) ends the search; what was found until then is written.
 
     Args:
         workload: Shipped name or path of a TOML file.
@@ -89,6 +94,9 @@ def plan(
         only: Dimensions that are searched.
         changes: Of the cluster, before the search: ``region.distance_km=100``.
         what_if: Changes of the cluster that the best plan is simulated again with.
+        slow: How many times as long one device takes; see :func:`cordillera.planning.faults.slow_device`.
+        jitter: Of latencies; see :func:`cordillera.planning.faults.jittered`.
+        lose: Domains without which a plan is searched again: ``building``, ``building:1``.
         calibration: A JSON file of constants; None for those that ship for the device.
         compare: Search each dimension alone too, and show the plans beside.
         progress: Called with a sentence now and then.
@@ -101,24 +109,42 @@ def plan(
     if edits:
         topology = topology.changed(edits)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
+    faults.check(slow, jitter)
+    domains = list(lose)
+    for domain in domains:
+        faults.survivors(topology, domain)  # what is no domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
     base = explorer.production()
     found = explorer.explore(only)
-    compared: dict[str, Plan] = {}
-    if compare:
-        missing = [one for one in ALL if one not in found.alone]
-        alone = {**found.alone, **{one: explorer.explore([one]).best for one in missing}}
-        compared = {f"{one} alone": alone[one] for one in ALL}
-    best = found.best
-    again = {text: explorer.again(best, other).seconds for text, other in asked.items()}
-    changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+    best, compared, cases, changed = found.best, {}, [], None
+    try:
+        for text, other in asked.items():
+            cases.append(faults.again(explorer, best, text, other))
+        if slow is not None:
+            cases.append(faults.slow_device(explorer, best, slow))
+        if jitter is not None:
+            cases.append(faults.jitter(explorer, best, jitter))
+        changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+        if not found.interrupted:  # who stops one search wants no other
+            for domain in domains:
+                cases.append(faults.lost(explorer, best, domain, only, progress))
+            for one in ALL if compare else ():
+                if one in found.alone:
+                    compared[f"{one} alone"] = found.alone[one]
+                    continue
+                alone = explorer.explore([one])
+                if alone.interrupted:
+                    raise KeyboardInterrupt
+                compared[f"{one} alone"] = alone.best
+    except KeyboardInterrupt:
+        found.interrupted = True
     where = Path(folder)
     files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
-    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base), indent=2) + "\n")
-    _write(files["plan.html"], export.page(explorer, found, base, compared, changed))
+    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base, cases), indent=2) + "\n")
+    _write(files["plan.html"], export.page(explorer, found, base, compared, changed, cases))
     _write(files["trace.json"], export.chrome_trace(best.step.timeline))
-    return Planned(explorer, found, base, again, files)
+    return Planned(explorer, found, base, cases, files)
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -359,8 +359,15 @@ class Job:
         Where weights are sharded, gradients are scattered in every backward and only their parts remain to be reduced,
         over groups of copies. Experts have fewer copies.
         """
+        return self._reduced(*self.parameters(stages))
+
+    @cached_property
+    def reduce_latency(self) -> float:
+        """Seconds of :meth:`reduce` that no byte is to blame for."""
+        return self._reduced(0.0, 0.0)
+
+    def _reduced(self, plain: float, mixed: float) -> float:
         layout = self.layout
-        plain, mixed = self.parameters(stages)
         if layout.shard_weights:
             shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
             size = BYTES * (plain / layout.shards + mixed / shares) / layout.context

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from math import gcd
 from typing import Any, Literal
 
 from cordillera.cost import Calibration, CostModel, Products, calibration_for
@@ -106,6 +107,7 @@ class Exploration:
         interrupted: Whether it was stopped before its end.
         alone: The best plan of each dimension searched alone, where more than one were searched.
         least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
+        enough: Devices of the cluster that could be planned instead, where those that were asked for cannot.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -116,6 +118,7 @@ class Exploration:
     seconds: float = 0.0
     interrupted: bool = False
     least_memory: float = math.inf
+    enough: int | None = None
     alone: dict[Dimension, Plan] = field(default_factory=dict)
 
     def take(self, dimension: Dimension, smaller: Exploration) -> None:
@@ -142,10 +145,13 @@ class Exploration:
         if not self.plans:
             reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
             remedy = "a batch that the number of devices divides, or another number of devices"
+            if self.enough is not None:
+                remedy += f": {self.enough:,} would do"
             if math.isfinite(self.least_memory):
                 remedy = (
                     f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
                     f"{self.least_memory / _USABLE / 1e9:,.0f} GB, or more of them"
+                    + (f": {self.enough:,} would do" if self.enough is not None else "")
                 )
             raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
         return self.plans[0]
@@ -244,6 +250,19 @@ def _shards(topology: Topology, layout: Layout) -> list[int]:
     return sorted(found)
 
 
+def divisible(workload: Workload, topology: Topology) -> set[int]:
+    """Numbers of a cluster's devices that a batch and a model's layers can be divided over.
+
+    Args:
+        workload: What is trained.
+        topology: For how many there are, and for the size of a host.
+    """
+    powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
+    copies = _divisors(workload.batch, topology.devices)
+    found = {a * b * c for a, b, c in product(powers, range(1, workload.model.layers + 1), copies)}
+    return {one for one in found if one <= topology.devices}
+
+
 def production_network(topology: Topology) -> dict[str, NetworkSettings]:
     """Settings as a library brings them: few connections, hashing, copies.
 
@@ -293,7 +312,9 @@ class Explorer:
         self.devices = devices or topology.devices
         if self.devices > topology.devices:
             raise PlanError(
-                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}", where=topology.name
+                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}",
+                where=topology.name,
+                remedy=f"{topology.devices:,} at most",
             )
         self._progress = progress or (lambda text: None)
         self._production: Plan | None = None
@@ -327,11 +348,29 @@ class Explorer:
         Raises:
             PlanError: If nothing fits.
         """
-        if self._production is not None:
-            return self._production
+        if self._production is None:
+            found = self._baselines()
+            if not found.plans:
+                found.enough = self._enough(more=math.isfinite(found.least_memory))
+            self._production = found.best
+        return self._production
+
+    def _enough(self, more: bool) -> int | None:
+        """The number of devices nearest to what was asked for that can be planned; doubled where there must be more."""
+        if more:
+            numbers = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
+        else:
+            numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
+        for one in numbers[:16]:
+            if Explorer(self.workload, self.topology, self.cost.calibration, devices=one)._baselines().plans:
+                return one
+        return None
+
+    def _baselines(self) -> Exploration:
+        """The layouts that follow the rules of the production-like plan, with their schedule, best first."""
         found = Exploration()
         network = production_network(self.topology)
-        tensor = _largest(self.workload, min(self.topology.sizes[0]))
+        tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
         for layout in self._possible(found):
             if (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1):
                 continue
@@ -341,8 +380,7 @@ class Explorer:
             if plan is not None:
                 found.plans.append(plan)
         found.plans.sort(key=lambda plan: plan.seconds)
-        self._production = found.best
-        return self._production
+        return found
 
     def _fixed_chunks(self, layout: Layout) -> int:
         if layout.pipeline == 1:
@@ -469,6 +507,20 @@ class Explorer:
         everything = sorted((entry for order in orders for entry in ranked[order]), key=lambda entry: entry[:2])
         self._climb([job for _, _, job in everything], simulated, [plan for plan in tried.values() if plan])
 
+    def outlook(self, chunks: Collection[int]) -> float:
+        """Estimated seconds of the fastest among few layouts that fit, one sequence a microbatch; infinite for none.
+
+        Args:
+            chunks: That a pipeline rank may have.
+        """
+        best, network, shared = math.inf, tuned_network(self.topology), {}  # type: ignore[var-annotated]
+        for layout in self._possible(Exploration()):
+            if layout.microbatch == 1 and layout.chunks in chunks and not layout.shard_weights:
+                job = self.job(layout, PRODUCTION_ORDER, network, shared)
+                if self._least_memory(job) <= self._limit:
+                    best = min(best, job.estimate().seconds)
+        return best
+
     def _climb(self, jobs: Sequence[Job], simulated: Callable[[Job], Plan | None], begin: Sequence[Plan]) -> None:
         """From the best plan to a better neighbour, as long as there is one.
 
@@ -512,6 +564,5 @@ class Explorer:
         return all(getattr(layout, name) == getattr(base, name) for name in same)
 
 
-def _largest(workload: Workload, limit: int) -> int:
-    heads = workload.model.heads
-    return max(one for one in _powers(limit) if heads % one == 0)
+def _largest(of: int, limit: int) -> int:
+    return max(one for one in _powers(limit) if of % one == 0)

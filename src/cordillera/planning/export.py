@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from cordillera.planning.explorer import Exploration, Explorer, Plan
+from cordillera.planning.faults import Case
 from cordillera.planning.schedules import Kind
 from cordillera.planning.simulator import Timeline
 
@@ -79,73 +81,120 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
 
 
-def timeline_svg(timeline: Timeline) -> str:
+def _axis(value: float, most: float) -> str:
+    """Seconds on an axis: one unit for all of them."""
+    if value == 0:
+        return "0"
+    unit, factor = ("s", 1.0) if most >= 1 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
+    return f"{value * factor:.3g} {unit}"
+
+
+def _round(value: float) -> float:
+    """The next number up that people count in: 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten."""
+    ten = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    return next(ten * one for one in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if ten * one >= value * (1 - 1e-9))
+
+
+def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
     """A pipeline to scale: a row for each rank, what it computes by kind, and messages on the way beneath it.
 
     Args:
         timeline: Simulated.
+        until: Draw the beginning alone, up to this time in seconds, with the microbatches' numbers; None for all.
     """
-    ranks, total = timeline.schedule.ranks, timeline.seconds or 1.0
+    ranks, total = timeline.schedule.ranks, until or timeline.seconds or 1.0
     left, height = 56.0, max(12.0, min(30.0, 420.0 / ranks))
-    scale = (_WIDTH - left - 8) / total
+    scale = (_WIDTH - left - 24) / total
     paths: dict[str, list[str]] = {"forward": [], "backward": [], "weight": [], "message": []}
     labels = []
+
+    def box(start: float, end: float, y: float, tall: float, gap: float) -> tuple[str, float]:
+        width = max((min(end, total) - start) * scale - gap, 0.15)
+        return f"M{left + start * scale:.2f} {y:.1f}h{width:.2f}v{tall:.1f}h{-width:.2f}z", width
+
     for rank, actions in enumerate(timeline.schedule.actions):
         y = 8 + rank * height
-        labels.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.62:.1f}" class="end">rank {rank}</text>')
+        labels.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.36 + 4:.1f}" class="end">rank {rank}</text>')
         for i, action in enumerate(actions):
             start, end = float(timeline.starts[rank][i]), float(timeline.ends[rank][i])
-            width = max((end - start) * scale - 0.3, 0.15)
-            paths[_KINDS[action.kind][0]].append(
-                f"M{left + start * scale:.2f} {y:.1f}h{width:.2f}v{height * 0.72:.1f}h{-width:.2f}z"
-            )
+            if start >= total:
+                break
+            drawn, width = box(start, end, y, height * 0.72, 0.3)
+            paths[_KINDS[action.kind][0]].append(drawn)
+            number = str(action.microbatch)
+            if until and height >= 14 and width > 8 * len(number):
+                labels.append(
+                    f'<text x="{left + start * scale + width / 2:.1f}" y="{y + height * 0.36 + 3.5:.1f}" '
+                    f'class="number">{number}</text>'
+                )
     for message in timeline.messages:
-        y = 8 + message.source * height + height * 0.76
-        width = max((message.arrival - message.start) * scale, 0.15)
-        paths["message"].append(
-            f"M{left + message.start * scale:.2f} {y:.1f}h{width:.2f}v{height * 0.12:.1f}h{-width:.2f}z"
-        )
+        if message.start < total:
+            y = 8 + message.source * height + height * 0.76
+            paths["message"].append(box(message.start, message.arrival, y, height * 0.12, 0.0)[0])
     bottom = 8 + ranks * height
     ticks = "".join(
         f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
         f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
-        f'class="{"end" if part == 1 else "middle"}">{_seconds(part * total)}</text>'
+        f'class="middle">{_axis(part * total, total)}</text>'
         for part in (0, 0.25, 0.5, 0.75, 1)
     )
-    drawn = "".join(f'<path class="{name}" d="{"".join(path)}"/>' for name, path in paths.items() if path)
+    filled = "".join(f'<path class="{name}" d="{"".join(path)}"/>' for name, path in paths.items() if path)
+    name = "The beginning of a step, enlarged" if until else "What every pipeline rank does in a step"
     return (
-        f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="What every pipeline rank does in a '
-        f'step">{ticks}{drawn}{"".join(labels)}</svg>'
+        f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="{name}">{ticks}{filled}'
+        f"{''.join(labels)}</svg>"
     )
 
 
-def bars_svg(rows: Sequence[tuple[str, Mapping[str, float]]], names: Mapping[str, str], unit: str = "s") -> str:
+def _beginning(timeline: Timeline) -> float | None:
+    """Seconds after which a rank has done so many actions that more could not be told apart; None if all can."""
+    readable = 48
+    ends = [float(ends[readable - 1]) for ends in timeline.ends if len(ends) > readable]
+    return min(ends, default=None)
+
+
+def bars_svg(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    names: Mapping[str, str],
+    unit: str = "s",
+    limit: tuple[str, float] | None = None,
+) -> str:
     """Stacked bars, one below the other, on one scale.
 
     Args:
         rows: Labels and values by part.
         names: Parts in the order in which they are stacked.
         unit: ``s``, or ``B`` for bytes.
+        limit: Name and value of a line across the bars.
     """
     most = max((sum(values.get(name, 0.0) for name in names) for _, values in rows), default=0.0) or 1.0
+    most = max(most, limit[1] if limit else 0.0)
+    kind = "part" if unit == "s" else "held"
     left, height = 210.0 if unit == "s" else 70.0, 26.0 if len(rows) <= 12 else 16.0
     scale = (_WIDTH - left - 90) / most
     drawn = []
     for i, (label, values) in enumerate(rows):
         x, y = left, 4 + i * height
-        drawn.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.62:.1f}" class="end">{escape(label)}</text>')
+        drawn.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.37 + 4:.1f}" class="end">{escape(label)}</text>')
         for number, (name, title) in enumerate(names.items()):
             value = max(values.get(name, 0.0), 0.0)
             shown = _seconds(value) if unit == "s" else f"{value / 1e9:.1f} GB"
             drawn.append(
-                f'<rect class="part{number}" x="{x:.2f}" y="{y:.1f}" width="{value * scale:.2f}" '
+                f'<rect class="{kind}{number}" x="{x:.2f}" y="{y:.1f}" width="{value * scale:.2f}" '
                 f'height="{height * 0.74:.1f}"><title>{escape(title)}: {shown}</title></rect>'
             )
             x += value * scale
         total = sum(values.get(name, 0.0) for name in names)
         text = _seconds(total) if unit == "s" else f"{total / 1e9:.1f} GB"
-        drawn.append(f'<text x="{x + 6:.1f}" y="{y + height * 0.62:.1f}">{text}</text>')
-    return f'<svg viewBox="0 0 {_WIDTH:.0f} {8 + len(rows) * height:.0f}" role="img">{"".join(drawn)}</svg>'
+        beside = max(x, left + limit[1] * scale) if limit is not None else x
+        drawn.append(f'<text x="{beside + 6:.1f}" y="{y + height * 0.37 + 4:.1f}">{text}</text>')
+    bottom = 8 + len(rows) * height
+    if limit is not None:
+        x = left + limit[1] * scale
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom:.1f}"/>')
+        drawn.append(f'<text x="{x:.1f}" y="{bottom + 12:.1f}" class="middle">{escape(limit[0])}</text>')
+        bottom += 16
+    return f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom:.0f}" role="img">{"".join(drawn)}</svg>'
 
 
 def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
@@ -157,17 +206,18 @@ def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: 
         title: Of the x axis.
     """
     width, height, left, bottom = _WIDTH / 2 - 10, 220.0, 52.0, 180.0
-    most = 1.08 * max(max(values) for values in series.values())
+    tick = _round(max(max(values) for values in series.values()) / 3)
+    most = 3 * tick
     step = (width - left - 20) / max(len(x) - 1, 1)
     place = [left + i * step for i in range(len(x))]
     drawn = [
         f'<text x="{at:.1f}" y="{bottom + 16:.0f}" class="middle">{value:g}</text>'
         for at, value in zip(place, x, strict=True)
     ]
-    for part in (0.0, 0.5, 1.0):
+    for part in (0.0, 1 / 3, 2 / 3, 1.0):
         y = bottom - part * (bottom - 12)
         drawn.append(f'<line x1="{left}" x2="{width - 12:.0f}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="end">{_seconds(part * most)}</text>')
+        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="end">{_axis(part * most, most)}</text>')
     for number, (name, values) in enumerate(series.items()):
         points = " ".join(
             f"{at:.1f},{bottom - value / most * (bottom - 12):.1f}" for at, value in zip(place, values, strict=True)
@@ -252,13 +302,14 @@ def reasons(best: Plan, base: Plan) -> list[str]:
     return found
 
 
-def to_json(explorer: Explorer, found: Exploration, base: Plan) -> dict[str, Any]:
+def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[Case] = ()) -> dict[str, Any]:
     """The content of ``plan.json``: the best plans, each with what a run needs to take it.
 
     Args:
         explorer: With workload and cluster.
         found: By the search.
         base: The production-like plan.
+        cases: What else was asked about the best plan.
     """
     return {
         "workload": explorer.workload.model_dump(mode="json"),
@@ -273,11 +324,17 @@ def to_json(explorer: Explorer, found: Exploration, base: Plan) -> dict[str, Any
         "dropped": dict(found.dropped.most_common()),
         "production": base.to_json(),
         "plans": [plan.to_json() for plan in found.plans[:10]],
+        "what_if": [case.to_json() for case in cases],
     }
 
 
 def page(
-    explorer: Explorer, found: Exploration, base: Plan, compared: Mapping[str, Plan], changes: Sensitivity | None
+    explorer: Explorer,
+    found: Exploration,
+    base: Plan,
+    compared: Mapping[str, Plan],
+    changes: Sensitivity | None,
+    cases: Sequence[Case] = (),
 ) -> str:
     """``plan.html``: one file that needs nothing else, for the screen (light and dark) and for paper.
 
@@ -287,6 +344,7 @@ def page(
         base: The production-like plan.
         compared: Best plans of smaller searches by name, to be shown beside.
         changes: What other networks would do.
+        cases: What else was asked about the best plan.
     """
     best, work, topology = found.best, explorer.workload, explorer.topology
     tokens = work.batch * work.sequence / best.seconds
@@ -307,7 +365,7 @@ def page(
         f'<span><i class="{name}"></i>{title}</span>'
         for name, title in dict([*_KINDS.values(), ("message", "Message on its way")]).items()
     )
-    held = "".join(f'<span><i class="part{i}"></i>{name}</span>' for i, name in enumerate(_MEMORY))
+    held = "".join(f'<span><i class="held{i}"></i>{name.capitalize()}</span>' for i, name in enumerate(_MEMORY))
     table = "".join(
         f"<tr><td>{i}</td><td>{escape(str(plan.layout))}</td><td>{escape(plan.layout.recompute)}</td>"
         f"<td>{escape(plan.across)}</td><td>{escape(plan.schedule.name)}</td><td>{_seconds(plan.seconds)}</td>"
@@ -333,14 +391,36 @@ def page(
             + "</div><table><thead><tr><th>With</th><th>Step</th><th>Speed</th></tr></thead><tbody>"
             + f"{upgrades}</tbody></table>"
         )
+    if cases:
+        asked = "".join(
+            f"<tr><td>{escape(case.what)}</td><td>{_seconds(case.seconds)}</td>"
+            f"<td>{100 * case.speed(best.seconds):+.2f} %</td><td>{case.devices:,}</td>"
+            f'<td class="note">{escape(case.note)}</td></tr>'
+            for case in cases
+        )
+        more += (
+            "<h2>What if</h2><table><thead><tr><th>With</th><th>Step</th><th>Speed</th><th>Devices</th><th></th></tr>"
+            f"</thead><tbody>{asked}</tbody></table>"
+        )
     settings = "".join(
         f"<tr><td>{escape(name)}</td><td>{one.queue_pairs} x {one.messages} x {one.message_bytes / 2**20:g} MiB</td>"
         f"<td>{one.balance}</td><td>{one.recovery}</td><td>{'yes' if one.zero_copy else 'no'}</td></tr>"
         for name, one in best.network.items()
     )
+    network = ""
+    if settings:
+        network = (
+            "<h2>Network settings</h2><table><thead><tr><th>Level</th><th>Connections x messages x size</th>"
+            "<th>Balance</th><th>Recovery</th><th>Zero copy</th></tr></thead><tbody>" + settings + "</tbody></table>"
+        )
     dropped = "".join(
         f"<tr><td>{escape(reason)}</td><td>{count:,}</td></tr>" for reason, count in found.dropped.most_common(8)
     )
+    timeline, enlarged = best.step.timeline, ""
+    if (beginning := _beginning(timeline)) is not None:
+        enlarged = f"<h3>Its beginning, enlarged (numbers are microbatches)</h3>{timeline_svg(timeline, beginning)}"
+    capacity = topology.device.memory_bytes
+    limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
     style = (resources.files("cordillera.planning") / "plan_style.css").read_text(encoding="utf-8")
     why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons(best, base))
     boxes = "".join(
@@ -352,22 +432,21 @@ def page(
 <title>{escape(work.name)} on {escape(topology.name)}</title><style>{style}</style></head><body><main>
 <h1>{escape(work.name)} on {escape(topology.name)}</h1>
 <p>{escape(work.description)}. {escape(topology.description)}; {explorer.devices:,} devices are used.
-All times are <b>simulated</b>. Constants: {escape(explorer.cost.calibration.provenance)}.</p>{note}
+All times are <b>simulated</b>.</p>{note}
 <div class="cards">{boxes}</div>
 <h2>The plan</h2><p><b>{escape(str(best.layout))}</b>, recomputation {best.layout.recompute}, schedule
 {escape(best.schedule.name)}, order on the cluster {escape(", ".join(best.order))} (innermost first).</p>
 <h2>Why it wins</h2><p>Against the production-like plan ({escape(str(base.layout))}, recomputation
-{base.layout.recompute}, {escape(base.schedule.name)}, data parallelism across):</p><ul>{why}</ul>
+{base.layout.recompute}, {escape(base.schedule.name)}, {base.across} across):</p><ul>{why}</ul>
 <h2>Where a step goes</h2><p class="legend">{legend}</p>{bars_svg(rows, _PARTS)}
-<h2>The pipeline in time</h2><p class="legend">{kinds}</p>{timeline_svg(best.step.timeline)}
+<h2>The pipeline in time</h2><p class="legend">{kinds}</p>{timeline_svg(timeline)}{enlarged}
 <h2>Memory of a device by pipeline rank</h2><p class="legend">{held}</p>
-{bars_svg(memory, {name: name for name in _MEMORY}, "B")}
-{more}
-<h2>Network settings</h2><table><thead><tr><th>Level</th><th>Connections x messages x size</th><th>Balance</th>
-<th>Recovery</th><th>Zero copy</th></tr></thead><tbody>{settings}</tbody></table>
+{bars_svg(memory, {name: name for name in _MEMORY}, "B", limit)}
+{more}{network}
 <h2>The next best</h2><table><thead><tr><th></th><th>Layout</th><th>Recomputes</th><th>Across</th><th>Schedule</th>
 <th>Step</th><th>MFU</th><th>Memory</th></tr></thead><tbody>{table}</tbody></table>
 <h2>What was left out</h2><p>{found.estimated:,} layouts were estimated and {found.simulated:,} steps simulated in
 {found.seconds:.1f} s.</p><table><thead><tr><th>Reason</th><th>Times</th></tr></thead><tbody>{dropped}</tbody></table>
+<h2>Constants of the cost model</h2><p>{escape(explorer.cost.calibration.provenance)}.</p>
 </main></body></html>
 """

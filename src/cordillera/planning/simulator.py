@@ -9,7 +9,7 @@ latency. Times are exact for this model: no event is missed and nothing is avera
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -181,21 +181,11 @@ class _Step(NamedTuple):
     leads: bool  # whether the next action begins with it
 
 
-def simulate(
-    schedule: Schedule,
-    seconds: StageSeconds,
-    ways: Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None = None,
-) -> Timeline:
-    """When every action and message of a schedule starts and ends.
+Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None
 
-    Args:
-        schedule: Checked or not; one whose ranks wait for one another is refused.
-        seconds: Of the stages' actions.
-        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
 
-    Raises:
-        PlanError: For times that are not times, and for ranks that wait for one another.
-    """
+def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[list[list[_Step]], list[Way]]:
+    """Every rank's actions, and the ways that they use."""
     seconds.check(schedule.stages)
     numbers: dict[tuple[int, int], int] = {}
     known: list[Way] = []
@@ -231,7 +221,27 @@ def simulate(
             occupied = known[way].occupied(kind) if way >= 0 else 0.0
             program.append(_Step(need, out, way, other, duration, occupied, leads))
         programs.append(program)
+    return programs, known
 
+
+def _stuck(schedule: Schedule) -> PlanError:
+    schedule.check()  # says what is wrong with it
+    return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
+
+
+def simulate(schedule: Schedule, seconds: StageSeconds, ways: Ways = None) -> Timeline:
+    """When every action and message of a schedule starts and ends.
+
+    Args:
+        schedule: Checked or not; one whose ranks wait for one another is refused.
+        seconds: Of the stages' actions.
+        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
+
+    Raises:
+        PlanError: For times that are not times, and for ranks that wait for one another.
+    """
+    programs, known = _prepared(schedule, seconds, ways)
+    back = schedule.stages * schedule.microbatches
     ready: list[float | None] = [None] * (2 * back)
     sent_at = [-1.0] * (2 * back)  # when a message was queued; -1 for what never left its rank
     way_free, latency = [0.0] * len(known), [way.latency for way in known]
@@ -288,6 +298,66 @@ def simulate(
         position[rank] = i
         waiting[rank] += exposed
     if any(i < len(program) for i, program in zip(position, programs, strict=True)):
-        schedule.check()  # says what is wrong with it
-        raise PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
+        raise _stuck(schedule)
     return Timeline(schedule, [np.array(s) for s in starts], [np.array(e) for e in ends], np.array(waiting), sent)
+
+
+def simulate_late(
+    schedule: Schedule,
+    seconds: StageSeconds,
+    ways: Ways,
+    late: Callable[[Way], NDArray[np.float64]],
+    keep: Sequence[Collection[int]],
+) -> list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]]:
+    """:func:`simulate` many times at once, every message late by an amount of its own in each of them.
+
+    The order of all actions and messages is that of the schedule, whatever they take; so one pass does all draws, with
+    an array where :func:`simulate` has a number.
+
+    Args:
+        schedule: As above.
+        seconds: As above.
+        ways: As above.
+        late: Called once for each message, with its way: seconds by which it arrives later, ``[draws]``.
+        keep: Positions of the actions that are asked for, by rank.
+
+    Returns:
+        For each rank, start and end of each action that was asked for, seconds: ``[draws]`` each.
+
+    Raises:
+        PlanError: As above.
+    """
+    programs, known = _prepared(schedule, seconds, ways)
+    arrived: dict[int, NDArray[np.float64]] = {}
+    way_free: list[NDArray[np.float64] | float] = [0.0] * len(known)
+    free: list[NDArray[np.float64]] = [np.zeros(1)] * schedule.ranks
+    found: list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = [{} for _ in programs]
+    position = [0] * schedule.ranks
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        program = programs[rank]
+        for i in range(position[rank], len(program)):
+            one = program[i]
+            needs = [need for need in (one.need, program[i + 1].need if one.leads else -1) if need >= 0]
+            if any(need not in arrived for need in needs):
+                break
+            start = free[rank]
+            for need in needs:
+                start = np.maximum(start, arrived[need])
+            if one.need >= 0:
+                del arrived[one.need]  # nothing else needs it, and the table would hold every message's draws
+            free[rank] = end = start + one.seconds
+            if i in keep[rank]:
+                found[rank][i] = (start, end)
+            if one.out >= 0 and one.way < 0:
+                arrived[one.out] = end
+            elif one.out >= 0:
+                way_free[one.way] = done = np.maximum(way_free[one.way], end) + one.occupied
+                arrived[one.out] = done + known[one.way].latency + late(known[one.way])
+                if one.target not in runnable:
+                    runnable.append(one.target)
+            position[rank] = i + 1
+    if any(i < len(program) for i, program in zip(position, programs, strict=True)):
+        raise _stuck(schedule)
+    return found

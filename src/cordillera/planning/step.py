@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class Step:
         return max(sum(rank.values()) for rank in self.memory)
 
 
-def stage_seconds(job: Job, schedule: Schedule) -> StageSeconds:
+def stage_seconds(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> StageSeconds:
     """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
 
     Messages that kernels copy take processors: an action that receives or sends one takes as much longer as these do
@@ -62,7 +63,9 @@ def stage_seconds(job: Job, schedule: Schedule) -> StageSeconds:
 
     Args:
         job: With as many stages as the schedule.
-        schedule: For the error.
+        schedule: Whose rank has which stage.
+        slow: How many times as long pipeline ranks compute. Their tensor-parallel collectives take what they take,
+            and are part of all actions of a stage alike.
     """
     if len(job.stages) != schedule.stages:
         raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
@@ -74,10 +77,16 @@ def stage_seconds(job: Job, schedule: Schedule) -> StageSeconds:
             copying = job.copied(job.mesh.boundary(boundary)) * job.message_seconds(boundary)
             lost[stage] += copying
             lost[stage + 1] += copying
+    by = [1.0] * schedule.stages
+    for number, one in enumerate(job.stages if slow else ()):
+        factor = (slow or {}).get(schedule.rank_of[number], 1.0)
+        if factor != 1.0 and one.total > 0:
+            by[number] = factor + (1.0 - factor) * (one.tensor + one.gather) / one.total
+    stages = list(zip(job.stages, by, lost, strict=True))
     return StageSeconds(
-        [stage.forward + extra for stage, extra in zip(job.stages, lost, strict=True)],
-        [stage.again + stage.input_gradient + extra for stage, extra in zip(job.stages, lost, strict=True)],
-        [stage.weight_gradient for stage in job.stages],
+        [stage.forward * times + extra for stage, times, extra in stages],
+        [(stage.again + stage.input_gradient) * times + extra for stage, times, extra in stages],
+        [stage.weight_gradient * times for stage, times, _ in stages],
     )
 
 
@@ -103,53 +112,95 @@ def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
     return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
 
 
-def simulate_step(job: Job, schedule: Schedule) -> Step:
-    """Simulate a step.
+def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
+    """Where in a rank's actions the last backward of each of its stages is, in order of these positions.
 
-    A rank reduces its gradients when its last backward is done, or, where the layout overlaps them, layer by layer as
-    the last microbatch's backward does them, one after the other and beside what it still computes.
+    Args:
+        schedule: Of the pipeline.
+        rank: Of the pipeline.
+    """
+    lasts = {a.stage: i for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    return dict(sorted(lasts.items(), key=lambda item: item[1]))
+
+
+def reduced(
+    job: Job,
+    schedule: Schedule,
+    rank: int,
+    times: Callable[[int], tuple[Any, Any]],
+    reduce: Callable[[int], float],
+) -> Any:
+    """When a rank has reduced its gradients; an array where times are arrays.
+
+    It does so when its last backward is done, or, where the layout overlaps them, layer by layer as the last
+    microbatch's backward does them, one after the other and beside what it still computes.
 
     Args:
         job: What is trained and how it is cut.
         schedule: Of the pipeline.
+        rank: Of the pipeline.
+        times: Start and end of the rank's action at a position, seconds.
+        reduce: Seconds to reduce the gradients of a stage over the copies of the model.
     """
-    layout = job.layout
-    timeline = simulate(schedule, stage_seconds(job, schedule), ways(job))
+    last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
+    for stage, i in last_backwards(schedule, rank).items():
+        layers, seconds = job.stage_layers[stage], reduce(stage)
+        if job.layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
+            start, end = times(i)
+            begun = np.minimum(begun, start)
+            clock = np.maximum(clock, start) + seconds
+            clock = np.maximum(clock, end + seconds / max(layers, 1))
+        else:
+            clock = np.maximum(clock, last) + seconds
+    # what copying takes from the last backward
+    last = last + job.copied(job.mesh.ring("data")) * np.maximum(0.0, np.minimum(last, clock) - begun)
+    first, end_rank = schedule.rank_of[0], schedule.rank_of[-1]
+    tied = job.tied_seconds if first != end_rank and rank in (first, end_rank) else 0.0
+    return np.maximum(last, clock) + tied
+
+
+def optimizer_seconds(job: Job, schedule: Schedule, rank: int) -> float:
+    """Of a rank's optimizer.
+
+    Args:
+        job: What is trained and how it is cut.
+        schedule: For the rank's stages.
+        rank: Of the pipeline.
+    """
+    return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
+
+
+def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> Step:
+    """Simulate a step: the pipeline, then :func:`reduced`, then the optimizer; it ends with the last rank.
+
+    Args:
+        job: What is trained and how it is cut.
+        schedule: Of the pipeline.
+        slow: How many times as long pipeline ranks compute, where one has a slow device. The copy with it is the one
+            that is simulated, as all others wait for it to reduce their gradients.
+    """
+    slow = slow or {}
+    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job))
     memory = held(job, schedule)
-    copied = job.copied(job.mesh.ring("data"))
-    ends, reduced = [], []
-    for rank, actions in enumerate(schedule.actions):
-        own_starts, own_ends = timeline.starts[rank], timeline.ends[rank]
-        last, clock, begun = float(own_ends[-1]), 0.0, math.inf
-        lasts = {a.stage: i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        for stage, i in sorted(lasts.items(), key=lambda item: item[1]):
-            layers = job.stage_layers[stage]
-            seconds = job.reduce([stage])
-            if layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
-                begun = min(begun, float(own_starts[i]))
-                clock = max(clock, float(own_starts[i])) + seconds
-                clock = max(clock, float(own_ends[i]) + seconds / max(layers, 1))
-            else:
-                clock = max(clock, last) + seconds
-        ends.append(last)
-        hidden = max(0.0, min(last, clock) - begun)
-        reduced.append(max(last + copied * hidden, clock))  # what copying takes from the last backward
-    both = (schedule.rank_of[0], schedule.rank_of[-1])
-    tied = job.tied_seconds if both[0] != both[1] else 0.0
-    finish = [end + (tied if rank in both else 0.0) for rank, end in enumerate(reduced)]
-    at = int(np.argmax(finish))
+    ranks = range(schedule.ranks)
+
+    def of(rank: int) -> Callable[[int], tuple[float, float]]:
+        return lambda i: (float(timeline.starts[rank][i]), float(timeline.ends[rank][i]))
+
+    finish = [float(reduced(job, schedule, rank, of(rank), lambda stage: job.reduce([stage]))) for rank in ranks]
+    optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
+    at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
-    waiting = float(timeline.waiting[at])
     gather = job.microbatches * sum(job.stages[stage].gather for stage in schedule.stages_of(at))
-    busy = float(timeline.busy[at])
+    end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
         "compute": busy - tensor - gather,
         "tensor parallel": tensor,
         "sharded weights": gather,
         "pipeline messages": waiting,
-        "pipeline bubble": ends[at] - busy - waiting,
-        "gradient reduction": finish[at] - ends[at],
-        "optimizer": job.cost.optimizer(job.updated(schedule.stages_of(at))),
+        "pipeline bubble": end - busy - waiting,
+        "gradient reduction": finish[at] - end,
+        "optimizer": optimizer[at],
     }
     return Step(timeline, parts, memory)
 

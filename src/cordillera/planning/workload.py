@@ -251,32 +251,41 @@ class Layout:
                 found.append(f"{name} is {getattr(self, name)}, at least 1 is needed")
         if found:
             return found
-        for name, value in (("heads", model.heads), ("kv_heads", model.kv_heads or model.heads)):
-            if value % self.tensor and self.tensor % value:
-                found.append(f"tensor {self.tensor} does not divide {name} {value}")
+        keys, ffn, cuts = model.kv_heads or model.heads, model.ffn or 4 * model.hidden, self.data * self.microbatch
         if model.heads % self.tensor:
             found.append(
-                f"tensor {self.tensor} does not divide heads {model.heads}: {_nearest(self.tensor, model.heads)}"
+                f"tensor {self.tensor} does not divide heads {model.heads}{_nearest(self.tensor, model.heads)}"
             )
-        if (model.ffn or 4 * model.hidden) % self.tensor:
-            found.append(f"tensor {self.tensor} does not divide ffn {model.ffn}")
-        if workload.sequence % (2 * self.context if self.context > 1 else 1):
-            found.append(f"context {self.context} does not cut {workload.sequence} tokens into two equal parts each")
+        elif keys % self.tensor and self.tensor % keys:
+            found.append(
+                f"tensor {self.tensor} and kv_heads {keys}: neither divides the other{_nearest(self.tensor, keys)}"
+            )
+        if ffn % self.tensor:
+            found.append(f"tensor {self.tensor} does not divide ffn {ffn}{_nearest(self.tensor, ffn)}")
+        if self.context > 1 and workload.sequence % (2 * self.context):
+            nearest = _nearest(self.context, workload.sequence // 2) if workload.sequence % 2 == 0 else ": 1 would"
+            found.append(
+                f"context {self.context} does not cut {workload.sequence} tokens into two equal parts each{nearest}"
+            )
         if self.stages > model.layers:
-            found.append(f"{self.stages} stages are more than {model.layers} layers")
-        if workload.batch % (self.data * self.microbatch):
-            found.append(f"data {self.data} x microbatch {self.microbatch} does not divide batch {workload.batch}")
+            found.append(f"{self.stages} stages are more than {model.layers} layers: {model.layers} would do")
+        if workload.batch % cuts:
+            found.append(
+                f"data {self.data} x microbatch {self.microbatch} does not divide batch {workload.batch}"
+                f"{_nearest(cuts, workload.batch)}"
+            )
         if self.data % self.shards:
-            found.append(f"shards {self.shards} does not divide data {self.data}: {_nearest(self.shards, self.data)}")
+            found.append(f"shards {self.shards} does not divide data {self.data}{_nearest(self.shards, self.data)}")
         if self.sequence_parallel and self.tensor == 1:
             found.append("sequence_parallel needs tensor above 1")
         if self.expert > 1 and model.experts is None:
             found.append("expert above 1 needs a model with experts")
         elif self.expert > 1 and model.experts is not None:
-            if model.experts.count % self.expert:
-                found.append(f"expert {self.expert} does not divide {model.experts.count} experts")
+            count = model.experts.count
+            if count % self.expert:
+                found.append(f"expert {self.expert} does not divide {count} experts{_nearest(self.expert, count)}")
             if self.data % self.expert:
-                found.append(f"expert {self.expert} does not divide data {self.data}")
+                found.append(f"expert {self.expert} does not divide data {self.data}{_nearest(self.expert, self.data)}")
         return found
 
     def check(self, workload: Workload) -> None:
@@ -300,7 +309,7 @@ class Layout:
 
 def _nearest(value: int, of: int) -> str:
     divisors = [d for d in range(1, of + 1) if of % d == 0]
-    return f"{min(divisors, key=lambda d: (abs(d - value), d))} would"
+    return f": {min(divisors, key=lambda d: (abs(d - value), d))} would"
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:

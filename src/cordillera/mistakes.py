@@ -1,0 +1,73 @@
+"""What pydantic finds wrong in a file, in words for the person who wrote the file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+# Parts of pydantic's paths that do not stand in the file: branches of unions and validators.
+_NOT_IN_FILE = re.compile(r"int$|tuple\[|constrained|function-")
+
+
+def explain(
+    entries: Iterable[Mapping[str, Any]], keys: Callable[[Sequence[Any]], Sequence[str]], whole: str = "file"
+) -> list[tuple[str, str]]:
+    """Mistakes as pairs of a dotted path and a sentence; one for each path.
+
+    Args:
+        entries: As ``ValidationError.errors()`` gives them.
+        keys: Those that are known at a place, for the hint at one that is not.
+        whole: What a mistake of no place in the file is called by.
+    """
+    problems: dict[str, str] = {}
+    for entry in entries:
+        location = [part for part in entry["loc"] if not _NOT_IN_FILE.match(str(part))]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+        message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
+        if entry["type"] == "extra_forbidden":
+            known = keys(location[:-1])
+            close = difflib.get_close_matches(str(location[-1]), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else ""
+            message = f"is not a key here{hint}"
+        elif entry["type"] == "missing":
+            message = "is missing"
+        elif entry["type"] == "too_short" and any(name.startswith(f"{path}[") for name in problems):
+            continue  # its entries were refused, not left out
+        else:
+            message = f"{message[0].lower()}{message[1:]}"
+            if not isinstance(entry.get("input"), dict | list):
+                message += f", got {entry['input']!r}"
+        problems.setdefault(path or whole, message)
+    return list(problems.items())
+
+
+def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
+    """Keys of a file at a place in it; none where there is no section.
+
+    Args:
+        model: Of the whole file.
+        path: Keys and numbers that lead to the place.
+    """
+    here: type[BaseModel] | None = model
+    for part in path:
+        if isinstance(part, str):
+            fields = _fields(here)
+            here = next(models_of(fields[part].annotation), None) if part in fields else None
+    return list(_fields(here))
+
+
+def _fields(model: type[BaseModel] | None) -> dict[str, Any]:
+    fields = model.model_fields.items() if model is not None else ()
+    return {field.alias or name: field for name, field in fields}
+
+
+def models_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The classes that a field's annotation names, within unions and lists too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_of(part)
