@@ -31,6 +31,8 @@ class Calibration(BaseModel):
         port: Share of a device's own port (NVLink) in collectives.
         network: Share of the network cards in collectives and messages.
         collective_s: Seconds that each collective costs whatever its size: launch, ramp, ranks that are late.
+        message_s: Seconds that a device needs to issue each message of an all-to-all; an assumption, of the order of
+            what a network card and its driver take for a work request.
         layer_s: Seconds of the host for each layer and microbatch, forward and backward: no layer is faster.
         provenance: From which measurements these are.
         error: Mean absolute error on them, as a part; None where nothing was fitted.
@@ -44,6 +46,7 @@ class Calibration(BaseModel):
     port: Share = 0.80
     network: Share = 0.906
     collective_s: Seconds = 181e-6
+    message_s: Seconds = 1e-6
     layer_s: Seconds = 3.5e-3
     provenance: str = "not fitted"
     error: float | None = None

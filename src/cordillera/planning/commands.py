@@ -9,14 +9,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration as calibrations
-from cordillera.planning import export
+from cordillera.planning import export, recommender_export
 from cordillera.planning import workload as workloads
 from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
+from cordillera.planning.recommender import Recommender
+from cordillera.planning.recommender_explorer import RecommenderExplorer, TableExploration, TablePlan
 
 
 def parse_change(text: str) -> tuple[str, float | str]:
@@ -56,6 +59,25 @@ class Planned:
     files: dict[str, Path]
 
 
+@dataclass(frozen=True)
+class PlannedRecommender:
+    """What was found and written for a recommendation model.
+
+    Attributes:
+        explorer: With workload and cluster.
+        found: By the search.
+        production: The production-like plan.
+        what_if: Seconds of the best plan, as it is, after each change.
+        files: Written, by kind.
+    """
+
+    explorer: RecommenderExplorer
+    found: TableExploration
+    production: TablePlan
+    what_if: dict[str, float]
+    files: dict[str, Path]
+
+
 def _write(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".part")
     try:
@@ -78,7 +100,7 @@ def plan(
     calibration: str | Path | None = None,
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
-) -> Planned:
+) -> Planned | PlannedRecommender:
     """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
 
     Args:
@@ -102,9 +124,18 @@ def plan(
         topology = topology.changed(edits)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
-    explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
+    # both kinds of workload have an explorer, plans and a report with the same interface
+    explorer: Any
+    report: Any
+    if isinstance(work, Recommender):
+        made: Any = PlannedRecommender
+        explorer = RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
+        report = recommender_export
+    else:
+        made, explorer = Planned, Explorer(work, topology, constants, devices=devices, progress=progress)
+        report = export
     base = explorer.production()
-    compared: dict[str, Plan] = {}
+    compared: dict[str, Any] = {}
     if compare:
         compared = {f"{one} alone": explorer.explore([one]).best for one in ALL}
     found = explorer.explore(only)
@@ -113,10 +144,11 @@ def plan(
     changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
     where = Path(folder)
     files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
-    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base), indent=2) + "\n")
-    _write(files["plan.html"], export.page(explorer, found, base, compared, changed))
-    _write(files["trace.json"], export.chrome_trace(best.step.timeline))
-    return Planned(explorer, found, base, again, files)
+    _write(files["plan.json"], json.dumps(report.to_json(explorer, found, base), indent=2) + "\n")
+    _write(files["plan.html"], report.page(explorer, found, base, compared, changed))
+    _write(files["trace.json"], report.chrome_trace(best.step.timeline))
+    planned: Planned | PlannedRecommender = made(explorer, found, base, again, files)
+    return planned
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -63,7 +63,30 @@ class Estimate:
         return max(sum(rank.values()) for rank in self.memory)
 
 
-class Job:
+class Fabric:
+    """What pairs of devices of a mesh really get of their links.
+
+    Args:
+        mesh: Where a job's ranks lie.
+        cost: Of the devices.
+        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
+    """
+
+    def __init__(self, mesh: Mesh, cost: CostModel, network: Mapping[str, NetworkSettings] | None = None) -> None:
+        self.mesh, self.cost, self.network = mesh, cost, network
+
+    def rate(self, edges: Edges) -> float:
+        """Bytes per second that pairs of devices really get."""
+        if edges.level == 0:
+            return edges.bytes_per_s * self.cost.calibration.port
+        rate = edges.bytes_per_s * self.cost.calibration.network
+        if self.network is None or edges.level < 0:
+            return rate
+        level = self.mesh.topology.levels[edges.level]
+        return self.network[level.name].rate(rate, edges.latency, level.loss_rate, level.planes)
+
+
+class Job(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
 
     Args:
@@ -82,19 +105,10 @@ class Job:
         cost: CostModel,
         network: Mapping[str, NetworkSettings] | None = None,
     ) -> None:
-        self.workload, self.mesh, self.layout, self.cost, self.network = workload, mesh, layout, cost, network
+        super().__init__(mesh, cost, network)
+        self.workload, self.layout = workload, layout
         self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
-
-    def rate(self, edges: Edges) -> float:
-        """Bytes per second that pairs of devices really get."""
-        if edges.level == 0:
-            return edges.bytes_per_s * self.cost.calibration.port
-        rate = edges.bytes_per_s * self.cost.calibration.network
-        if self.network is None or edges.level < 0:
-            return rate
-        level = self.mesh.topology.levels[edges.level]
-        return self.network[level.name].rate(rate, edges.latency, level.loss_rate, level.planes)
 
     def all_reduce(self, dimension: str, size: float) -> float:
         """Seconds of an all-reduce over a dimension, as one ring or level by level, whichever is faster.

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from cordillera.planning.explorer import Exploration, Explorer, Plan
 from cordillera.planning.schedules import Kind
 from cordillera.planning.simulator import Timeline
+from cordillera.topology import Topology
+
+AnyPlan = TypeVar("AnyPlan")
+_Taken = TypeVar("_Taken", contravariant=True)
 
 _KINDS = {
     Kind.FORWARD: ("forward", "Forward"),
@@ -105,16 +109,21 @@ def timeline_svg(timeline: Timeline) -> str:
             f"M{left + message.start * scale:.2f} {y:.1f}h{width:.2f}v{height * 0.12:.1f}h{-width:.2f}z"
         )
     bottom = 8 + ranks * height
-    ticks = "".join(
-        f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
-        f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
-        f'class="{"end" if part == 1 else "middle"}">{_seconds(part * total)}</text>'
-        for part in (0, 0.25, 0.5, 0.75, 1)
-    )
+    ticks = _ticks(left, bottom, total, scale)
     drawn = "".join(f'<path class="{name}" d="{"".join(path)}"/>' for name, path in paths.items() if path)
     return (
         f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="What every pipeline rank does in a '
         f'step">{ticks}{drawn}{"".join(labels)}</svg>'
+    )
+
+
+def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
+    """A time axis: quarters of the whole."""
+    return "".join(
+        f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
+        f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
+        f'class="{"end" if part == 1 else "middle"}">{_seconds(part * total)}</text>'
+        for part in (0, 0.25, 0.5, 0.75, 1)
     )
 
 
@@ -196,7 +205,20 @@ class Sensitivity:
     upgrades: list[tuple[str, float]]
 
 
-def sensitivity(explorer: Explorer, plans: Mapping[str, Plan]) -> Sensitivity | None:
+class _Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+class _Repeats(Protocol[_Taken]):
+    """An explorer of either kind."""
+
+    topology: Topology
+
+    def again(self, plan: _Taken, topology: Topology) -> _Timed: ...
+
+
+def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
     """Simulate plans again on changed networks; None for a cluster of one level.
 
     Args:
