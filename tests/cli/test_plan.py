@@ -29,7 +29,14 @@ def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> No
         "--set", "region.distance_km=10",
     )  # fmt: skip
     assert result.code == 0, result.err
-    for text in ("tables over 16", "times the production-like plan", "with rack.latency_s*=2", " layouts, ", "base"):
+    for text in (
+        "tables over 16",
+        "tables of the best plan: ",
+        "times the production-like plan",
+        "with rack.latency_s*=2",
+        " layouts, ",
+        "base",
+    ):
         assert text in result.out
     folder = Path("plans/dlrm-dcnv2-two-buildings")
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]

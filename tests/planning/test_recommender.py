@@ -381,8 +381,15 @@ def test_what_does_not_fit_is_dropped_with_how_much() -> None:
     large = workload.load("dlrm-12t")
     assert isinstance(large, Recommender)
     found = RecommenderExplorer(large, topology.load("two-buildings"), devices=1024).explore(["placement"])
-    assert found.dropped["tables over 256 devices: 4,947 GB do not fit"] > 0
-    assert all(plan.layout.group >= 384 for plan in found.plans)
+    missing = {
+        int(size): float(gigabytes.replace(",", ""))
+        for reason in found.dropped
+        for size, gigabytes in re.findall(r"over (\d+) devices: ([\d,]+) GB do not fit", reason)
+    }
+    room = (large.table_bytes / 1e9 - missing[256]) / 256  # of a device, after what else it has to hold
+    assert 70 < room < 75.2
+    assert missing[128] == pytest.approx(large.table_bytes / 1e9 - 128 * room, rel=0.05)
+    assert {plan.layout.group for plan in found.plans} == {512, 1024}
     with pytest.raises(PlanError, match=r"no plan is possible \(tables over 128 devices: [\d,]+ GB do not fit\)"):
         RecommenderExplorer(large, topology.load("two-buildings"), devices=128).explore()
     with pytest.raises(PlanError, match="a batch of 8 samples leaves some of 64 devices without any"):
@@ -417,6 +424,22 @@ def test_published_throughput_is_met_roughly_without_a_fit(devices: int, batch: 
     )
     plan = RecommenderExplorer(criteo(batch), host, devices=devices).production()
     assert plan.seconds / (batch / records_per_s) - 1 == pytest.approx(0.02 if batch == 2048 else -0.28, abs=0.06)
+
+
+def test_the_largest_published_model_is_slower_than_if_it_fitted() -> None:
+    """Neo's model F ran at 1.7 M samples/s on 128 A100, most of it in the hosts' memory; published.
+
+    Its tables are 24 TB and these devices have 5: the planner refuses. With memory that they do not have it would be
+    4.8 times as fast; caches and the hosts' memory are not modelled.
+    """
+    large = workload.load("dlrm-12t")
+    assert isinstance(large, Recommender)
+    cluster = topology.load("selene").changed({"building.members": 16, "device.memory_bytes_per_s": 1555e9})
+    work = large.model_copy(update={"batch": 65_536})
+    with pytest.raises(PlanError, match="GB do not fit"):
+        RecommenderExplorer(work, cluster.changed({"device.memory_bytes": 40e9})).production()
+    plan = RecommenderExplorer(work, cluster.changed({"device.memory_bytes": 400e9})).production()
+    assert plan.samples_per_s / 1.7e6 == pytest.approx(4.8, rel=0.05)
 
 
 def test_cross_layers_and_concatenation_are_planned_too() -> None:

@@ -102,6 +102,8 @@ def _show(out: object, planned: object) -> None:
         reasons = recommender_export.reasons(planned.found.best, planned.production)
         counted = f"{planned.found.layouts:,} layouts"
         _list_tables(table, planned)
+        table.caption = f"tables of the best plan: {planned.found.best.cut}"
+        table.caption_justify = "left"
     else:
         reasons = export.reasons(planned.found.best, planned.production)
         counted = f"{planned.found.estimated:,} layouts estimated"
@@ -151,15 +153,13 @@ def _list_tables(table: object, planned: object) -> None:
 
     assert isinstance(table, Table)
     assert isinstance(planned, PlannedRecommender)
-    for heading in ("", "layout", "tables", "across", "schedule", "step", "samples/s", "GB"):
+    for heading in ("", "layout", "schedule", "step", "samples/s", "GB"):
         table.add_column(heading, justify="right" if heading in ("", "step", "samples/s", "GB") else "left")
     rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
     for name, one in [*rows, ("base", planned.production)]:
         table.add_row(
             name,
             str(one.layout),
-            one.cut,
-            one.across,
             str(one.schedule),
             f"{one.seconds * 1e3:.2f} ms",
             f"{one.samples_per_s / 1e6:.2f} M",
