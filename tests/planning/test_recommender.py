@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +203,7 @@ def test_an_exchange_is_that_of_a_count_over_routes(group: int, copies: int, ord
                     for resource in cluster.route(a, b)[0]:
                         load[resource] += size
     exchange = Exchange(cluster, group, copies, order)
-    ideal = [1.0] * len(exchange.shares())
+    ideal = [1.0] * len(exchange.crossing(weights)[0])
     slowest = max(size / cluster.capacities[resource] for resource, size in load.items())
     assert exchange.busy(weights, backwards, ideal) == pytest.approx(slowest)
     leaving, entering = exchange.crossing(weights)
@@ -267,10 +268,34 @@ def test_steps_keep_their_bounds(seconds: list[float], faster: list[float], sche
         assert steps[name] <= serial * (1 + 1e-9)
         ends = [max(one.end for one in batch if one.stream == "compute") for batch in batches]
         assert steps[name] == pytest.approx((ends[-1] - ends[-9]) / 8)
+        assert steps[name] == pytest.approx(sum(exposed(run(made, 60)).values()))  # it has settled
         for batch in batches:
             for one in batch:
                 assert one.end == one.start + one.seconds
     assert steps["fast"] <= steps["slow"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_nothing_begins_before_what_it_needs(schedule: TableSchedule) -> None:
+    cluster = two_pods().changed({"region.distance_km": 300.0})
+    dealt = deal(SMALL, 8, 1e9, 1.0, 1.0)
+    job = TableJob(SMALL, cluster, TableLayout(8, 8), dealt, CostModel(cluster.device, Calibration(layer_s=1e-4)))
+    batches = [{one.name: one for one in batch} for batch in run(job.program(schedule))]
+    for before, now in pairwise(batches):
+        ids = before if schedule.prefetch else now  # a prefetch is for the batch after its own
+        last = schedule.chunks - 1
+        assert now["lookup 0"].start >= max(ids["ids"].end, before["update"].end)
+        for i in range(schedule.chunks):
+            assert now[f"embeddings {i}"].start >= now[f"lookup {i}"].end
+            assert now[f"top forward {i}"].start >= max(now[f"embeddings {i}"].end, now["bottom forward"].end)
+            assert now[f"gradients {i}"].start >= now[f"top backward {i}"].end
+        assert now["synchronisation"].start >= now[f"gradients {last}"].end
+        assert now["update"].start >= now["synchronisation"].end
+        assert now["reduce"].start >= now["bottom backward"].end
+        assert now["optimizer"].start >= now["reduce"].end
+        assert now["bottom forward"].start >= before["optimizer"].end
+        if not schedule.prefetch:
+            assert now["ids"].start >= before["optimizer"].end
 
 
 def test_what_is_hidden_is_not_counted_and_the_rest_is() -> None:
@@ -345,8 +370,9 @@ def test_more_freedom_is_never_worse() -> None:
         for plan in joint.plans:
             assert plan.layout.devices == 64
             assert plan.step.memory_bytes <= 0.94 * 80e9
-            busy = sum(one.seconds for one in plan.step.timeline if one.stream == "compute")
-            assert plan.seconds >= busy * (1 - 1e-9)
+            for stream in ("compute", "exchange", "reduce"):
+                busy = sum(one.seconds for one in plan.step.timeline if one.stream == stream)
+                assert plan.seconds >= busy * (1 - 1e-9)
 
 
 def test_tuned_settings_matter_over_distance() -> None:

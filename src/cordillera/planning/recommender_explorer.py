@@ -36,7 +36,7 @@ from cordillera.topology import Topology
 USABLE = 0.94  # of a device's memory; the rest is the runtime's
 GRAINS = (math.inf, 1.0, 0.5)
 COPIED_ROWS = (0, 1_000, 100_000)
-REDUCTIONS: tuple[Reduction, ...] = ("whole", "split", "end")
+REDUCTIONS: tuple[Reduction, ...] = ("whole", "split", "last")
 _BUCKET = 25 * 2**20  # bytes of gradients that PyTorch's data parallelism reduces at a time
 SCHEDULES = tuple(
     TableSchedule(prefetch, late, reduction, chunks)
@@ -348,6 +348,8 @@ class RecommenderExplorer:
                 if needed > self._limit:
                     over = (needed - self._limit) / 1e9
                     found.dropped[f"tables over {layout.group:,} devices: {over:,.1f} GB more than a device has"] += 1
+                    continue
+                if best is not None and job.bound(schedule) >= best.seconds:
                     continue
                 plan = self._plan(job, schedule)
                 found.simulated += 1

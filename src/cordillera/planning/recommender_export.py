@@ -177,7 +177,6 @@ def page(
         "Memory of the fullest device": f"{best.step.memory_bytes / 1e9:.1f} GB",
         "Against production-like": f"{base.seconds / best.seconds:.2f} times",
         "Crosses the outermost links": best.across,
-        "Of the devices' peak (MFU)": f"{100 * best.utilisation:.1f} %",
     }
     plans = {"production-like": base, **compared, "this plan": best}
     times = [(name, plan.step.parts) for name, plan in plans.items()]

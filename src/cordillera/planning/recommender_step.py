@@ -27,7 +27,7 @@ from cordillera.planning.workload import BYTES
 from cordillera.topology import Topology
 
 Dimension = Literal["tables", "copies"]
-Reduction = Literal["split", "whole", "end"]
+Reduction = Literal["split", "whole", "last"]
 INSIDE: tuple[tuple[Dimension, Dimension], ...] = (("tables", "copies"), ("copies", "tables"))
 STREAMS = ("compute", "exchange", "reduce")
 CAUSES = {
@@ -92,7 +92,7 @@ class TableSchedule:
         prefetch: Whether ids of the next batch are exchanged beside this batch's computation.
         late: Whether they go after the gradients of embeddings instead of after the embeddings.
         reduction: When dense gradients are reduced: ``split`` takes the top net's beside the bottom net's backward,
-            ``whole`` all of them after it, beside the update of tables, ``end`` all of them after that.
+            ``whole`` all of them after it, ``last`` after the copies of the tables are synchronised.
         chunks: Parts of a device's batch, one of which is exchanged while another is computed.
     """
 
@@ -103,8 +103,26 @@ class TableSchedule:
 
     def __str__(self) -> str:
         ids = "no prefetch" if not self.prefetch else "late prefetch" if self.late else "prefetch"
-        words = [ids, {"split": "split reduction", "whole": "one reduction", "end": "reduction last"}[self.reduction]]
+        words = [ids, {"split": "split reduction", "whole": "one reduction", "last": "reduction last"}[self.reduction]]
         return ", ".join(words + ([f"{self.chunks} chunks"] if self.chunks > 1 else []))
+
+
+def shares(topology: Topology, devices: int) -> list[float]:
+    """What a device gets of the links up to each level while all devices send there, bytes per second.
+
+    Args:
+        topology: The cluster.
+        devices: How many are used.
+    """
+    found, share = [topology.member_bytes_per_s(0, 0)], topology.device.nic_bytes_per_s
+    for level in range(1, len(topology.levels)):
+        ends = np.minimum(np.cumsum(topology.sizes[level - 1]), devices)
+        counts = np.diff(ends, prepend=0)
+        counts = counts[counts > 0]  # the first domains are used, one after the other
+        first = topology.resource(level, 0, False)
+        share = min(share, float((topology.capacities[first : first + 2 * len(counts) : 2] / counts).min()))
+        found.append(share)
+    return found
 
 
 class Exchange:
@@ -155,17 +173,6 @@ class Exchange:
         entering = np.stack(sums)
         return leaving, np.asarray((entering[1:] - entering[:-1]) / self.group, dtype=np.float64)
 
-    def shares(self) -> list[float]:
-        """What a device gets of the links up to each level while all devices send there, bytes per second."""
-        top = self.topology
-        found, share = [top.member_bytes_per_s(0, 0)], top.device.nic_bytes_per_s
-        for level in range(1, len(self._domains)):
-            counts = np.bincount(self._domains[level - 1])
-            first = top.resource(level, 0, False)
-            share = min(share, float((top.capacities[first : first + 2 * len(counts) : 2] / counts).min()))
-            found.append(share)
-        return found
-
     def efficiencies(self, cost: CostModel, network: Mapping[str, NetworkSettings] | None) -> list[float]:
         """Part of the links up to each level that an exchange gets.
 
@@ -174,7 +181,7 @@ class Exchange:
             network: Settings by level; None for links that lose nothing and are never waited for.
         """
         found = [cost.calibration.port]
-        for i, share in enumerate(self.shares()[1:], 1):
+        for i, share in enumerate(shares(self.topology, self.devices)[1 : len(self._partners)], 1):
             level, partners = self.topology.levels[i], self._partners[i]
             rate = share * cost.calibration.network
             if network is not None and partners.any():
@@ -266,25 +273,31 @@ def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Oper
         program: Of one batch, each stream's in order; what is needed stands before, or is the last batch's.
         batches: How many.
     """
-    found: list[list[Operation]] = []
-    last: dict[str, Operation] = {}
-    for batch in range(batches):
-        done: dict[str, Operation] = {}
-        for one in program:
-            needs = [last[one.stream]] if one.stream in last else []
-            for name in one.after:
-                if not name.startswith("-"):
-                    needs.append(done[name])
-                elif batch:
-                    needs.append(next(old for old in found[-1] if old.name == name[1:]))
-            waited = max(needs, key=lambda need: need.end, default=None)
-            start = waited.end if waited else 0.0
-            made = Operation(
-                one.name, one.cause, one.stream, one.seconds, one.after, start, start + one.seconds, waited
-            )
-            done[one.name] = last[one.stream] = made
-        found.append(list(done.values()))
-    return found
+    size, places = len(program), {one.name: i for i, one in enumerate(program)}
+    needs: list[list[int]] = []  # places of what an operation needs; those of the batch before are less than 0
+    last: dict[str, int] = {one.stream: i - size for i, one in enumerate(program)}
+    for i, one in enumerate(program):
+        own = [last[one.stream]]
+        own += [places[name[1:]] - size if name.startswith("-") else places[name] for name in one.after]
+        needs.append(own)
+        last[one.stream] = i
+    seconds = [one.seconds for one in program]
+    ends, waited = [0.0] * size, [-1] * size  # a batch before the first, which takes no time
+    for first in range(size, size * (batches + 1), size):
+        for own, takes in zip(needs, seconds, strict=True):
+            end, at = -1.0, -1
+            for need in own:
+                if ends[first + need] > end:
+                    end, at = ends[first + need], first + need
+            ends.append(end + takes)
+            waited.append(at)
+    found: list[Operation] = []
+    for i in range(size, len(ends)):
+        one, at = program[i % size], waited[i] - size
+        start = ends[waited[i]]
+        before = found[at] if at >= 0 else None
+        found.append(Operation(one.name, one.cause, one.stream, one.seconds, one.after, start, ends[i], before))
+    return [found[i : i + size] for i in range(0, len(found), size)]
 
 
 def exposed(batches: Sequence[Sequence[Operation]]) -> dict[str, float]:
@@ -374,6 +387,7 @@ class TableJob:
         self.samples = float(local_samples(workload, layout.devices))
         self.group_samples = self.samples * layout.group
         self._reductions: dict[float, float] = {}
+        self._layers: dict[int, dict[str, float]] = {}
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -386,7 +400,7 @@ class TableJob:
         return copied(self.workload, self.layout.copied_rows)
 
     def all_reduce(self, mesh: Mesh, dimension: str, size: float) -> float:
-        """Seconds of an all-reduce: one ring, or level by level with rings or halving and doubling.
+        """Seconds of an all-reduce: one ring, halving and doubling over all ranks, or either of them level by level.
 
         Args:
             mesh: Where the ranks lie.
@@ -396,13 +410,21 @@ class TableJob:
         if mesh.size(dimension) == 1 or size == 0:
             return 0.0
         fabric = Fabric(mesh, self.cost, self.network)
-        edges, share, levels = mesh.ring(dimension), size, 0.0
-        ring = 2 * ring_seconds(mesh.size(dimension), size, edges.latency, fabric.rate(edges))
-        for parts, edges in mesh.tiers(dimension):
+        ranks, edges = mesh.size(dimension), mesh.ring(dimension)
+        ways = [2 * ring_seconds(ranks, size, edges.latency, fabric.rate(edges))]
+        # distant pairs first: no rank gets less than its share while all send as far as that
+        rate = fabric.rate(edges._replace(bytes_per_s=min(edges.bytes_per_s, self._shares[edges.level])))
+        ways.append(2 * doubling_seconds(ranks, size, edges.latency, rate))
+        tiers, share, levels = mesh.tiers(dimension), size, 0.0
+        for parts, edges in tiers:
             rate = fabric.rate(edges)
             levels += 2 * min(form(parts, share, edges.latency, rate) for form in (ring_seconds, doubling_seconds))
             share /= parts
-        return min(ring, levels or ring) + self.cost.calibration.collective_s
+        return min(ways + ([levels] if tiers else [])) + self.cost.calibration.collective_s
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        return shares(self.topology, self.layout.devices)
 
     def layers(self, chunks: int) -> dict[str, float]:
         """Seconds of the dense layers: the bottom net at once, the top net for one chunk; forward and backward.
@@ -413,6 +435,8 @@ class TableJob:
         Args:
             chunks: Of a device's batch.
         """
+        if chunks in self._layers:
+            return self._layers[chunks]
         work, cost, rows = self.workload, self.cost, self.samples / chunks
         times = {"bottom": [0.0, 0.0], "top": [0.0, 0.0]}
         for name, layers in (("bottom", work.bottom_layers), ("top", work.top_layers)):
@@ -435,12 +459,13 @@ class TableJob:
         count = len(work.bottom_layers) + chunks * len(work.top_layers)
         floor = count * cost.calibration.layer_s / _LINEAR_OF_A_LAYER
         by = max(1.0, floor / total)
-        return {
+        self._layers[chunks] = {
             "bottom forward": by * times["bottom"][0],
             "bottom backward": by * times["bottom"][1],
             "top forward": by * times["top"][0],
             "top backward": by * times["top"][1],
         }
+        return self._layers[chunks]
 
     @cached_property
     def reduced(self) -> tuple[float, float]:
@@ -450,18 +475,17 @@ class TableJob:
         tables = sum(one.count * one.rows * one.dim for one in self.everywhere)
         return work.gradient_bytes * (work.dense_parameters - bottom + tables), work.gradient_bytes * bottom
 
-    def _local(self, traffic: str) -> float:
-        """Bytes of memory for the tables that every device has and this device's samples."""
-        total = 0.0
+    @cached_property
+    def _local(self) -> tuple[float, float]:
+        """Bytes of memory that lookups and updates move in the tables that every device has, for its own samples."""
+        work, read, update = self.workload, 0.0, 0.0
         for one in self.everywhere:
-            if traffic == "read":
-                moved = one.lookups * (one.dim * one.weight_bytes + self.workload.id_bytes) + one.dim * BYTES
-                total += one.count * self.samples * moved
-            else:
-                gradient = self.samples * update_traffic(one.lookups, float(one.dim), one.weight_bytes, 0.0)
-                whole = one.rows * (one.dim * (2 * one.weight_bytes + 4.0) + 2 * self.workload.optimizer_bytes)
-                total += one.count * (gradient + whole)
-        return total
+            moved = one.lookups * (one.dim * one.weight_bytes + work.id_bytes) + one.dim * BYTES
+            read += one.count * self.samples * moved
+            gradient = self.samples * update_traffic(one.lookups, float(one.dim), one.weight_bytes, 0.0)
+            whole = one.rows * (one.dim * (2 * one.weight_bytes + work.gradient_bytes) + 2 * work.optimizer_bytes)
+            update += one.count * (gradient + whole)
+        return read, update
 
     @cached_property
     def weights(self) -> dict[str, Array]:
@@ -500,7 +524,7 @@ class TableJob:
         cost, chunks = self.cost, schedule.chunks
         fixed = self.exchange.overhead(cost)
         forward, backward = (self.busy[kind] / chunks + fixed for kind in ("forward", "backward"))
-        lookup = cost.stream((self.group_samples * float(self.dealt.read.max()) + self._local("read")) / chunks)
+        lookup = cost.stream((self.group_samples * float(self.dealt.read.max()) + self._local[0]) / chunks)
         synchronise, moved = self.synchronisation
         layers = self.layers(chunks)
         # how many ids there are is exchanged first
@@ -532,17 +556,17 @@ class TableJob:
             found.append(self._reduction("reduce", top + bottom, "bottom backward"))
         need = (f"gradients {chunks - 1}",)
         found.append(Operation("synchronisation", "table synchronisation", "reduce", synchronise, need))
-        update = cost.stream(moved + self._local("update"))
+        if schedule.reduction == "last":
+            found.append(self._reduction("reduce", top + bottom, "bottom backward", "synchronisation"))
+        update = cost.stream(moved + self._local[1])
         found.append(Operation("update", "update", "compute", update, ("synchronisation",)))
-        if schedule.reduction == "end":
-            found.append(self._reduction("reduce", top + bottom, "update"))
         optimizer = cost.optimizer(float(self.workload.dense_parameters))
         return [*found, Operation("optimizer", "optimizer", "compute", optimizer, ("reduce",))]
 
-    def _reduction(self, name: str, size: float, after: str) -> Operation:
+    def _reduction(self, name: str, size: float, *after: str) -> Operation:
         if size not in self._reductions:
             self._reductions[size] = self.all_reduce(self._all, "devices", size)
-        return Operation(name, "dense reduction", "reduce", self._reductions[size], (after,))
+        return Operation(name, "dense reduction", "reduce", self._reductions[size], after)
 
     def fixed_memory(self) -> dict[str, float]:
         """Bytes on every device whatever it has of the tables: dense layers, tables that all have, activations."""
@@ -587,19 +611,38 @@ class TableJob:
             Operation(one.name, one.cause, one.stream, one.seconds, one.after, one.start - begin, one.end - begin)
             for one in shown
         )
+        return TableStep(exposed(batches), self.memory(schedule), timeline, self.crossed, self.volumes)
+
+    def bound(self, schedule: TableSchedule) -> float:
+        """Seconds that a step takes at least: no stream does two things at a time.
+
+        Args:
+            schedule: Which order.
+        """
+        totals = dict.fromkeys(STREAMS, 0.0)
+        for one in self.program(schedule):
+            totals[one.stream] += one.seconds
+        return max(totals.values())
+
+    @cached_property
+    def crossed(self) -> dict[str, float]:
+        """Bytes of all exchanges of a step, by the level at which sender and receiver meet."""
         levels = [level.name for level in self.topology.levels]
-        crossed = dict.fromkeys(levels, 0.0)
+        found = dict.fromkeys(levels, 0.0)
         for weights in self.weights.values():
             for name, size in zip(levels, self.exchange.volumes(weights), strict=False):
-                crossed[name] += size
+                found[name] += size
+        return found
+
+    @cached_property
+    def volumes(self) -> dict[str, float]:
+        """Bytes that one device at most sends or gets in each kind of communication."""
         reduced, gathered, _ = self.dealt.synchronised(self.group_samples, self.layout.copies)
-        volumes = {kind: float(weights.max()) for kind, weights in self.weights.items()}
-        volumes |= {
+        return {kind: float(weights.max()) for kind, weights in self.weights.items()} | {
             "dense gradients": sum(self.reduced),
             "table gradients reduced": float(reduced.max()),
             "table gradients gathered": float(gathered.max()),
         }
-        return TableStep(exposed(batches), self.memory(schedule), timeline, crossed, volumes)
 
 
 def local_samples(workload: Recommender, devices: int) -> int:
