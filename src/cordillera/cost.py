@@ -36,6 +36,8 @@ class Calibration(BaseModel):
         port: Share of a device's own port (NVLink) in collectives.
         network: Share of the network cards in collectives and messages.
         collective_s: Seconds that each collective costs whatever its size: launch, ramp, ranks that are late.
+        message_s: Seconds that a device needs to issue each message of an all-to-all; an assumption, of the order of
+            what a network card and its driver take for a work request.
         layer_s: Seconds of the host for each layer and microbatch, forward and backward: no layer is faster.
         one_ring: Whether a group that holds several devices of a host, but not neighbours, is reduced in one ring that
             enters and leaves the host through one device's part of the cards; otherwise its devices share that out.
@@ -51,6 +53,7 @@ class Calibration(BaseModel):
     port: Share = 0.80
     network: Share = 0.70
     collective_s: Seconds = 134e-6
+    message_s: Seconds = 1e-6
     layer_s: Seconds = 3.5e-3
     one_ring: bool = False
     provenance: str = "not fitted"

@@ -398,17 +398,16 @@ def shipped(package: str = "cordillera.clusters") -> dict[str, str]:
     return found
 
 
-def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:
-    """Read a description by its shipped name or its path.
+def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
+    """The values of a description by its shipped name or its path, not validated, its name among them.
 
     Args:
-        model: What it is.
         source: Name or path.
         package: Where shipped ones are.
         kind: What errors call it: cluster, workload.
 
     Raises:
-        PlanError: If there is no such file, or with every mistake in it.
+        PlanError: If there is no such file, or it is not TOML.
     """
     names = shipped(package)
     try:
@@ -427,7 +426,22 @@ def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> 
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"is not TOML: {error}", where=str(source)) from error
     content.setdefault("name", Path(source).stem)
-    return validate(model, content, str(source))
+    return content
+
+
+def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:
+    """Read a description by its shipped name or its path.
+
+    Args:
+        model: What it is.
+        source: Name or path.
+        package: Where shipped ones are.
+        kind: What errors call it: cluster, workload.
+
+    Raises:
+        PlanError: If there is no such file, or with every mistake in it.
+    """
+    return validate(model, parse(source, package, kind), str(source))
 
 
 def load(source: str | Path) -> Topology:

@@ -32,10 +32,30 @@ def test_a_plan_is_printed_and_written(cli: Any) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
 
 
+def test_a_plan_of_a_recommendation_model_is_printed_and_written(cli: Any) -> None:
+    result = cli(
+        "plan", "dlrm-dcnv2", "two-buildings", "--devices", 16, "--only", "placement", "--what-if", "rack.latency_s*=2",
+        "--set", "region.distance_km=10",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    for text in (
+        "tables over 16",
+        "tables of the best plan: ",
+        "times the production-like plan",
+        "with rack.latency_s*=2",
+        " layouts, ",
+        "base",
+    ):
+        assert text in result.out
+    folder = Path("plans/dlrm-dcnv2-two-buildings")
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.html", "plan.json", "trace.json"]
+
+
 def test_what_ships_is_listed(cli: Any) -> None:
     out = cli("plan", "--list").out
     assert "llama3-405b" in out
     assert "llama4-region" in out
+    assert "dlrm-12t" in out
 
 
 def test_constants_are_fitted_and_used(cli: Any, tmp_path: Path) -> None:
@@ -140,6 +160,9 @@ def _drain(screen: int) -> None:
         (["gpt-22b", "a100-node", "--lose", "building:1"], "there is no level 'building'"),
         (["llama3-8b", "two-buildings", "--lose", "building:2"], "there is no building 2"),
         (["llama3-8b", "two-buildings", "--lose", "building:two"], "write level or level:number"),
+        (["dlrm-12t", "a100-node"], "GB do not fit"),
+        (["dlrm-dcnv", "a100-node"], "did you mean dlrm-dcnv2?"),
+        (["dlrm-dcnv2", "a100-node", "--devices", "16"], "16 devices are asked for, the cluster has 8"),
         (["gpt-22b", "a100-node", "--calibration", "absent.json"], "absent.json: cannot be read"),
         (["a100-node", "--calibrate", "absent.csv"], "absent.csv: cannot be read"),
         (["gpt-22b", "a100-node", "--calibrate", "absent.csv"], "needs the cluster alone"),

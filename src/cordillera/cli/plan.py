@@ -109,17 +109,49 @@ def _show(out: object, planned: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cordillera.planning.commands import Planned
-    from cordillera.planning.export import reasons
+    from cordillera.planning import export, recommender_export
+    from cordillera.planning.commands import Planned, PlannedRecommender
 
     assert isinstance(out, Console)
-    assert isinstance(planned, Planned)
-    found, base, best = planned.found, planned.production, planned.found.best
+    assert isinstance(planned, Planned | PlannedRecommender)
     table = Table(title=f"{planned.explorer.workload.name} on {planned.explorer.topology.name}", title_justify="left")
+    if isinstance(planned, PlannedRecommender):
+        reasons = recommender_export.reasons(planned.found.best, planned.production)
+        counted = f"{planned.found.layouts:,} layouts"
+        _list_tables(table, planned)
+        table.caption = f"tables of the best plan: {planned.found.best.cut}"
+        table.caption_justify = "left"
+    else:
+        reasons = export.reasons(planned.found.best, planned.production)
+        counted = f"{planned.found.estimated:,} layouts estimated"
+        _list_layouts(table, planned)
+    found, base, best = planned.found, planned.production, planned.found.best
+    out.print(table)
+    if found.interrupted:
+        out.print("interrupted: this is the best until then")
+    out.print(f"{base.seconds / best.seconds:.2f} times the production-like plan (base), both simulated, because of")
+    for reason in reasons:
+        out.print(f"  {reason}", markup=False)
+    for case in planned.what_if:
+        shown = f"{case.seconds:.3f} s" if case.seconds >= 1 else f"{case.seconds * 1e3:.2f} ms"
+        speed = f"with {case.what}: {shown} ({case.speed(best.seconds):+.2%})"
+        out.print(f"{speed} {case.note}".rstrip(), markup=False)
+    out.print(f"{counted}, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
+    out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
+    out.print(f"report: {planned.files['plan.html']}", markup=False)
+
+
+def _list_layouts(table: object, planned: object) -> None:
+    from rich.table import Table
+
+    from cordillera.planning.commands import Planned
+
+    assert isinstance(table, Table)
+    assert isinstance(planned, Planned)
     for heading in ("", "layout", "recompute", "across", "schedule", "step", "MFU", "GB"):
         table.add_column(heading, justify="right" if heading in ("", "step", "MFU", "GB") else "left")
-    rows = [(str(i), one) for i, one in enumerate(found.plans[:5], 1)]
-    for name, one in [*rows, ("base", base)]:
+    rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
+    for name, one in [*rows, ("base", planned.production)]:
         table.add_row(
             name,
             str(one.layout),
@@ -130,18 +162,27 @@ def _show(out: object, planned: object) -> None:
             f"{one.utilisation:.1%}",
             f"{one.step.memory_bytes / 1e9:.0f}",
         )
-    out.print(table)
-    if found.interrupted:
-        out.print("interrupted: this is the best until then")
-    out.print(f"{base.seconds / best.seconds:.2f} times the production-like plan (base), both simulated, because of")
-    for reason in reasons(best, base):
-        out.print(f"  {reason}", markup=False)
-    for case in planned.what_if:
-        speed = f"with {case.what}: {case.seconds:.3f} s ({case.speed(best.seconds):+.2%})"
-        out.print(f"{speed} {case.note}".rstrip(), markup=False)
-    out.print(f"{found.estimated:,} layouts estimated, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
-    out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
-    out.print(f"report: {planned.files['plan.html']}", markup=False)
+
+
+def _list_tables(table: object, planned: object) -> None:
+    from rich.table import Table
+
+    from cordillera.planning.commands import PlannedRecommender
+
+    assert isinstance(table, Table)
+    assert isinstance(planned, PlannedRecommender)
+    for heading in ("", "layout", "schedule", "step", "samples/s", "GB"):
+        table.add_column(heading, justify="right" if heading in ("", "step", "samples/s", "GB") else "left")
+    rows = [(str(i), one) for i, one in enumerate(planned.found.plans[:5], 1)]
+    for name, one in [*rows, ("base", planned.production)]:
+        table.add_row(
+            name,
+            str(one.layout),
+            str(one.schedule),
+            f"{one.seconds * 1e3:.2f} ms",
+            f"{one.samples_per_s / 1e6:.2f} M",
+            f"{one.step.memory_bytes / 1e9:.0f}",
+        )
 
 
 def _calibrate(fitted: object) -> None:

@@ -9,14 +9,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration as calibrations
-from cordillera.planning import export, faults
+from cordillera.planning import export, faults, recommender_export
 from cordillera.planning import workload as workloads
 from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
+from cordillera.planning.recommender import Recommender
+from cordillera.planning.recommender_explorer import RecommenderExplorer, TableExploration, TablePlan
 
 
 def parse_change(text: str) -> tuple[str, float | str]:
@@ -56,6 +59,25 @@ class Planned:
     files: dict[str, Path]
 
 
+@dataclass(frozen=True)
+class PlannedRecommender:
+    """What was found and written for a recommendation model.
+
+    Attributes:
+        explorer: With workload and cluster.
+        found: By the search.
+        production: The production-like plan.
+        what_if: The best plan after each change of the cluster that was asked for.
+        files: Written, by kind.
+    """
+
+    explorer: RecommenderExplorer
+    found: TableExploration
+    production: TablePlan
+    what_if: list[faults.Case]
+    files: dict[str, Path]
+
+
 def _write(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".part")
     try:
@@ -81,7 +103,7 @@ def plan(
     calibration: str | Path | None = None,
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
-) -> Planned:
+) -> Planned | PlannedRecommender:
     """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
 
     An interrupt (Ctrl-C) ends the search; what was found until then is written.
@@ -114,7 +136,20 @@ def plan(
     for domain in domains:
         faults.survivors(topology, domain)  # what is no domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
-    explorer = Explorer(work, topology, constants, devices=devices, progress=progress)
+    # both kinds of workload have an explorer, plans and a report with the same interface
+    explorer: Any
+    report: Any
+    if isinstance(work, Recommender):
+        if slow is not None or jitter is not None or domains:
+            raise PlanError(
+                "are not known for recommendation models", where="--slow, --jitter and --lose", remedy="--what-if is"
+            )
+        made: Any = PlannedRecommender
+        explorer = RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
+        report = recommender_export
+    else:
+        made, explorer = Planned, Explorer(work, topology, constants, devices=devices, progress=progress)
+        report = export
     base = explorer.production()
     found = explorer.explore(only)
     best, compared, cases, changed = found.best, {}, [], None
@@ -130,7 +165,7 @@ def plan(
             for domain in domains:
                 cases.append(faults.lost(explorer, best, domain, only, progress))
             for one in ALL if compare else ():
-                if one in found.alone:
+                if one in getattr(found, "alone", ()):
                     compared[f"{one} alone"] = found.alone[one]
                     continue
                 alone = explorer.explore([one])
@@ -141,10 +176,17 @@ def plan(
         found.interrupted = True
     where = Path(folder)
     files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
-    _write(files["plan.json"], json.dumps(export.to_json(explorer, found, base, cases), indent=2) + "\n")
-    _write(files["plan.html"], export.page(explorer, found, base, compared, changed, cases))
-    _write(files["trace.json"], export.chrome_trace(best.step.timeline))
-    return Planned(explorer, found, base, cases, files)
+    if isinstance(work, Recommender):
+        written = recommender_export.to_json(explorer, found, base)
+        page = recommender_export.page(explorer, found, base, compared, changed)
+    else:
+        written = export.to_json(explorer, found, base, cases)
+        page = export.page(explorer, found, base, compared, changed, cases)
+    _write(files["plan.json"], json.dumps(written, indent=2) + "\n")
+    _write(files["plan.html"], page)
+    _write(files["trace.json"], report.chrome_trace(best.step.timeline))
+    planned: Planned | PlannedRecommender = made(explorer, found, base, cases, files)
+    return planned
 
 
 def read_calibration(path: str | Path) -> Calibration:

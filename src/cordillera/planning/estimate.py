@@ -78,32 +78,17 @@ def _by_bytes(
     return seconds(n, 0.0, edges.latency, rate), of_bytes / many
 
 
-class Job:
-    """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
+class Fabric:
+    """What pairs of devices of a mesh really get of their links.
 
     Args:
-        workload: What is trained.
-        mesh: Where its ranks lie.
-        layout: How it is cut.
+        mesh: Where a job's ranks lie.
         cost: Of the devices.
         network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
-        shared: Filled with what jobs of as many devices with the same cluster, cost and network have in common.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        mesh: Mesh,
-        layout: Layout,
-        cost: CostModel,
-        network: Mapping[str, NetworkSettings] | None = None,
-        shared: dict[tuple[int, int], _Ways] | None = None,
-    ) -> None:
-        self._shared = {} if shared is None else shared
-        self.workload, self.mesh, self.layout, self.cost, self.network = workload, mesh, layout, cost, network
-        self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
-        self.microbatches = layout.microbatches(workload)
-        self._states: dict[tuple[int, int], dict[str, float]] = {}
+    def __init__(self, mesh: Mesh, cost: CostModel, network: Mapping[str, NetworkSettings] | None = None) -> None:
+        self.mesh, self.cost, self.network = mesh, cost, network
 
     def rate(self, edges: Edges) -> float:
         """Bytes per second that pairs of devices really get."""
@@ -125,6 +110,35 @@ class Job:
         """Part of a device's processors that messages between some pairs take while they are on the way."""
         settings = self.settings(edges)
         return 0.0 if settings is None else settings.processors
+
+
+class Job(Fabric):
+    """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
+
+    Args:
+        workload: What is trained.
+        mesh: Where its ranks lie.
+        layout: How it is cut.
+        cost: Of the devices.
+        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
+        shared: Filled with what jobs of as many devices with the same cluster, cost and network have in common.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        layout: Layout,
+        cost: CostModel,
+        network: Mapping[str, NetworkSettings] | None = None,
+        shared: dict[tuple[int, int], _Ways] | None = None,
+    ) -> None:
+        super().__init__(mesh, cost, network)
+        self._shared = {} if shared is None else shared
+        self.workload, self.layout = workload, layout
+        self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
+        self.microbatches = layout.microbatches(workload)
+        self._states: dict[tuple[int, int], dict[str, float]] = {}
 
     def gather(self, size: float, count: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.

@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from cordillera.planning.explorer import Exploration, Explorer, Plan
 from cordillera.planning.faults import Case
 from cordillera.planning.schedules import Kind
 from cordillera.planning.simulator import Timeline
+from cordillera.topology import Topology
+
+AnyPlan = TypeVar("AnyPlan")
+_Taken = TypeVar("_Taken", contravariant=True)
 
 _KINDS = {
     Kind.FORWARD: ("forward", "Forward"),
@@ -132,17 +136,22 @@ def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
             y = 8 + message.source * height + height * 0.76
             paths["message"].append(box(message.start, message.arrival, y, height * 0.12, 0.0)[0])
     bottom = 8 + ranks * height
-    ticks = "".join(
-        f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
-        f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
-        f'class="middle">{_axis(part * total, total)}</text>'
-        for part in (0, 0.25, 0.5, 0.75, 1)
-    )
+    ticks = _ticks(left, bottom, total, scale)
     filled = "".join(f'<path class="{name}" d="{"".join(path)}"/>' for name, path in paths.items() if path)
     name = "The beginning of a step, enlarged" if until else "What every pipeline rank does in a step"
     return (
         f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="{name}">{ticks}{filled}'
         f"{''.join(labels)}</svg>"
+    )
+
+
+def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
+    """A time axis: quarters of the whole."""
+    return "".join(
+        f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
+        f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
+        f'class="middle">{_axis(part * total, total)}</text>'
+        for part in (0, 0.25, 0.5, 0.75, 1)
     )
 
 
@@ -247,7 +256,20 @@ class Sensitivity:
     upgrades: list[tuple[str, float]]
 
 
-def sensitivity(explorer: Explorer, plans: Mapping[str, Plan]) -> Sensitivity | None:
+class _Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+class _Repeats(Protocol[_Taken]):
+    """An explorer of either kind."""
+
+    topology: Topology
+
+    def again(self, plan: _Taken, topology: Topology) -> _Timed: ...
+
+
+def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
     """Simulate plans again on changed networks; None for a cluster of one level.
 
     Args:

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
-from cordillera.topology import read, shipped
+from cordillera.planning.recommender import Recommender
+from cordillera.topology import parse, shipped, validate
 
 Count = Annotated[int, Field(ge=1)]
 Recompute = Literal["none", "selective", "full"]
@@ -183,13 +184,22 @@ class Workload(BaseModel):
         return self.batch * self.sequence * self.model.flops_per_token(self.sequence)
 
 
-def load(source: str | Path) -> Workload:
-    """Read a workload by its shipped name or the path of a TOML file.
+def load(source: str | Path) -> Workload | Recommender:
+    """Read a workload by its shipped name or the path of a TOML file: a transformer's or a recommendation model's.
 
     Raises:
         PlanError: If there is no such file, or with every mistake in it.
     """
-    return read(Workload, source, "cordillera.workloads", "workload")
+    content = parse(source, "cordillera.workloads", "workload")
+    if ("model" in content) == ("tables" in content):
+        raise PlanError(
+            "has both [model] and [[tables]]" if "model" in content else "has neither [model] nor [[tables]]",
+            where=str(source),
+            remedy="a transformer has [model], a recommendation model has [[tables]]",
+        )
+    if "tables" in content:
+        return validate(Recommender, content, str(source))
+    return validate(Workload, content, str(source))
 
 
 def names() -> dict[str, str]:

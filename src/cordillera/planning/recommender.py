@@ -1,0 +1,451 @@
+"""Recommendation models: tables and dense layers, and how tables are cut and dealt out over the devices of a group.
+
+Tables are cut over devices, dense layers are copied to all of them (DLRM, arXiv 1906.00091). A table is whole on a
+device, cut in columns, cut in rows, or copied to every device like a dense layer: the four ways of Neo (arXiv
+2104.05158). Everything here is counted, nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cordillera.errors import PlanError
+
+Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Array = NDArray[np.float64]
+Number = TypeVar("Number", float, Array)
+
+LENGTH_BYTES = 4  # how many ids a sample has in a table, as it is sent with them
+NARROWEST = 32  # columns of a shard: below a line of 128 bytes a lookup moves more than it uses
+_GRADIENT_BYTES = 4  # of a value of a table's gradient
+# A radix sort of ids with their places, so that a row is updated once: four passes, eight bits each, of eight bytes
+# that are read and written.
+_SORT_TRAFFIC = 64.0
+
+
+class Tables(BaseModel):
+    """Embedding tables that are alike.
+
+    Attributes:
+        count: How many.
+        rows: Of each.
+        dim: Columns: the length of an embedding.
+        lookups: Ids of a sample in each, a mean (pooling factor).
+        weight_bytes: Of a value as it is stored.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    count: Count = 1
+    rows: Count
+    dim: Count
+    lookups: Bytes = 1.0
+    weight_bytes: Bytes = 4.0
+
+
+class Cross(BaseModel):
+    """Cross layers of low rank (DCN-V2).
+
+    Attributes:
+        layers: How many.
+        rank: Width between the two matrices of a layer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Count
+    rank: Count
+
+
+class Recommender(BaseModel):
+    """A training job of a recommendation model.
+
+    Attributes:
+        name: For people.
+        description: One sentence.
+        source: Where the figures are from.
+        tables: Groups of tables that are alike.
+        dense: Features that are numbers.
+        bottom: Widths of the layers that they pass; empty without such features.
+        interaction: ``dot`` takes the products of all pairs of embeddings, ``concat`` puts them side by side, ``cross``
+            passes them through cross layers then.
+        cross: The cross layers.
+        top: Widths of the layers after the interaction.
+        batch: Samples of a step, over all devices.
+        id_bytes: Of an id as it is sent.
+        forward_bytes: Of a value of a pooled embedding as it is sent.
+        backward_bytes: Of a value of its gradient as it is sent.
+        gradient_bytes: Of the gradient of a dense parameter as it is reduced.
+        optimizer_bytes: Of a row's optimizer state; 4 for row-wise Adagrad.
+        dense_bytes: Of a dense parameter: weight, gradient and optimizer state.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "workload"
+    description: str = ""
+    source: str = ""
+    tables: tuple[Tables, ...] = Field(min_length=1)
+    dense: Annotated[int, Field(ge=0)] = 0
+    bottom: tuple[Count, ...] = ()
+    interaction: Literal["dot", "concat", "cross"] = "dot"
+    cross: Cross | None = None
+    top: tuple[Count, ...] = Field(min_length=1)
+    batch: Count
+    id_bytes: Bytes = 8.0
+    forward_bytes: Bytes = 4.0
+    backward_bytes: Bytes = 4.0
+    gradient_bytes: Bytes = 4.0
+    optimizer_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 4.0
+    dense_bytes: Bytes = 16.0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recommender:
+        problems = []
+        if bool(self.dense) != bool(self.bottom):
+            problems.append("dense features and a bottom net need each other: give both or none")
+        if (self.interaction == "cross") != (self.cross is not None):
+            problems.append('interaction "cross" and [cross] need each other: give both or none')
+        widths = {one.dim for one in self.tables} | set(self.bottom[-1:])
+        if self.interaction == "dot" and len(widths) > 1:
+            problems.append(
+                f'interaction "dot" needs embeddings of one width, not {", ".join(map(str, sorted(widths)))}'
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def vectors(self) -> int:
+        """That meet in the interaction: embeddings, and the bottom net's result."""
+        return sum(one.count for one in self.tables) + bool(self.bottom)
+
+    @property
+    def width(self) -> int:
+        """Of all embeddings side by side, the bottom net's result among them."""
+        return sum(one.count * one.dim for one in self.tables) + sum(self.bottom[-1:])
+
+    @cached_property
+    def bottom_layers(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every layer of the bottom net."""
+        return list(zip((self.dense, *self.bottom), self.bottom, strict=False))
+
+    @cached_property
+    def top_layers(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every layer after the lookups: cross layers, then the top net."""
+        width, layers = self.width, []
+        if self.interaction == "dot":
+            width = sum(self.bottom[-1:]) + self.vectors * (self.vectors - 1) // 2
+        elif self.cross is not None:
+            layers = [(width, self.cross.rank), (self.cross.rank, width)] * self.cross.layers
+        return layers + list(zip((width, *self.top), self.top, strict=False))
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Of the layers, biases left out."""
+        return sum(inputs * outputs for inputs, outputs in self.bottom_layers + self.top_layers)
+
+    @property
+    def table_parameters(self) -> int:
+        """Of all tables."""
+        return sum(one.count * one.rows * one.dim for one in self.tables)
+
+    @property
+    def table_bytes(self) -> float:
+        """Of all tables with their optimizer state."""
+        return sum(one.count * one.rows * (one.dim * one.weight_bytes + self.optimizer_bytes) for one in self.tables)
+
+    @cached_property
+    def products(self) -> int:
+        """Multiplications of a sample's forward: layers and dot products."""
+        pairs = self.vectors * (self.vectors - 1) // 2 if self.interaction == "dot" else 0
+        return self.dense_parameters + pairs * self.tables[0].dim
+
+    @property
+    def flops(self) -> float:
+        """Of a step by the model's own arithmetic, forward and backward; lookups are none."""
+        return 6.0 * self.batch * self.products
+
+
+class Shard(NamedTuple):
+    """A rectangle of a table.
+
+    Attributes:
+        table: Position of its group of tables in the workload.
+        copy: Which of the group.
+        first_row: Where it begins.
+        rows: How many.
+        first_column: Where it begins.
+        columns: How many.
+    """
+
+    table: int
+    copy: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+def copied(workload: Recommender, rows: int) -> tuple[Tables, ...]:
+    """Tables that every device has, as they are small.
+
+    Args:
+        workload: With tables.
+        rows: Most of such a table; 0 for none.
+    """
+    return tuple(one for one in workload.tables if one.rows <= rows)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Tables as they lie on the devices of one group.
+
+    Attributes:
+        workload: With tables.
+        shards: Rectangles of tables.
+        devices: Where each lies: ``[S]``.
+        size: Devices of the group.
+    """
+
+    workload: Recommender
+    shards: tuple[Shard, ...]
+    devices: NDArray[np.int64]
+    size: int
+
+    def _each(self, values: list[float]) -> Array:
+        return np.array(values, dtype=np.float64)
+
+    @cached_property
+    def rows(self) -> Array:
+        """Of every shard."""
+        return self._each([one.rows for one in self.shards])
+
+    @cached_property
+    def columns(self) -> Array:
+        """Of every shard."""
+        return self._each([one.columns for one in self.shards])
+
+    @cached_property
+    def lookups(self) -> Array:
+        """Of a sample in every shard, a mean."""
+        tables = self.workload.tables
+        return self._each([tables[one.table].lookups * one.rows / tables[one.table].rows for one in self.shards])
+
+    @cached_property
+    def weight_bytes(self) -> Array:
+        """Of a value in every shard."""
+        return self._each([self.workload.tables[one.table].weight_bytes for one in self.shards])
+
+    def by_device(self, values: Array) -> Array:
+        """Sums over the shards of every device: ``[size]``.
+
+        Args:
+            values: Of every shard.
+        """
+        return np.asarray(np.bincount(self.devices, values, minlength=self.size), dtype=np.float64)
+
+    @cached_property
+    def memory(self) -> Array:
+        """Bytes of every device's tables: ``[size]``."""
+        return self.by_device(self.rows * self.columns * self.weight_bytes)
+
+    @cached_property
+    def optimizer(self) -> Array:
+        """Bytes of every device's optimizer state: ``[size]``; a table cut in columns has it once a part."""
+        return self.by_device(self.rows * self.workload.optimizer_bytes)
+
+    @cached_property
+    def sent_columns(self) -> Array:
+        """Values that every device sends of a sample: ``[size]``; each part of a table cut in rows sends a sum."""
+        return self.by_device(self.columns)
+
+    @cached_property
+    def received(self) -> Array:
+        """Bytes of a sample that every device gets, ids and how many: ``[size]``; to each part in columns anew."""
+        return self.by_device(self.lookups * self.workload.id_bytes + LENGTH_BYTES)
+
+    @cached_property
+    def read(self) -> Array:
+        """Bytes of memory that a sample's lookups move on every device: ``[size]``."""
+        moved = self.lookups * (self.columns * self.weight_bytes + self.workload.id_bytes)
+        return self.by_device(moved + self.columns * self.workload.forward_bytes)
+
+    @cached_property
+    def update(self) -> Array:
+        """Bytes of memory that a sample's update moves in every shard, each row once a lookup: ``[S]``."""
+        return update_traffic(self.lookups, self.columns, self.weight_bytes, self.workload.optimizer_bytes)
+
+    def synchronised(self, samples: float, copies: int) -> tuple[Array, Array, Array]:
+        """What every device exchanges with the other copies of its tables, and what its update moves then.
+
+        All copies make the update of the whole batch and stay equal. A small shard's gradient is added up over copies
+        like a dense layer's; of others the copies gather ids and gradients of pooled embeddings, whatever is less.
+
+        Args:
+            samples: Of a step in one group.
+            copies: Of the tables.
+
+        Returns:
+            Bytes of gradients that are reduced, bytes that each copy contributes to the gathering, and bytes of memory
+            that the update moves, of every device.
+        """
+        work = self.workload
+        if copies == 1:
+            none = np.zeros(self.size)
+            return none, none, self.by_device(samples * self.update)
+        whole = self.rows * self.columns * _GRADIENT_BYTES
+        parts = samples * (self.columns * work.backward_bytes + self.lookups * work.id_bytes)
+        small = 2.0 * whole / copies < parts  # both times (copies - 1)
+        streamed = self.rows * (self.columns * (_GRADIENT_BYTES + 2.0 * self.weight_bytes) + 2.0 * work.optimizer_bytes)
+        moved = np.where(small, samples * self.update + streamed, copies * samples * self.update)
+        return (
+            self.by_device(np.where(small, whole, 0.0)),
+            self.by_device(np.where(small, 0.0, parts)),
+            self.by_device(moved),
+        )
+
+    def ways(self) -> dict[str, int]:
+        """How many tables are whole, cut in columns, cut in rows, or both."""
+        found = {"whole": 0, "columns": 0, "rows": 0, "both": 0}
+        for shard in self.shards:
+            if shard.first_row or shard.first_column:
+                continue  # count a table by its first part
+            table = self.workload.tables[shard.table]
+            in_rows, in_columns = shard.rows < table.rows, shard.columns < table.dim
+            found[
+                "both" if in_rows and in_columns else "rows" if in_rows else "columns" if in_columns else "whole"
+            ] += 1
+        return found
+
+
+def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optimizer_bytes: float) -> Number:
+    """Bytes of memory that the backward of a sample's lookups moves, fused with the optimizer.
+
+    The gradient is read once a lookup; the row is read and written, and so is its optimizer state; ids are sorted. Rows
+    that several samples share are counted for each: without the ids nobody knows how many they are.
+
+    Args:
+        lookups: Of a sample.
+        columns: Of the table.
+        weight_bytes: Of a value.
+        optimizer_bytes: Of a row.
+    """
+    row = columns * (_GRADIENT_BYTES + 2.0 * weight_bytes) + 2.0 * optimizer_bytes + _SORT_TRAFFIC
+    return lookups * row
+
+
+def _columns(table: Tables, parts: int) -> int:
+    """Parts in columns, where so many parts are wanted: all alike, none narrower than :data:`NARROWEST`."""
+    possible = [one for one in range(1, table.dim + 1) if table.dim % one == 0 and table.dim // one >= NARROWEST]
+    return next((one for one in possible if one >= parts), possible[-1] if possible else 1)
+
+
+def _cut(table: Tables, columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """First row, rows, first column and columns of every part, as :class:`Shard` has them."""
+    width, edges = table.dim // columns, [round(i * table.rows / rows) for i in range(rows + 1)]
+    for i in range(rows):
+        for j in range(columns):
+            yield edges[i], edges[i + 1] - edges[i], j * width, width
+
+
+def deal(workload: Recommender, size: int, room: float, worth: float, grain: float, copied_rows: int = 0) -> Dealt:
+    """Cut tables and give the parts to the devices of a group, the dearest first to the device with least to do.
+
+    A table is cut where it does not fit on a device, or where it costs more than a device's equal share of all tables
+    times ``grain``: in columns as far as they stay :data:`NARROWEST` wide, then in rows. Rows are cut for memory only
+    where sending, which that does not make less, costs more than looking up.
+
+    Args:
+        workload: With tables.
+        size: Devices of the group.
+        room: Bytes of a device for tables and optimizer state.
+        worth: Bytes of memory that are moved while one byte is sent.
+        grain: Of the equal share; infinite to cut for memory alone.
+        copied_rows: Tables of so many rows or fewer are on all devices and not dealt out.
+
+    Raises:
+        PlanError: If they do not fit, with how much is missing.
+    """
+    everywhere = copied(workload, copied_rows)
+    costs: list[tuple[float, float]] = []  # of a sample, in bytes of memory: looking up, sending
+    for one in workload.tables:
+        moved = one.lookups * one.dim * one.weight_bytes
+        moved += update_traffic(one.lookups, float(one.dim), one.weight_bytes, workload.optimizer_bytes)
+        costs.append((moved, worth * one.dim * (workload.forward_bytes + workload.backward_bytes)))
+    tables = [(i, one) for i, one in enumerate(workload.tables) if one not in everywhere]
+    share = sum(one.count * sum(costs[i]) for i, one in tables) / size
+    missing = (
+        sum(one.count * one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) for _, one in tables)
+        - room * size
+    )
+    if missing > 0:
+        raise PlanError(f"tables over {size:,} devices: {missing / 1e9:,.0f} GB do not fit")
+    for finer in (1, 2, 4, 8):  # parts nearly as large as a device leave gaps
+        shards: list[tuple[float, float, Shard]] = []
+        for i, _ in tables:
+            shards += _parts(workload, i, costs[i], share * grain, room / finer, size)
+        dearest = sorted(range(len(shards)), key=lambda at: (-shards[at][0], at))
+        largest = sorted(range(len(shards)), key=lambda at: (-shards[at][1], at))
+        for order in (dearest, largest):  # where the first leaves no place for the last
+            places = _placed([shards[at] for at in order], size, room)
+            if places is not None:
+                return Dealt(workload, tuple(shards[at][2] for at in order), np.array(places, dtype=np.int64), size)
+    raise PlanError(f"tables over {size:,} devices: parts leave gaps into which the last do not fit")
+
+
+def _parts(
+    workload: Recommender, table: int, costs: tuple[float, float], limit: float, room: float, size: int
+) -> list[tuple[float, float, Shard]]:
+    """Parts of a group of tables: cost, bytes and the rectangle.
+
+    Args:
+        workload: With tables.
+        table: Position of the group of tables.
+        costs: Of a sample: looking up, sending.
+        limit: Most that a part costs.
+        room: Most bytes of a part.
+        size: Devices.
+    """
+    one, (up, sent) = workload.tables[table], costs
+    fits = math.ceil(one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) / room)
+    wide = _columns(one, max(fits, math.ceil((up + sent) / limit)))
+    row = one.dim / wide * one.weight_bytes + workload.optimizer_bytes
+    deep = math.ceil(one.rows * row / room)
+    if up > sent and (up + sent) / wide > limit:
+        deep = max(deep, math.ceil(up / wide / max(limit - sent / wide, limit / 2)))
+    found = []
+    for copy in range(one.count):
+        for first_row, rows, first_column, columns in _cut(one, wide, min(deep, one.rows, size)):
+            cost = up / wide * rows / one.rows + sent / wide
+            found.append((cost, rows * row, Shard(table, copy, first_row, rows, first_column, columns)))
+    return found
+
+
+def _placed(shards: list[tuple[float, float, Shard]], size: int, room: float) -> list[int] | None:
+    """A device for each shard, the one with least to do that has room; None if there is none."""
+    heap: list[tuple[float, int]] = [(0.0, device) for device in range(size)]
+    free, places = [room * (1 + 1e-9)] * size, []
+    for cost, needed, _ in shards:
+        full = []
+        while heap and free[heap[0][1]] < needed:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, device = heap[0]
+        heapq.heapreplace(heap, (load + cost, device))
+        free[device] -= needed
+        places.append(device)
+        for one in full:
+            heapq.heappush(heap, one)
+    return places
