@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cordillera import topology
-from cordillera.cost import Calibration, CostModel
+from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import commands, workload
 from cordillera.planning.explorer import ALL, production_network, tuned_network
@@ -440,16 +440,39 @@ def test_an_interrupt_keeps_what_was_found() -> None:
     ("devices", "batch", "records_per_s"),
     [(8, 2_048, 284_615), (4, 16_384, 1_458_176), (8, 16_384, 1_671_168), (8, 65_536, 5_373_952)],
 )
-def test_published_throughput_is_met_roughly_without_a_fit(devices: int, batch: int, records_per_s: float) -> None:
+def test_published_throughput_is_missed_by_as_much_as_the_docs_say(
+    devices: int, batch: int, records_per_s: float
+) -> None:
     """facebookresearch/dlrm, torchrec_dlrm/README, 2022: A100 of 40 GB, TF32 as PyTorch had it then; published.
 
-    Nothing was fitted to them: 2 % slower at the smallest batch, 23 to 32 % faster at the others.
+    2 % slower at the smallest batch, 23 to 32 % faster at the others. No constant was fitted to them, but the host's
+    time for a linear layer was chosen with them in view; this holds what the docs say and is no proof of accuracy.
     """
     host = topology.load("a100-node").changed(
         {"device.memory_bytes": 42.9e9, "device.memory_bytes_per_s": 1555e9, "device.matrix_flops_per_s": 156e12}
     )
     plan = RecommenderExplorer(criteo(batch), host, devices=devices).production()
     assert plan.seconds / (batch / records_per_s) - 1 == pytest.approx(0.02 if batch == 2048 else -0.28, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "with_messages", "without"),
+    [
+        (1024, {}, 1.08, 1.00), (1024, {"region.oversubscription": 7.0}, 1.15, 1.00),
+        (1024, {"region.oversubscription": 14.0}, 1.19, 1.10), (1024, {"region.distance_km": 100.0}, 1.16, 1.00),
+        (1024, {"region.distance_km": 500.0}, 1.12, 1.02), (4096, {}, 2.83, 1.24),
+        (4096, {"region.oversubscription": 7.0}, 2.70, 1.20), (4096, {"region.oversubscription": 14.0}, 2.46, 1.05),
+        (4096, {"region.distance_km": 100.0}, 2.53, 1.14), (4096, {"region.distance_km": 500.0}, 2.09, 1.16),
+    ],
+)  # fmt: skip
+def test_gains_are_those_of_the_docs(devices: int, changes: dict, with_messages: float, without: float) -> None:
+    large = workload.load("dlrm-12t")
+    cluster = topology.load("two-buildings").changed({"pod.members": devices // 128, **changes})
+    for message_s, expected in ((1e-6, with_messages), (0.0, without)):
+        constants = calibration_for(cluster.device).model_copy(update={"message_s": message_s})
+        explorer = RecommenderExplorer(large, cluster, constants, devices=devices)
+        gain = explorer.production().seconds / explorer.explore().best.seconds
+        assert gain == pytest.approx(expected, abs=0.006)
 
 
 def test_the_largest_published_model_is_slower_than_if_it_fitted() -> None:
