@@ -103,9 +103,10 @@ def test_the_planner_is_quoted_as_measured() -> None:
 
 
 def _grid_row(point: dict[str, Any]) -> str:
-    change = {(): "as it is", ("region.oversubscription",): "1:7", ("region.distance_km",): "2,000 km"}[
-        tuple(point["changes"])
-    ]
+    changes = point["changes"]
+    change = f"1:{changes['region.oversubscription']:g}"
+    change += f", {changes['region.distance_km']:,.0f} km" if changes["region.distance_km"] else ""
+    change += ", lossy" if "region.loss_rate" in changes else ""
     cells = [
         point["workload"],
         f"{point['cluster']}, {point['devices']:,}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 from cordillera.cost import CostModel
 from cordillera.planning.collective_cost import direct_seconds, doubling_seconds, ring_seconds
@@ -69,6 +69,10 @@ _Line = tuple[float, float]  # seconds, and seconds a byte
 _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 
 
+_direct_seconds = partial(direct_seconds, overhead=_ISSUE_S)
+
+
+@lru_cache(maxsize=4096)
 def _by_bytes(
     seconds: Callable[[int, float, float, float], float], n: int, ranks: int, edges: Edges, rate: float
 ) -> _Line:
@@ -174,8 +178,7 @@ class Job(Fabric):
             options = [_by_bytes(ring_seconds, parts, ranks, edges, rate)]
             if settings is not None and settings.collectives == "cheapest":
                 options.append(_by_bytes(doubling_seconds, parts, ranks, edges, rate))
-                direct = partial(direct_seconds, overhead=_ISSUE_S if edges.latency else 0.0)
-                options.append(_by_bytes(direct, parts, ranks, edges, rate))
+                options.append(_by_bytes(_direct_seconds, parts, ranks, edges, rate))
             found.append(tuple(options))
         return ring, tuple(found) if tuple(found) != ((ring,),) else ()
 
@@ -464,7 +467,8 @@ class Job(Fabric):
         at = slots.index(slow)
         tensor = sum(stage.tensor for stage in self.stages[at::p])
         gather = sum(stage.gather for stage in self.stages[at::p])
-        heaviest = max(self.dealt_out, key=lambda stages: self._state(*self._counted(stages))["weights"])
+        weights = [rank["weights"] for rank in self.memory]
+        heaviest = self.dealt_out[weights.index(max(weights))]
         reduce = self.reduce(heaviest)
         if layout.overlap_gradients:
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
