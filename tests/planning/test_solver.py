@@ -23,7 +23,8 @@ from cordillera.planning.schedules import (
     zero_bubble_v,
 )
 from cordillera.planning.simulator import StageSeconds, Way, simulate
-from cordillera.planning.solver import optimal, tuned
+from cordillera.planning.solver import optimal
+from cordillera.planning.tuning import tuned
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
 
