@@ -74,7 +74,8 @@ def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
             if need >= 0:
                 if ready[need] < 0:
                     break
-                free = max(free, ready[need])
+                # weight gradients start from what is on their rank, whoever else it is sent to
+                free = max(free, end[need] if table.rank[need] == rank else ready[need])
             start[action] = free
             free += table.seconds[action]
             end[action] = ready[action] = free

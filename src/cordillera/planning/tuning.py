@@ -230,8 +230,12 @@ def _rules(problem: Problem) -> Iterator[_Rule]:
                     yield _Rule("FWB", chunks=chunks, groups=groups)
 
 
-class _Table:
-    """A problem and its schedules as the compiled search takes them."""
+class Numbered:
+    """A problem and its schedules as the compiled search takes them.
+
+    Args:
+        problem: What is to be scheduled.
+    """
 
     def __init__(self, problem: Problem) -> None:
         from cordillera.kernels.numba_schedules import Table
@@ -276,10 +280,20 @@ class _Table:
         )
 
     def order(self, schedule: Schedule) -> NDArray[np.int64]:
+        """A schedule as numbers of actions, rank after rank.
+
+        Args:
+            schedule: For this problem, as :meth:`Problem.normal` makes it.
+        """
         count = self._problem.microbatches
         return np.array([self._row[a.kind, a.stage] * count + a.microbatch for a in schedule])
 
     def schedule(self, order: NDArray[np.int64]) -> Schedule:
+        """The schedule that numbers stand for.
+
+        Args:
+            order: As :meth:`order` makes it.
+        """
         count = self._problem.microbatches
         rows = ((*self._keys[number // count], number % count) for number in order.tolist())
         actions = [Action(kind, stage, i) for kind, stage, i in rows]
@@ -323,7 +337,7 @@ def shortest(problem: Problem) -> Schedule:
 
     # all starts are improved a little; the better half goes on for twice as long, until one is left
     ranked = sorted(starts.values(), key=lambda item: item[0])
-    best, table = ranked[0], _Table(problem)
+    best, table = ranked[0], Numbered(problem)
     changes = min(_CHANGES, _CHANGED // problem.actions)
     pool = [(seconds, table.order(schedule)) for seconds, schedule in ranked[: max(1, changes // _LEAST)]]
     chance = np.random.default_rng(0)
