@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
+import itertools
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -25,8 +28,11 @@ from cordillera.planning import calibration, workload
 from cordillera.planning.estimate import Job
 from cordillera.planning.explorer import ALL, Explorer, Plan
 from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import one_forward_one_backward
+from cordillera.planning.schedules import Schedule, one_forward_one_backward, zero_bubble
+from cordillera.planning.simulator import StageSeconds, Way, simulate
+from cordillera.planning.solver import optimal
 from cordillera.planning.step import simulate_step
+from cordillera.planning.tuning import tuned
 from cordillera.planning.workload import Layout
 
 MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
@@ -54,6 +60,66 @@ class Part(str, enum.Enum):
     accuracy = "accuracy"
     speed = "speed"
     grid = "grid"
+    solver = "solver"
+
+
+class Case(NamedTuple):
+    """A pipeline step: stages with forwards of 1 and backwards of 2, whole or in halves.
+
+    Attributes:
+        ranks: ``P``.
+        microbatches: ``m``.
+        placement: ``one`` stage a rank, two in a ``loop`` or two in a ``v``.
+        latency: One-way, of the slow boundaries, in forwards.
+        slow: Which boundaries are: that in the ``middle``, or ``all``.
+        split: Whether backwards are done in two parts.
+        spare: Live microbatches for which a rank has room beyond ``P``; None for all.
+    """
+
+    ranks: int
+    microbatches: int
+    placement: str
+    latency: float
+    slow: str
+    split: bool
+    spare: int | None
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        once = tuple(range(self.ranks))
+        return {"one": once, "loop": once * 2, "v": once + once[::-1]}[self.placement]
+
+    def way(self, source: int, target: int) -> Way:
+        crosses = (source < self.ranks // 2) != (target < self.ranks // 2)
+        return Way(self.latency if crosses or self.slow == "all" else 0.0)
+
+    @property
+    def problem(self) -> tuple[Any, ...]:
+        """The first arguments of :func:`tuned` and :func:`optimal`."""
+        stages = len(self.rank_of)
+        room = None if self.spare is None else [(self.ranks + self.spare) * stages // self.ranks] * self.ranks
+        return self.rank_of, self.microbatches, StageSeconds.equal(stages, 1, 2), self.way, room, self.split
+
+    def seconds(self, schedule: Schedule) -> float:
+        return simulate(schedule, StageSeconds.equal(len(self.rank_of), 1, 2), self.way).seconds
+
+
+SMALL = [
+    case
+    for case in itertools.starmap(
+        Case,
+        itertools.product(
+            (2, 3, 4), range(4, 9), ("one", "loop", "v"), (0.0, 0.25, 0.5, 1.0, 2.0, 4.0), ("middle", "all"),
+            (False, True), (None, 0, 2),
+        ),
+    )
+    if case.slow == "middle" or (case.ranks > 2 and case.latency)  # else both are the same
+]  # fmt: skip
+LARGE = [
+    Case(8, 16, placement, latency, "middle", split, 0)
+    for placement, latency in (("one", 0.0), ("one", 2.0), ("one", 4.0), ("loop", 2.0))
+    for split in (False, True)
+]
 
 
 def _split(rows: list[calibration.Measurement], models: set[str]) -> list[calibration.Measurement]:
@@ -272,10 +338,69 @@ def _described(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _compared(case: Case, limit_s: float) -> dict[str, Any]:
+    began = time.perf_counter()
+    ours = case.seconds(tuned(*case.problem))
+    took = time.perf_counter() - began
+    solved = optimal(*case.problem, time_limit_s=limit_s)
+    return {
+        "case": case._asdict(),
+        "tuned": ours,
+        "solver": solved.seconds,
+        "bound": solved.bound,
+        "proven": solved.optimal,
+        "above_solver": ours / solved.seconds - 1,
+        "above_bound": ours / solved.bound - 1,
+        "tuned_took_seconds": took,
+    }
+
+
+def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What matters of comparisons. The solver starts from our schedule, so only a proven optimum is one to be equal to."""
+    return {
+        "cases": len(found),
+        "proven": sum(one["proven"] for one in found),
+        "equal": sum(one["proven"] and one["above_solver"] <= 1e-9 for one in found),
+        "worst_above_solver": max(one["above_solver"] for one in found),
+        "worst_above_bound": max(one["above_bound"] for one in found),
+        "slowest_seconds": max(one["tuned_took_seconds"] for one in found),
+    }
+
+
+def _solver(console: Console, quick: bool) -> dict[str, Any]:
+    tuned(*SMALL[0]._replace(latency=1.0, split=True, spare=0).problem)  # compiles
+    sample = random.Random(0).sample(SMALL, 4 if quick else 80)
+    found = [_compared(case, 1.0 if quick else 30.0) for case in sample]
+    classes = {"all": found}
+    for latency in sorted({case.latency for case in sample}):
+        classes[f"latency {latency:g}"] = [one for one in found if one["case"]["latency"] == latency]
+    large = []
+    for case in LARGE[:1] if quick else LARGE:
+        one = _compared(case, 1.0 if quick else 20.0)
+        if case.split:
+            one["above_zero_bubble"] = one["tuned"] / case.seconds(zero_bubble(case.ranks, case.microbatches)) - 1
+        large.append(one)
+    table = Table(title="schedules by rules beside CP-SAT's, simulated", title_justify="left")
+    for heading in ("", "cases", "proven", "equal to proven", "worst above CP-SAT", "above its bound", "slowest"):
+        table.add_column(heading)
+    for placement in ("one", "loop"):
+        some = [one for one in large if one["case"]["placement"] == placement]
+        classes[f"8 ranks, 16 microbatches, {placement}"] = some
+    summaries = {name: _summary(some) for name, some in classes.items() if some}
+    for name, one in summaries.items():
+        table.add_row(
+            name, str(one["cases"]), str(one["proven"]), str(one["equal"]), f"{one['worst_above_solver']:.2%}",
+            f"{one['worst_above_bound']:.2%}", f"{one['slowest_seconds']:.1f} s",
+        )  # fmt: skip
+    console.print(table)
+    return {"evidence": "simulated", "of": len(SMALL), "summaries": summaries, "small": found, "large": large}
+
+
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.accuracy: _accuracy,
     Part.speed: _speed,
     Part.grid: _grid,
+    Part.solver: _solver,
 }
 
 
@@ -290,8 +415,11 @@ def main(
         console.width = 160
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in part or Part:
-        if chosen is not Part.grid and not MEASURED.exists():
+        if chosen in (Part.accuracy, Part.speed) and not MEASURED.exists():
             console.print(f"{chosen.value}: left out, {MEASURED} (vTrain's measurements, MIT) is not here")
+            continue
+        if chosen is Part.solver and importlib.util.find_spec("ortools") is None:
+            console.print("solver: left out, OR-tools is not installed")
             continue
         began = time.perf_counter()
         figures = PARTS[chosen](console, quick)

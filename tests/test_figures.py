@@ -102,6 +102,23 @@ def test_the_planner_is_quoted_as_measured() -> None:
     assert f"evaluated {speed['times_calculon']['median']:.0f} times as often" in text
 
 
+def test_schedules_by_rules_are_quoted_as_measured() -> None:
+    text = " ".join(_page("docs/systems/scaleacross.md").split())
+    summaries = json.loads((ROOT / "benchmarks/results/scaleacross-solver.json").read_text())["summaries"]
+    small = summaries["all"]
+    assert f"In {small['cases']} small cases" in text
+    assert f"CP-SAT proved the optimum of {small['proven']}; schedules by rules equal {small['equal']} of these" in text
+    assert f"at worst {small['worst_above_solver']:.2%} above".replace("%", " %") in text
+    assert f"at most {small['slowest_seconds']:.1f} s each" in text
+    assert small["worst_above_solver"] <= 0.03
+    for latency in ("0", "0.25"):
+        low = summaries[f"latency {latency}"]
+        assert low["equal"] == low["proven"] == low["cases"]
+    for name, words in (("one", "one stage a rank"), ("loop", "two stages a rank")):
+        worst = summaries[f"8 ranks, 16 microbatches, {name}"]["worst_above_bound"]
+        assert f"{worst:.2%} above CP-SAT's bound with {words}".replace("%", " %", 1) in text
+
+
 def _grid_row(point: dict[str, Any]) -> str:
     changes = point["changes"]
     change = f"1:{changes['region.oversubscription']:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -30,6 +31,19 @@ def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Pat
     assert points[0]["times_production"] >= 1
     assert points[0]["times_best_single"] >= 1
     assert set(points[0]["alone"]) == {"placement", "scheduling", "network"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
+def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
+    content = run("solver", tmp_path)
+    small, summary = content["small"], content["summaries"]["all"]  # type: ignore[index]
+    assert isinstance(small, list)
+    assert summary["cases"] == len(small) > 0
+    for one in small:
+        assert one["bound"] <= one["solver"] <= one["tuned"] * (1 + 1e-12)
+        assert one["above_solver"] == pytest.approx(one["tuned"] / one["solver"] - 1)
+    assert summary["worst_above_solver"] == max(one["above_solver"] for one in small) <= 0.03
+    assert summary["equal"] <= summary["proven"] <= summary["cases"]
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")

@@ -330,7 +330,7 @@ def test_the_number_of_torch_threads_is_left_as_it_was() -> None:
 
 def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     numba = pytest.importorskip("numba")
-    from cordillera.kernels import numba_support
+    from cordillera.kernels.compiling import compiled
 
     compile_function = numba.njit
 
@@ -339,8 +339,8 @@ def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.Monke
             raise RuntimeError("cannot cache function: no locator available")
         return compile_function(*functions, **options)
 
-    monkeypatch.setattr(numba_support.numba, "njit", njit)
-    assert numba_support.compiled()(lambda x: x + 1)(1) == 2
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled()(lambda x: x + 1)(1) == 2
 
 
 def test_fbgemm_repeats_bit_for_bit_on_one_thread_count() -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.kernels.numba_support import array, compiled, narrow, pool, threads_for, widen_to_single
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 
 _BLOCK_VALUES = 2**16  # values whose column sums are made by one thread, in float32
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embedding_bag import Lookup
-from cordillera.kernels.numba_support import array, compiled, narrow, pool, prefetch, threads_for, widen
+from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
 
 if TYPE_CHECKING:
     from cordillera.kernels.sparse_update import Update

@@ -1,13 +1,12 @@
-"""What all kernels compiled by Numba share: compilation, numbers of 16 and 32 bits, threads, tensors as arrays.
+"""What kernels compiled by Numba share that work on tensors: numbers of 16 and 32 bits, threads, tensors as arrays.
 
-Kernels divide their work over ``threads`` so that no result depends on how many there are, and release the
-interpreter's lock. Compiled code is kept on disk where a folder can be written to.
+Kernels divide their work over ``threads`` so that no result depends on how many there are.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,23 +21,6 @@ _SMALL = 4096  # values below which waking other threads costs more than it save
 
 # Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
 _lock = threading.Lock()
-
-
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile at first call, with IEEE's rules for division, without the interpreter's lock.
-
-    Args:
-        options: Further options of ``numba.njit``.
-    """
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        settings = {"error_model": "numpy", "nogil": True, **options}
-        try:
-            return numba.njit(cache=True, **settings)(function)
-        except RuntimeError:  # no folder for the cache can be written to: compile in every process
-            return numba.njit(**settings)(function)
-
-    return wrap
 
 
 def _from_bits(builder: Any, bits: Any) -> Any:
