@@ -356,7 +356,7 @@ def _compared(case: Case, limit_s: float) -> dict[str, Any]:
 
 
 def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What matters of comparisons. The solver starts from our schedule, so only a proven optimum is one to be equal to."""
+    """What matters of comparisons. The solver begins with our schedule: only a proven optimum is one to be equal to."""
     return {
         "cases": len(found),
         "proven": sum(one["proven"] for one in found),
@@ -377,7 +377,7 @@ def _solver(console: Console, quick: bool) -> dict[str, Any]:
     large = []
     for case in LARGE[:1] if quick else LARGE:
         one = _compared(case, 1.0 if quick else 20.0)
-        if case.split:
+        if case.split and case.placement == "one":
             one["above_zero_bubble"] = one["tuned"] / case.seconds(zero_bubble(case.ranks, case.microbatches)) - 1
         large.append(one)
     table = Table(title="schedules by rules beside CP-SAT's, simulated", title_justify="left")

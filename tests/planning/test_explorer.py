@@ -61,6 +61,17 @@ def test_an_interrupt_keeps_what_was_found(explorer: Explorer) -> None:
     assert stopped.best.seconds > 0
 
 
+def test_a_schedule_made_for_the_best_plan_is_faster_and_fits() -> None:
+    cluster = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1, **MANY})
+    far = Explorer(workload.load("gpt-22b").model_copy(update={"batch": 32}), cluster)
+    plain, improved = (far.explore(["scheduling"], keep=4, improve=count) for count in (0, 1))
+    assert improved.best.schedule.name == "tuned"
+    assert improved.best.seconds < 0.98 * plain.best.seconds
+    improved.best.schedule.check()
+    assert improved.best.step.memory_bytes <= 0.94 * 80e9
+    assert improved.simulated == plain.simulated + 1
+
+
 def test_the_step_is_the_schedule_and_what_follows(explorer: Explorer) -> None:
     layout = Layout(tensor=8, pipeline=8, data=8, shards=8, recompute="full", sequence_parallel=True)
     job = Job(explorer.workload, Mesh.of(explorer.topology, layout), layout, explorer.cost)

@@ -17,6 +17,7 @@ from cordillera.planning.collective_plans import hierarchical_all_reduce
 from cordillera.planning.estimate import Job
 from cordillera.planning.flows import Link
 from cordillera.planning.mesh import Mesh
+from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import Layout, load
 from cordillera.topology import Topology
 
@@ -133,3 +134,48 @@ def test_what_does_not_fit_is_refused() -> None:
         Mesh.of(toy(), Layout(data=32))
     with pytest.raises(PlanError, match="is not an order"):
         Mesh.of(toy(), Layout(), ("tensor", "data"))
+
+
+@pytest.mark.parametrize("degrees", [(1, 4, 4), (2, 2, 4), (2, 4, 2), (4, 2, 2), (4, 4, 1), (1, 1, 16), (1, 8, 2)])
+@pytest.mark.parametrize(
+    "order", [("tensor", "context", "data", "pipeline"), ("tensor", "context", "pipeline", "data")]
+)
+def test_links_that_messages_and_rings_share_are_those_of_a_count_over_routes(
+    degrees: tuple[int, int, int], order: tuple[str, ...]
+) -> None:
+    cluster = toy()
+    tensor, pipeline, data = degrees
+    mesh = Mesh.of(cluster, Layout(tensor=tensor, pipeline=pipeline, data=data), order)
+
+    def groups(dimension: str) -> list[list[int]]:
+        size, stride = mesh.size(dimension), mesh.stride(dimension)
+        starts = [first + inner for first in range(0, mesh.devices, size * stride) for inner in range(stride)]
+        return [[start + i * stride for i in range(size)] for start in starts]
+
+    def load(pairs: list[tuple[int, int]]) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for a, b in pairs:
+            if cluster.shared_level(a, b) > 0:
+                found.update(cluster.route(a, b)[0])
+        return found
+
+    rings = load([(group[i - 1], group[i]) for group in groups("data") for i in range(len(group)) if len(group) > 1])
+    for index in range(pipeline):
+        messages = load([(group[(index + 1) % pipeline], group[index]) for group in groups("pipeline")])
+        both = {(float(cluster.capacities[r]), messages[r], rings[r]) for r in messages if rings[r]}
+        assert {tuple(link) for link in mesh.shared_links(index)} == (both if pipeline > 1 else set())
+
+
+def test_messages_that_go_first_take_from_the_reduction_and_equals_share() -> None:
+    cluster = toy()
+    layout = Layout(pipeline=2, data=8, overlap_gradients=True)  # both cross hosts: eight messages, sixteen ring pairs
+    work = load("gpt-22b").model_copy(update={"batch": 64})
+
+    def meeting(classes: str) -> tuple[float, float]:
+        settings = {level.name: NetworkSettings(classes=classes, zero_copy=True) for level in cluster.levels[1:]}  # type: ignore[arg-type]
+        mesh = Mesh.of(cluster, layout, ("tensor", "context", "data", "pipeline"))
+        return Job(work, mesh, layout, CostModel(cluster.device, Calibration()), settings).meeting(0)
+
+    (slowed, some), (not_slowed, more) = meeting("equals"), meeting("messages")
+    assert not_slowed == 1.0 < slowed
+    assert 0 < some < more <= 1.0

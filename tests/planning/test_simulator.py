@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import PlanError
+from cordillera.planning.flows import Flow, finish_times, max_min_rates
 from cordillera.planning.schedules import (
     Kind,
     Schedule,
@@ -252,3 +253,45 @@ def test_ranks_that_wait_for_one_another_are_refused() -> None:
     bad = Schedule("bad", 1, good.rank_of, (good.actions[0][::-1], good.actions[1]))
     with pytest.raises(PlanError, match="wait for one another"):
         simulate(bad, StageSeconds.equal(2, 1, 2))
+
+
+@given(
+    st.floats(0.01, 10), st.floats(0.01, 10), st.integers(1, 4), st.integers(1, 4), st.floats(0.1, 1), st.floats(0.1, 1)
+)
+def test_a_message_beside_a_reduction_ends_as_the_flow_solver_says(
+    seconds: float, reduction: float, messages: int, rings: int, limit: float, other: float
+) -> None:
+    # on a link of 1 byte/s a pair of either kind alone gets as much as it can use
+    alone = (min(limit, 1 / messages), min(other, 1 / rings))
+    rates = max_min_rates([[0], [0]], [1.0], alone, counts=[messages, rings])
+    way = Way(slowed=max(1.0, alone[0] / rates[0]), lost=max(0.0, 1 - rates[1] / alone[1]))
+    flows = [
+        Flow(seconds * alone[0], (0,), limit=alone[0], count=messages),
+        Flow(reduction * alone[1], (0,), limit=alone[1], count=rings),
+    ]
+    ends = finish_times(flows, [1.0])
+    passed, later = way.beside(seconds, reduction)
+    assert passed == pytest.approx(ends[0], rel=1e-6)
+    assert reduction + later == pytest.approx(ends[1], rel=1e-6)
+
+
+def test_reductions_and_messages_hold_one_another_up() -> None:
+    schedule, seconds = one_forward_one_backward(2, 1), StageSeconds.equal(2, 1, 2)
+    # rank 1 computes from 2 to 5 and reduces from 3 on; rank 0 gets its gradients by a message of 1
+    alone = simulate(schedule, seconds, lambda a, b: Way(0, 1))
+    assert alone.seconds == 8
+    assert not alone.delayed
+    reductions = [{}, {1: 8.0}]
+    for way, end, delay in ((Way(0, 1, slowed=2, lost=0.5), 9, 1.0), (Way(0, 1, lost=0.75), 8, 0.75)):
+        found = simulate(schedule, seconds, {(0, 1): way, (1, 0): way}, reductions)
+        assert found.seconds == end
+        assert found.delayed == {(1, 1): pytest.approx(delay)}
+    early = simulate(schedule, seconds, lambda a, b: Way(0, 1, slowed=2, lost=0.5), [{}, {1: 1.0}])
+    assert early.seconds == 8  # it had ended before
+    assert not early.delayed
+
+
+@pytest.mark.parametrize("way", [Way(slowed=0.5), Way(slowed=math.nan), Way(lost=-0.1), Way(lost=1.1)])
+def test_ways_that_speed_messages_up_are_refused(way: Way) -> None:
+    with pytest.raises(PlanError):
+        simulate(one_forward_one_backward(2, 1), StageSeconds.equal(2, 1, 2), {(0, 1): way})

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache, partial
 
 from cordillera.cost import CostModel
 from cordillera.planning.collective_cost import direct_seconds, doubling_seconds, ring_seconds
+from cordillera.planning.flows import max_min_rates
 from cordillera.planning.mesh import Edges, Mesh
 from cordillera.planning.network import NetworkSettings
 from cordillera.planning.workload import (
@@ -143,6 +144,7 @@ class Job(Fabric):
         self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
         self._states: dict[tuple[int, int], dict[str, float]] = {}
+        self._meetings: dict[Edges, tuple[float, float]] = {}
 
     def gather(self, size: float, count: int, stride: int) -> float:
         """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
@@ -326,6 +328,39 @@ class Job(Fabric):
         boundaries = self.mesh.boundaries
         seconds = {edges: self.message_bytes / self.rate(edges) for edges in set(boundaries)}
         return [seconds[edges] for edges in boundaries]
+
+    def meeting(self, boundary: int) -> tuple[float, float]:
+        """What messages after a pipeline rank and the reduction of gradients beside them do to one another.
+
+        On every link that both cross, pairs that send as equals have max-min fair shares; where messages go first, the
+        reduction has what they leave.
+
+        Args:
+            boundary: Of the pipeline.
+
+        Returns:
+            How many times as long the message takes, and the part of its rate that the reduction loses meanwhile.
+        """
+        edges = self.mesh.boundary(boundary)
+        if edges not in self._meetings:
+            self._meetings[edges] = self._meeting(edges, boundary)
+        return self._meetings[edges]
+
+    def _meeting(self, edges: Edges, boundary: int) -> tuple[float, float]:
+        ring = self.mesh.ring("data")
+        if edges.level < 1 or ring.level < 1:
+            return 1.0, 0.0
+        settings = self.settings(edges)
+        message, reduction = alone = self.rate(edges), self.rate(ring)
+        for link in self.mesh.shared_links(boundary):
+            capacity = link.bytes_per_s * self.cost.calibration.network
+            if settings is not None and settings.classes == "messages":
+                left = capacity - alone[0] * link.messages
+                reduction = min(reduction, max(0.0, left) / link.rings)
+            else:
+                shares = max_min_rates([[0], [0]], [capacity], alone, counts=[link.messages, link.rings])
+                message, reduction = min(message, float(shares[0])), min(reduction, float(shares[1]))
+        return alone[0] / message, 1.0 - reduction / alone[1]
 
     @cached_property
     def layer_parameters(self) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,8 +22,10 @@ from cordillera.errors import PlanError
 from cordillera.planning.estimate import Job
 from cordillera.planning.mesh import Mesh
 from cordillera.planning.network import NetworkSettings, tuned
+from cordillera.planning.problem import Problem
 from cordillera.planning.schedules import Schedule
-from cordillera.planning.step import Step, families, held, simulate_step
+from cordillera.planning.step import Step, families, held, simulate_step, stage_seconds, ways
+from cordillera.planning.tuning import shortest
 from cordillera.planning.workload import Layout, Recompute, Workload
 from cordillera.topology import Topology
 
@@ -37,6 +40,8 @@ _DEGREES = {"tensor", "context", "pipeline", "data"}
 _DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # of the degrees
 _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
+_EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
+_LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
 
@@ -427,7 +432,28 @@ class Explorer:
                 best = Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
         return best
 
-    def explore(self, only: Iterable[Dimension] = ALL, *, keep: int = 16) -> Exploration:
+    def _with_its_own(self, plan: Plan) -> Plan | None:
+        """A plan with a schedule made for it; None where there is nothing to gain."""
+        job = self.job(plan.layout, plan.order, plan.network)
+        schedule = plan.schedule
+        limits = []
+        for rank in range(schedule.ranks):
+            stages = schedule.stages_of(rank)
+            fit = bisect_right(
+                range(1, len(stages) * schedule.microbatches + 1),
+                self._limit,
+                key=lambda live, stages=stages: sum(job.held(stages, live).values()),  # type: ignore[misc]
+            )
+            limits.append(fit)
+        problem = Problem.of(
+            schedule.rank_of, schedule.microbatches, stage_seconds(job, schedule), ways(job), limits, split=True
+        )
+        if plan.step.timeline.seconds <= (1 + _LITTLE) * problem.bound:
+            return None
+        own = shortest(problem, _EFFORT)
+        return replace(plan, schedule=own, step=simulate_step(job, own))
+
+    def explore(self, only: Iterable[Dimension] = ALL, *, keep: int = 16, improve: int = 2) -> Exploration:
         """Search; what is not searched is as in :meth:`production`.
 
         More than one dimension are searched each alone first, so that a search is never worse than a smaller one. An
@@ -437,6 +463,7 @@ class Explorer:
             only: Dimensions that are free. Placement: degrees and which dimension crosses which links; scheduling:
                 order of microbatches, chunks, microbatch size, recomputation; network: settings of every level.
             keep: Layouts of each order that are simulated.
+            improve: The best plans for which schedules of their own are made, where scheduling is free.
         """
         begin = time.perf_counter()
         free = tuple(one for one in ALL if one in set(only))
@@ -448,18 +475,18 @@ class Explorer:
                 self._progress(f"searching {one} alone")
                 alone = Exploration(plans=[base])
                 try:
-                    self._search((one,), base, alone, keep)
+                    self._search((one,), base, alone, keep, improve)
                 finally:
                     found.take(one, alone)
             self._progress(f"searching {', '.join(free)}")
-            self._search(free, base, found, keep)
+            self._search(free, base, found, keep, improve)
         except KeyboardInterrupt:
             found.interrupted = True
         found.plans = _distinct(found.plans)
         found.seconds = time.perf_counter() - begin
         return found
 
-    def _search(self, free: tuple[Dimension, ...], base: Plan, found: Exploration, keep: int) -> None:
+    def _search(self, free: tuple[Dimension, ...], base: Plan, found: Exploration, keep: int, improve: int) -> None:
         network = tuned_network(self.topology) if "network" in free else dict(base.network)
         orders: list[tuple[str, ...]] = [base.order]
         if "placement" in free:
@@ -506,6 +533,13 @@ class Explorer:
                     break
         everything = sorted((entry for order in orders for entry in ranked[order]), key=lambda entry: entry[:2])
         self._climb([job for _, _, job in everything], simulated, [plan for plan in tried.values() if plan])
+        best = [plan for plan in _distinct(found.plans) if plan.layout.pipeline > 1] if schedules is None else []
+        for plan in best[:improve]:
+            self._progress(f"a schedule made for {plan.layout}")
+            own = self._with_its_own(plan)
+            if own is not None:
+                found.simulated += 1
+                found.plans.append(own)
 
     def outlook(self, chunks: Collection[int]) -> float:
         """Estimated seconds of the fastest among few layouts that fit, one sequence a microbatch; infinite for none.

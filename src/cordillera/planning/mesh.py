@@ -7,7 +7,7 @@ communicate at the same time, so that a link's capacity is divided by the number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -56,6 +56,20 @@ class Tier(NamedTuple):
     parts: int
     ranks: int
     edges: Edges
+
+
+class SharedLink(NamedTuple):
+    """A link between hosts that messages of a pipeline and rings of copies cross at the same time.
+
+    Attributes:
+        bytes_per_s: Its capacity.
+        messages: Pairs that send messages over it.
+        rings: Pairs of the rings over it.
+    """
+
+    bytes_per_s: float
+    messages: int
+    rings: int
 
 
 NOWHERE = Edges(float("inf"), 0.0, -1, "")
@@ -135,6 +149,15 @@ class Mesh:
         """What messages of pipeline rank ``index`` to the next (of the last to the first) get, all copies together."""
         return self.boundaries[index % len(self.boundaries)]
 
+    def shared_links(self, index: int) -> tuple[SharedLink, ...]:
+        """Links on which messages of pipeline rank ``index + 1`` to ``index`` meet the rings over copies of the model.
+
+        Links alike are named once.
+        """
+        p = self.size("pipeline")
+        lengths = (p, self.stride("pipeline"), self.size("data"), self.stride("data"))
+        return _shared_links(_Key(self.topology), self.devices, index % p, *lengths)
+
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
         """Of every pipeline rank."""
@@ -158,33 +181,44 @@ def _edges(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.i
     """Equal shares of every link for pairs that all send as much."""
     if not len(sources) or bool((sources == targets).all()):
         return NOWHERE
+    rate, link, top = float("inf"), "", 0
+    for load in _loads(topology, sources, targets):
+        found = np.flatnonzero(load.pairs)
+        shares = load.capacities[found] / load.pairs[found]
+        worst = int(np.argmin(shares))
+        top = max(top, load.level)
+        if shares[worst] < rate:
+            rate, link = float(shares[worst]), load.name
+    return Edges(rate, topology.levels[top].latency, top, link)
+
+
+class _Load(NamedTuple):
+    """How many pairs send over the links of one kind, in one direction."""
+
+    level: int  # that they cross by these links
+    name: str
+    first: int  # place of the first link among the cluster's resources
+    capacities: NDArray[np.float64]  # bytes per second of each link
+    pairs: NDArray[np.int64]  # over each
+
+
+def _loads(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> Iterator[_Load]:
+    """Of ports within hosts, network cards, and the links of every level above; kinds that none cross are left out."""
     cards = len(topology.levels)
     domains = [np.stack([sources, targets])]
     for level in range(cards):
         domains.append(np.searchsorted(np.cumsum(topology.sizes[level]), domains[0], side="right"))
     apart = [one[0] != one[1] for one in domains]  # apart[k]: in different domains of level k - 1
-    top = max(level for level in range(cards) if apart[level].any())
-    rate, link = float("inf"), ""
-    inside = apart[0] & ~apart[1]  # within a host: ports
-    checks = [(0, domains[0][:, inside], topology.levels[0].name)] if inside.any() else []
-    if apart[1].any():
-        checks.append((cards, domains[0][:, apart[1]], "network card"))
-        checks += [
-            (level, domains[level][:, apart[level]], topology.levels[level].name)
-            for level in range(1, cards)
-            if apart[level].any()
-        ]
-    for level, (out, into), name in checks:
-        for inwards, members in ((False, out), (True, into)):
-            loads = np.bincount(members)
-            found = np.flatnonzero(loads)
-            load = loads[found]
-            first = topology.resource(level, 0, inwards)
-            shares = topology.capacities[first + 2 * found] / load
-            worst = int(np.argmin(shares))
-            if shares[worst] < rate:
-                rate, link = float(shares[worst]), name
-    return Edges(rate, topology.levels[top].latency, top, link)
+    kinds = [(0, 0, apart[0] & ~apart[1], 0), (cards, 0, apart[1], 1)]
+    kinds += [(level, level, apart[level], level) for level in range(1, cards)]
+    for resource, domain, some, level in kinds:
+        if not some.any():
+            continue
+        name = "network card" if resource == cards else topology.levels[level].name
+        for inwards in (False, True):
+            pairs = np.bincount(domains[domain][int(inwards), some])
+            first = topology.resource(resource, 0, inwards)
+            yield _Load(level, name, first, topology.capacities[first : first + 2 * len(pairs) : 2], pairs)
 
 
 def _groups(devices: int, stride: int, size: int) -> NDArray[np.int64]:
@@ -207,6 +241,33 @@ def _boundaries(key: _Key, devices: int, stride: int, size: int) -> tuple[Edges,
         return (NOWHERE,)
     groups = _groups(devices, stride, size)
     return tuple(_edges(key.topology, groups[:, i], groups[:, (i + 1) % size]) for i in range(size))
+
+
+@lru_cache(maxsize=1024)
+def _ring_loads(key: _Key, devices: int, stride: int, size: int) -> tuple[_Load, ...]:
+    groups = _groups(devices, stride, size)
+    return tuple(_loads(key.topology, groups.ravel(), np.roll(groups, -1, axis=1).ravel()))
+
+
+@lru_cache(maxsize=4096)
+def _shared_links(
+    key: _Key, devices: int, index: int, pipeline: int, pipeline_stride: int, data: int, data_stride: int
+) -> tuple[SharedLink, ...]:
+    if pipeline == 1 or data == 1:
+        return ()
+    groups = _groups(devices, pipeline_stride, pipeline)
+    messages = _loads(key.topology, groups[:, (index + 1) % pipeline], groups[:, index])
+    rings = _ring_loads(key, devices, data_stride, data)
+    found: set[SharedLink] = set()
+    for one in messages:
+        for other in rings:
+            if one.level == 0 or one.first != other.first:
+                continue
+            ends = min(len(one.pairs), len(other.pairs))
+            both = np.flatnonzero((one.pairs[:ends] > 0) & (other.pairs[:ends] > 0))
+            links = np.stack([one.capacities[both], one.pairs[both], other.pairs[both]], axis=1)
+            found.update(SharedLink(rate, int(a), int(b)) for rate, a, b in np.unique(links, axis=0).tolist())
+    return tuple(sorted(found))
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,8 @@ class NetworkSettings:
         recovery: What is sent again after a loss: all that followed (``go-back-n``) or the packet (``selective``).
         collectives: Over the domains of the level: a ``ring``, or the ``cheapest`` of a ring, halving and doubling
             (Thakur et al. 2005) and sending to all at once: as many bytes in fewer steps.
+        classes: Where messages of a pipeline meet the reduction of gradients on a link, which of them send: both, as
+            ``equals``, or ``messages`` first.
         zero_copy: Whether network cards read and write the tensors themselves; otherwise kernels copy, and take
             processors from what is computed.
     """
@@ -42,6 +44,7 @@ class NetworkSettings:
     balance: Balance = "ecmp"
     recovery: Recovery = "go-back-n"
     collectives: Literal["ring", "cheapest"] = "ring"
+    classes: Literal["equals", "messages"] = "equals"
     zero_copy: bool = False
 
     @property
@@ -129,7 +132,9 @@ def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1
         loss: Part of the packets that is lost.
         planes: Parallel networks.
     """
-    best = NetworkSettings(balance="spray", recovery="selective", collectives="cheapest", zero_copy=True)
+    best = NetworkSettings(
+        balance="spray", recovery="selective", collectives="cheapest", classes="messages", zero_copy=True
+    )
     options = [
         replace(best, queue_pairs=pairs, messages=messages)
         for pairs, messages in product((1, 2, 4, 8, 16, 32), (4, 6, 16, 64, 128, 256))

@@ -83,11 +83,15 @@ class Way:
         latency: One-way, seconds.
         forward: Seconds that a message of activations occupies the way.
         backward: Seconds that a message of gradients does; None for as long as activations.
+        slowed: How many times as long it does beside a reduction of gradients.
+        lost: Part of its rate that the reduction loses meanwhile.
     """
 
     latency: float = 0.0
     forward: float = 0.0
     backward: float | None = None
+    slowed: float = 1.0
+    lost: float = 0.0
 
     def occupied(self, kind: Kind) -> float:
         """Seconds for the message that an action sends."""
@@ -101,6 +105,20 @@ class Way:
                 raise PlanError(
                     f"a {name} of {value} s", where=where, remedy="a way needs a capacity above 0 and a finite latency"
                 )
+        if not (1 <= self.slowed < math.inf and 0 <= self.lost <= 1):
+            raise PlanError(f"messages {self.slowed} times as long, {self.lost} of a rate lost", where=where)
+
+    def beside(self, seconds: float, reduction: float) -> tuple[float, float]:
+        """A message while gradients are reduced: when it has passed, and by how much the reduction ends later.
+
+        Args:
+            seconds: That the message alone occupies the way.
+            reduction: Seconds that the reduction alone still takes.
+        """
+        together = seconds * self.slowed
+        if self.lost * together + reduction < together:  # the reduction ends first
+            together = reduction / (1.0 - self.lost)
+        return seconds + together * (1.0 - 1.0 / self.slowed), together * self.lost
 
 
 @dataclass(frozen=True)
@@ -136,12 +154,15 @@ class Timeline:
         ends: Of every action, by rank, seconds.
         waiting: Seconds that each rank is idle while a message for its next action is on its way: ``[P]``. This is
             exposed communication; what remains of the idle time waits for other ranks' computation.
+        delayed: Seconds that messages took from reductions of gradients, by rank and place of the action with which the
+            reduction began.
     """
 
     schedule: Schedule
     starts: list[NDArray[np.float64]]
     ends: list[NDArray[np.float64]]
     waiting: NDArray[np.float64]
+    delayed: dict[tuple[int, int], float] = field(default_factory=dict)
     _sent: list[tuple[int, int, int, float, float, float]] = field(default_factory=list, repr=False)
 
     @cached_property
@@ -229,18 +250,30 @@ def _stuck(schedule: Schedule) -> PlanError:
     return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
 
 
-def simulate(schedule: Schedule, seconds: StageSeconds, ways: Ways = None) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    seconds: StageSeconds,
+    ways: Ways = None,
+    reductions: Sequence[Mapping[int, float]] | None = None,
+) -> Timeline:
     """When every action and message of a schedule starts and ends.
 
     Args:
         schedule: Checked or not; one whose ranks wait for one another is refused.
         seconds: Of the stages' actions.
         ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
+        reductions: Seconds for which each rank reduces gradients beside what it computes, one reduction after the
+            other, by the place of the action with which one begins. They and the messages that the rank sends meanwhile
+            hold one another up as the ways say.
 
     Raises:
         PlanError: For times that are not times, and for ranks that wait for one another.
     """
     programs, known = _prepared(schedule, seconds, ways)
+    begins = reductions or [{}] * len(programs)
+    reducing = [0.0] * len(programs)  # until then each rank reduces gradients
+    latest = [-1] * len(programs)  # the action with which the last reduction began
+    delayed: dict[tuple[int, int], float] = {}
     back = schedule.stages * schedule.microbatches
     ready: list[float | None] = [None] * (2 * back)
     sent_at = [-1.0] * (2 * back)  # when a message was queued; -1 for what never left its rank
@@ -279,6 +312,8 @@ def simulate(schedule: Schedule, seconds: StageSeconds, ways: Ways = None) -> Ti
             free = start + duration
             own_starts.append(start)
             own_ends.append(free)
+            if i in begins[rank]:
+                reducing[rank], latest[rank] = max(reducing[rank], start) + begins[rank][i], i
             if out >= 0:
                 if way < 0:
                     ready[out] = free
@@ -286,6 +321,10 @@ def simulate(schedule: Schedule, seconds: StageSeconds, ways: Ways = None) -> Ti
                     begin = way_free[way]
                     if begin < free:
                         begin = free
+                    if reducing[rank] > begin:
+                        occupied, later = known[way].beside(occupied, reducing[rank] - begin)
+                        reducing[rank] += later
+                        delayed[rank, latest[rank]] = delayed.get((rank, latest[rank]), 0.0) + later
                     done = begin + occupied
                     way_free[way] = done
                     arrival = done + latency[way]
@@ -299,7 +338,8 @@ def simulate(schedule: Schedule, seconds: StageSeconds, ways: Ways = None) -> Ti
         waiting[rank] += exposed
     if any(i < len(program) for i, program in zip(position, programs, strict=True)):
         raise _stuck(schedule)
-    return Timeline(schedule, [np.array(s) for s in starts], [np.array(e) for e in ends], np.array(waiting), sent)
+    times = ([np.array(s) for s in starts], [np.array(e) for e in ends], np.array(waiting))
+    return Timeline(schedule, *times, delayed, sent)
 
 
 def simulate_late(

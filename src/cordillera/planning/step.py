@@ -95,7 +95,8 @@ def ways(job: Job) -> dict[tuple[int, int], Way]:
     p, found = job.layout.pipeline, {}
     for rank in range(p if p > 1 else 0):
         other = (rank + 1) % p
-        one = Way(job.mesh.boundary(rank).latency, job.message_seconds(rank))
+        meeting = job.meeting(rank) if job.layout.overlap_gradients else (1.0, 0.0)
+        one = Way(job.mesh.boundary(rank).latency, job.message_seconds(rank), None, *meeting)
         found[rank, other] = one
         found.setdefault((other, rank), one)
     return found
@@ -129,6 +130,7 @@ def reduced(
     rank: int,
     times: Callable[[int], tuple[Any, Any]],
     reduce: Callable[[int], float],
+    delayed: Mapping[tuple[int, int], float] | None = None,
 ) -> Any:
     """When a rank has reduced its gradients; an array where times are arrays.
 
@@ -141,14 +143,16 @@ def reduced(
         rank: Of the pipeline.
         times: Start and end of the rank's action at a position, seconds.
         reduce: Seconds to reduce the gradients of a stage over the copies of the model.
+        delayed: Seconds that messages took from that, by rank and position of the action.
     """
+    delayed = delayed or {}
     last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
     for stage, i in last_backwards(schedule, rank).items():
         layers, seconds = job.stage_layers[stage], reduce(stage)
         if job.layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
             start, end = times(i)
             begun = np.minimum(begun, start)
-            clock = np.maximum(clock, start) + seconds
+            clock = np.maximum(clock, start) + seconds + delayed.get((rank, i), 0.0)
             clock = np.maximum(clock, end + seconds / max(layers, 1))
         else:
             clock = np.maximum(clock, last) + seconds
@@ -180,14 +184,20 @@ def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None
             that is simulated, as all others wait for it to reduce their gradients.
     """
     slow = slow or {}
-    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job))
-    memory = held(job, schedule)
     ranks = range(schedule.ranks)
+    reductions = None
+    if job.layout.overlap_gradients and job.layout.data > 1:
+        reductions = [{i: job.reduce([stage]) for stage, i in last_backwards(schedule, r).items()} for r in ranks]
+    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job), reductions)
+    memory = held(job, schedule)
 
     def of(rank: int) -> Callable[[int], tuple[float, float]]:
         return lambda i: (float(timeline.starts[rank][i]), float(timeline.ends[rank][i]))
 
-    finish = [float(reduced(job, schedule, rank, of(rank), lambda stage: job.reduce([stage]))) for rank in ranks]
+    finish = [
+        float(reduced(job, schedule, rank, of(rank), lambda stage: job.reduce([stage]), timeline.delayed))
+        for rank in ranks
+    ]
     optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
     at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
     tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))

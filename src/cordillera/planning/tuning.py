@@ -201,12 +201,12 @@ def _rules(problem: Problem) -> Iterator[_Rule]:
     yield _Rule()
     yield _Rule(turns=True)
     if problem.chunked:
+        yield _Rule(chunks="arrival")
         for window in (1, 0, 2):
             yield _Rule(window=window)
             yield _Rule(turns=True, window=window)
         yield _Rule(turns=True, chunks="wide")
         yield _Rule(turns=True, chunks="wide", window=2)
-        yield _Rule(chunks="arrival")
     yield _Rule("FBW")
     for spare in (0, 1, 2):
         yield _Rule(spare=spare)
@@ -307,11 +307,12 @@ _CHANGES, _CHANGED = 60_000, 12_000_000  # changes in a round, and actions in al
 _LEAST = 300  # changes of one schedule in a round
 
 
-def shortest(problem: Problem) -> Schedule:
+def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
     """:func:`tuned` for a checked problem.
 
     Args:
         problem: What is to be scheduled.
+        effort: How much of what :func:`tuned` tries is tried.
     """
     from cordillera.kernels.numba_schedules import improve
 
@@ -327,7 +328,7 @@ def shortest(problem: Problem) -> Schedule:
     for family in map(problem.normal, _families(problem)):
         if all(problem.fits(rank, actions) for rank, actions in enumerate(family.actions)) and consider(family):
             return family
-    for rule in islice(_rules(problem), max(4, _RULED // problem.actions)):
+    for rule in islice(_rules(problem), max(3, int(effort * _RULED) // problem.actions)):
         try:
             ruled = _listed(problem, rule)
         except PlanError:  # groups that do not fit
@@ -338,7 +339,7 @@ def shortest(problem: Problem) -> Schedule:
     # all starts are improved a little; the better half goes on for twice as long, until one is left
     ranked = sorted(starts.values(), key=lambda item: item[0])
     best, table = ranked[0], Numbered(problem)
-    changes = min(_CHANGES, _CHANGED // problem.actions)
+    changes = int(effort * min(_CHANGES, _CHANGED // problem.actions))
     pool = [(seconds, table.order(schedule)) for seconds, schedule in ranked[: max(1, changes // _LEAST)]]
     chance = np.random.default_rng(0)
     while True:
