@@ -356,7 +356,7 @@ def _compared(case: Case, limit_s: float) -> dict[str, Any]:
 
 
 def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What matters of comparisons. The solver starts from our schedule, so only a proven optimum is one to be equal to."""
+    """What matters of comparisons. The solver starts from our schedule: only a proven optimum is one to be equal to."""
     return {
         "cases": len(found),
         "proven": sum(one["proven"] for one in found),
