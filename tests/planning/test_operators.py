@@ -6,7 +6,8 @@ import pytest
 
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, Products
-from cordillera.planning import explorer, operators, workload
+from cordillera.errors import PlanError
+from cordillera.planning import commands, explorer, operators, workload
 from cordillera.planning.estimate import Job
 from cordillera.planning.mesh import Mesh
 from cordillera.planning.workload import Layout
@@ -85,3 +86,11 @@ def test_the_list_covers_every_layout_that_a_search_tries(name: str) -> None:
     assert len(seen) > 8
     for layout in seen.values():
         assert operators.measured_share(job, layout, cost) == 1, layout
+
+
+def test_a_smaller_host_needs_fewer_products() -> None:
+    eight = set(commands.products_needed("gpt-22b", "a100-node"))
+    assert eight == set(operators.shapes(workload.load("gpt-22b"), NODE.device, 8))
+    assert set(commands.products_needed("gpt-22b", "a100-node", ["host.members=4"])) < eight
+    with pytest.raises(PlanError, match="not known for recommendation models"):
+        commands.products_needed("dlrm-dcnv2", "a100-node")

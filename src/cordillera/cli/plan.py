@@ -81,7 +81,7 @@ def plan(
     if unknown:
         raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
     if measure is not None:
-        _measure(commands.products_needed(workload, cluster), measure)
+        _measure(commands.products_needed(workload, cluster, set_ or ()), measure)
         return
     from rich.console import Console
 

@@ -77,6 +77,12 @@ class PlannedRecommender:
     files: dict[str, Path]
 
 
+def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
+    edits = dict(parse_change(text) for text in changes)
+    topology = clusters.load(cluster)
+    return topology.changed(edits) if edits else topology
+
+
 def plan(
     workload: str | Path,
     cluster: str | Path,
@@ -118,10 +124,7 @@ def plan(
     Raises:
         PlanError: For files that are wrong and jobs that are not possible.
     """
-    work, topology = workloads.load(workload), clusters.load(cluster)
-    edits = dict(parse_change(text) for text in changes)
-    if edits:
-        topology = topology.changed(edits)
+    work, topology = workloads.load(workload), _changed(cluster, changes)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)
@@ -189,17 +192,18 @@ def _no_products(option: str) -> PlanError:
     return PlanError("is not known for recommendation models", where=option, remedy="--calibration is")
 
 
-def products_needed(workload: str | Path, cluster: str | Path) -> list[Shape]:
+def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[Shape]:
     """The matrix products to measure, on one of the cluster's devices, for ``products`` of :func:`plan`.
 
     Args:
         workload: Shipped name or path of a TOML file.
         cluster: Shipped name or path of a TOML file.
+        changes: Of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over eight.
 
     Raises:
         PlanError: For files that are wrong, and for recommendation models.
     """
-    work, topology = workloads.load(workload), clusters.load(cluster)
+    work, topology = workloads.load(workload), _changed(cluster, changes)
     if isinstance(work, Recommender):
         raise _no_products("--measure")
     return operators.shapes(work, topology.device, min(topology.sizes[0]))
