@@ -5,8 +5,10 @@ Shared by ``cordillera bench scaleacross --part executed`` and the tests of :mod
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -184,8 +186,17 @@ def take_turns(rank: int, folder: str, schedules: Sequence[Schedule], rounds: in
     return found
 
 
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its processes: they end themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _process(rank: int, size: int, folder: str, work: Callable[[int, str], dict[str, Any]]) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
