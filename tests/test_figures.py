@@ -119,6 +119,19 @@ def test_schedules_by_rules_are_quoted_as_measured() -> None:
         assert f"{worst:.2%} above CP-SAT's bound with {words}".replace("%", " %", 1) in text
 
 
+def test_executed_schedules_are_quoted_as_measured() -> None:
+    text = " ".join(_page("docs/systems/scaleacross.md").split())
+    result = json.loads((ROOT / "benchmarks/results/scaleacross-executed.json").read_text())
+    off = [row["ratio"] - 1 for row in result["rows"]]
+    assert not result["quick"]
+    assert {row["processes"] for row in result["rows"]} == {2, 4}
+    assert all(abs(one) <= 0.10 for one in off)
+    rounds = {row["executed"]["count"] for row in result["rows"]}
+    assert len(rounds) == 1
+    quoted = f"{100 * min(off):+.1f} to {100 * max(off):+.1f} % off simulated (medians of {rounds.pop()} steps"
+    assert quoted in text
+
+
 def _grid_row(point: dict[str, Any]) -> str:
     changes = point["changes"]
     change = f"1:{changes['region.oversubscription']:g}"

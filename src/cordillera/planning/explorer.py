@@ -38,6 +38,7 @@ ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor"
 _FIXED = {"interleaved", "1f1b"}  # schedules where scheduling is not searched
 _DEGREES = {"tensor", "context", "pipeline", "data"}
 _DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # of the degrees
+MICROBATCHES = (1, 2, 4, 8)  # sequences of one
 _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
@@ -197,6 +198,16 @@ def _divisors(number: int, limit: int) -> list[int]:
     return [one for one in range(1, min(number, limit) + 1) if number % one == 0]
 
 
+def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
+    """Degrees of tensor and context parallelism that are tried, which say what a device computes for a layer.
+
+    Args:
+        workload: What is trained.
+        host: Devices of a host, within which tensor parallelism stays.
+    """
+    return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
+
+
 def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
     """Every layout of some devices: tensor, context and expert degrees of powers of two, pipelines of any length.
 
@@ -206,12 +217,11 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
         devices: How many are used.
     """
     model = workload.model
-    contexts = _powers(max(1, workload.sequence // _SHORTEST_PART))
     experts = _powers(model.experts.count) if model.experts is not None else [1]
     recomputes: tuple[Recompute, ...] = ("none", "full") if model.fused_attention else ("none", "selective", "full")
     degrees = [
         (tensor, context, pipeline)
-        for tensor, context in product(_powers(min(topology.sizes[0])), contexts)
+        for tensor, context in inner_degrees(workload, min(topology.sizes[0]))
         if devices % (tensor * context) == 0
         for pipeline in _divisors(devices // (tensor * context), model.layers)
     ]
@@ -219,7 +229,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
         data = devices // (tensor * context * pipeline)
         most = model.layers // pipeline
         chunked = set(_powers(most)) | (set(_divisors(most, most)) if model.layers % pipeline == 0 else set())
-        for chunks, microbatch, recompute in product(sorted(chunked), (1, 2, 4, 8), recomputes):
+        for chunks, microbatch, recompute in product(sorted(chunked), MICROBATCHES, recomputes):
             if (pipeline == 1 and chunks > 1) or workload.batch % (data * microbatch):
                 continue
             for expert in experts:
@@ -367,7 +377,10 @@ class Explorer:
         else:
             numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
         for one in numbers[:16]:
-            if Explorer(self.workload, self.topology, self.cost.calibration, devices=one)._baselines().plans:
+            other = Explorer(
+                self.workload, self.topology, self.cost.calibration, products=self.cost.products, devices=one
+            )
+            if other._baselines().plans:
                 return one
         return None
 
