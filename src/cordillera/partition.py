@@ -267,14 +267,14 @@ def exact(
     if sizes is not None:
         fits = hstack([kron(coo_array(needed[None] / (space or 1.0)), identity), coo_array((bins, 1))])
         rules.append(LinearConstraint(vstack([fits]).tocsr(), -np.inf, 1.0 if space else 0.0))
-    upper = np.ones(n * bins + 1)
-    upper[-1] = np.inf
+    lower, upper = np.zeros(n * bins + 1), np.ones(n * bins + 1)
+    lower[-1], upper[-1] = max(1.0 if unit else 0.0, scaled.sum() / bins), np.inf
     for row, item in enumerate(heaviest_first(work)[:bins].tolist()):  # bins are alike: item k is in one of the first k
         upper[item * bins + row + 1 : (item + 1) * bins] = 0.0
     kind = np.ones(n * bins + 1)
     kind[-1] = 0
     options = {"time_limit": seconds, "mip_rel_gap": 0.0}
-    found = milp(last, integrality=kind, bounds=Bounds(0.0, upper), constraints=rules, options=options)
+    found = milp(last, integrality=kind, bounds=Bounds(lower, upper), constraints=rules, options=options)
     if found.status:
         message = "items do not fit into the bins" if found.status == 2 else f"no proof within {seconds:g} s"
         raise DataError(message, where=f"{n} items in {bins} bins")
