@@ -235,6 +235,7 @@ def exact(
     sizes: ArrayLike | None = None,
     room: float | None = None,
     seconds: float = 60.0,
+    gap: float = 0.0,
 ) -> Bins:
     """The lightest heaviest bin, by HiGHS's branch and bound; for small cases.
 
@@ -244,6 +245,7 @@ def exact(
         sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
         room: Of every bin.
         seconds: After which to give up.
+        gap: The part by which the heaviest bin may be above the proven bound.
 
     Raises:
         DataError: As :func:`list_scheduling`, if items do not fit, and if the time was too short.
@@ -273,7 +275,7 @@ def exact(
         upper[item * bins + row + 1 : (item + 1) * bins] = 0.0
     kind = np.ones(n * bins + 1)
     kind[-1] = 0
-    options = {"time_limit": seconds, "mip_rel_gap": 0.0}
+    options = {"time_limit": seconds, "mip_rel_gap": gap}
     found = milp(last, integrality=kind, bounds=Bounds(lower, upper), constraints=rules, options=options)
     if found.status:
         message = "items do not fit into the bins" if found.status == 2 else f"no proof within {seconds:g} s"

@@ -108,7 +108,9 @@ class Workload(BaseModel):
                 raise DataError(f"{value} is too few", where=name, remedy="at least 1")
         # 2 D d**2 for causal attention against 2 (2 D**2 + 2 D**2 kv / heads + 3 D F) d for the products
         tokens = 2 * hidden + 2 * hidden * kv_heads / heads + 3 * ffn
-        return cls.of_break_even(tokens, f"operations counted for widths {hidden} and {ffn}, {kv_heads} of {heads} heads")
+        return cls.of_break_even(
+            tokens, f"operations counted for widths {hidden} and {ffn}, {kv_heads} of {heads} heads"
+        )
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], provenance: str, ridge: float = 0.0) -> Workload:
@@ -121,7 +123,8 @@ class Workload(BaseModel):
                 above 0 it lets alike samples be fitted.
 
         Raises:
-            DataError: For times that are not times, and samples that do not tell the constants apart.
+            DataError: For times that are not times, and for samples that do not tell the constants apart or say that tokens
+                cost nothing.
         """
         if len(samples) < 3:
             raise DataError(f"{len(samples)} samples for three constants", where="samples", remedy="at least 3")
@@ -142,6 +145,10 @@ class Workload(BaseModel):
         rows = np.vstack([scaled, np.sqrt(ridge * len(samples)) * np.eye(3)])
         found = nnls(rows, np.concatenate([np.ones(len(samples)), np.zeros(3)]))[0]
         document, token, squared = (found * unit).tolist()
+        if not (token or squared):
+            raise DataError(
+                "say that tokens cost nothing", where="samples", remedy="measure more and longer microbatches"
+            )
         return cls(
             document=document,
             token=token,

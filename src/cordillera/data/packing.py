@@ -137,7 +137,7 @@ class Packer:
         Raises:
             DataError: For a document that is empty or longer than the bound; nothing is taken in then.
         """
-        new = []
+        new: list[Document] = []
         for document in self._received(lengths):
             queue = sum(document.length >= threshold for threshold in self.config.thresholds)
             (self._queues[queue - 1] if queue else new).append(document)

@@ -85,7 +85,13 @@ def fixed_length(
 
 
 def exactly(
-    lengths: Iterable[int], microbatches: int, context: int, bound: int, workload: Workload, seconds: float = 60.0
+    lengths: Iterable[int],
+    microbatches: int,
+    context: int,
+    bound: int,
+    workload: Workload,
+    seconds: float = 60.0,
+    gap: float = 1e-3,
 ) -> Iterator[Iteration]:
     """Every global batch for itself, the heaviest microbatch as light as can be: nothing is delayed.
 
@@ -96,13 +102,14 @@ def exactly(
         bound: The most tokens of a microbatch.
         workload: Work of a document.
         seconds: For each batch.
+        gap: The part by which the heaviest microbatch may be above the proven bound.
 
     Raises:
         DataError: If the documents of a batch do not fit, or the time was too short.
     """
     for number, documents in enumerate(_documents(lengths, microbatches, context)):
         sizes = [document.length for document in documents]
-        places = exact(list(map(workload, sizes)), microbatches, sizes, bound, seconds)
+        places = exact(list(map(workload, sizes)), microbatches, sizes, bound, seconds, gap)
         yield Iteration(number, tuple(_apart(documents, places, microbatches)[0]))
 
 
@@ -116,7 +123,7 @@ def _documents(lengths: Iterable[int], microbatches: int, context: int) -> Itera
 def _apart(documents: Sequence[Document], places: Bins, bins: int) -> tuple[list[Microbatch], list[Document]]:
     """The documents of each bin, and those that are in none."""
     packed: list[list[Document]] = [[] for _ in range(bins)]
-    left = []
+    left: list[Document] = []
     for document, place in zip(documents, places.tolist(), strict=True):
         (left if place == NOWHERE else packed[place]).append(document)
     return list(map(Microbatch, packed)), left

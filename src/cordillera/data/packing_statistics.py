@@ -113,5 +113,5 @@ def tune(
 
 
 def _candidates(bound: int) -> list[int]:
-    """Lengths of which each is about a fourth longer than the one before, from a sixteenth of the bound to half of it."""
+    """Lengths from a sixteenth of the bound to half of it, each about a fourth longer than the one before."""
     return sorted({max(1, round(bound / 16 * 2 ** (step / 3))) for step in range(10)})
