@@ -123,7 +123,7 @@ class Workload(BaseModel):
                 above 0 it lets alike samples be fitted.
 
         Raises:
-            DataError: For times that are not times, and for samples that do not tell the constants apart or say that tokens
+            DataError: For times that are not times; for samples that do not tell the constants apart, or say that tokens
                 cost nothing.
         """
         if len(samples) < 3:
@@ -145,7 +145,7 @@ class Workload(BaseModel):
         rows = np.vstack([scaled, np.sqrt(ridge * len(samples)) * np.eye(3)])
         found = nnls(rows, np.concatenate([np.ones(len(samples)), np.zeros(3)]))[0]
         document, token, squared = (found * unit).tolist()
-        if not (token or squared):
+        if found[1:].sum() < 1e-9:
             raise DataError(
                 "say that tokens cost nothing", where="samples", remedy="measure more and longer microbatches"
             )
