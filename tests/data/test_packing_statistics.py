@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -28,8 +29,8 @@ def arrivals(lengths: list[int], microbatches: int) -> list[Document]:
 
 @given(lengths=st.lists(st.integers(1, 350), max_size=40), microbatches=st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_arrival_order_fills_every_sequence(lengths: list[int], microbatches: int) -> None:
-    found = list(in_arrival_order(lengths, microbatches, CONTEXT))
+def test_arrival_order_with_cuts_fills_every_sequence(lengths: list[int], microbatches: int) -> None:
+    found = list(in_arrival_order(lengths, microbatches, CONTEXT, cut=True))
     parts = [document for one in found for document in one.documents]
     assert [number for number, _, _ in parts] == sorted(number for number, _, _ in parts)
     for number, length in enumerate(lengths):
@@ -38,6 +39,17 @@ def test_arrival_order_fills_every_sequence(lengths: list[int], microbatches: in
     assert all(len(one.microbatches) == microbatches for one in found)
     assert tokens[: sum(lengths) // CONTEXT] == [CONTEXT] * (sum(lengths) // CONTEXT)
     assert sum(tokens) == sum(lengths)
+
+
+@given(lengths=streams, microbatches=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_arrival_order_keeps_documents_whole_and_in_order(lengths: list[int], microbatches: int) -> None:
+    found = list(in_arrival_order(lengths, microbatches, CONTEXT))
+    assert [(d.number, d.length) for one in found for d in one.documents] == list(enumerate(lengths))
+    full = [microbatch for one in found for microbatch in one.microbatches]
+    assert all(microbatch.tokens <= CONTEXT for microbatch in full)
+    for one, two in itertools.pairwise(full):  # a sequence ends only where the next document does not fit
+        assert not two or one.tokens + two[0].length > CONTEXT
 
 
 @given(lengths=streams, microbatches=st.integers(1, 4), window=st.integers(1, 4))
@@ -71,6 +83,8 @@ def test_no_packing_of_a_batch_is_better_than_the_exact_one(lengths: list[int], 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(DataError, match="101 tokens"):
         list(fixed_length([101], 2, CONTEXT, 1, WORK))
+    with pytest.raises(DataError, match="document 1: 101 tokens"):
+        list(in_arrival_order([50, 101], 2, CONTEXT))
     with pytest.raises(DataError, match="no window"):
         list(fixed_length([1], 2, CONTEXT, 0, WORK))
     with pytest.raises(DataError, match="do not fit"):

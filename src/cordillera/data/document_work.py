@@ -123,8 +123,8 @@ class Workload(BaseModel):
                 above 0 it lets alike samples be fitted.
 
         Raises:
-            DataError: For times that are not times; for samples that do not tell the constants apart, or say that tokens
-                cost nothing.
+            DataError: For times that are not times; for samples that do not tell the constants apart, or say that
+                tokens cost nothing.
         """
         if len(samples) < 3:
             raise DataError(f"{len(samples)} samples for three constants", where="samples", remedy="at least 3")

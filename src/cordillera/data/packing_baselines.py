@@ -14,34 +14,49 @@ from cordillera.errors import DataError
 from cordillera.partition import NOWHERE, Bins, exact, longest_processing_time
 
 
-def in_arrival_order(lengths: Iterable[int], microbatches: int, context: int) -> Iterator[Iteration]:
-    """Sequences filled one after another; a document goes on in the next sequence where it does not fit.
-
-    The parts of a document that was cut share its number and do not see each other, which saves attention: this
-    baseline computes less than the others do.
+def in_arrival_order(lengths: Iterable[int], microbatches: int, context: int, cut: bool = False) -> Iterator[Iteration]:
+    """Sequences filled one after another.
 
     Args:
         lengths: Of the stream, in tokens.
         microbatches: Sequences of an iteration.
         context: Tokens of a sequence.
+        cut: Whether a document that does not fit goes on in the next sequence, so that all are full. Its parts share
+            its number and do not see each other: this computes less than packing whole documents does, and trains on
+            shorter ones. Otherwise it begins the next sequence.
+
+    Raises:
+        DataError: For a whole document that is longer than the context.
     """
-    sequences: list[Microbatch] = []
-    part: list[Document] = []
-    room, number = context, 0
-    for document, length in enumerate(lengths):
-        while length:
-            taken = min(length, room)
-            part.append(Document(document, taken, number))
-            length, room = length - taken, room - taken
+    sequences = _sequences(lengths, context, cut)
+    for number in itertools.count():
+        some = list(itertools.islice(sequences, microbatches))
+        if not some:
+            return
+        some += [[]] * (microbatches - len(some))
+        yield Iteration(number, tuple(Microbatch(Document(*part, number) for part in one) for one in some))
+
+
+def _sequences(lengths: Iterable[int], context: int, cut: bool) -> Iterator[list[tuple[int, int]]]:
+    """Number and length of the documents, or of their parts, in each sequence."""
+    parts: list[tuple[int, int]] = []
+    room = context
+    for number, length in enumerate(lengths):
+        left = length
+        if left > room and not cut:
+            if left > context:
+                raise DataError(f"{left} tokens do not fit into {context}", where=f"document {number}")
+            yield parts
+            parts, room = [], context
+        while left:
+            taken = min(left, room)
+            parts.append((number, taken))
+            left, room = left - taken, room - taken
             if not room:
-                sequences.append(Microbatch(part))
-                part, room = [], context
-            if len(sequences) == microbatches:
-                yield Iteration(number, tuple(sequences))
-                sequences, number = [], number + 1
-    if part or sequences:
-        empty = [Microbatch()] * microbatches
-        yield Iteration(number, tuple([*sequences, Microbatch(part), *empty][:microbatches]))
+                yield parts
+                parts, room = [], context
+    if parts:
+        yield parts
 
 
 def fixed_length(
