@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -166,12 +168,12 @@ def test_long_documents_of_like_length_are_balanced_by_waiting() -> None:
     assert mean((60,)) < 1.15 < 2.0 < mean(())
 
 
-@pytest.mark.parametrize("length", [0, -1, BOUND + 1])
-def test_a_document_that_never_fits_is_refused_before_anything_is_taken_in(length: int) -> None:
+@pytest.mark.parametrize("length", [0, -1, BOUND + 1, 2.5, math.nan, None])
+def test_a_document_that_never_fits_is_refused_before_anything_is_taken_in(length: Any) -> None:
     packer = Packer(PackingConfig(microbatches=2, bound=BOUND, thresholds=(50,)), WORK)
     packer.pack([60, 10])
     before = packer.state_dict()
-    with pytest.raises(DataError, match=r"document 3: .* do not fit into microbatches of 1 to 100"):
+    with pytest.raises(DataError, match=r"document 3: .*(do not fit into microbatches of 1 to 100|not a number)"):
         packer.pack([10, length, 10])
     assert packer.state_dict() == before
 

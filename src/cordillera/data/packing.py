@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -157,16 +158,19 @@ class Packer:
             new = []
 
     def _received(self, lengths: Iterable[int]) -> list[Document]:
-        documents = [
-            Document(number, int(length), self._iteration) for number, length in enumerate(lengths, self._arrived)
-        ]
-        for number, length, _ in documents:
+        documents = []
+        for number, value in enumerate(lengths, self._arrived):
+            try:
+                length = index(value)
+            except TypeError:
+                raise DataError(f"{value!r} is not a number of tokens", where=f"document {number}") from None
             if not 1 <= length <= self.config.bound:
                 raise DataError(
                     f"{length} tokens do not fit into microbatches of 1 to {self.config.bound}",
                     where=f"document {number}",
                     remedy="leave empty documents out; cut long ones, or raise the bound",
                 )
+            documents.append(Document(number, length, self._iteration))
         self._arrived += len(documents)
         return documents
 
