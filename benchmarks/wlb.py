@@ -19,7 +19,7 @@ from _wlb_sharding import Share, per_document, per_sequence
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Iteration, Microbatch, Packer, PackingConfig, global_batches
 from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
 from cordillera.data.packing_statistics import PackingStatistics, packed, tune
@@ -33,7 +33,7 @@ LENGTHS = Path(
 )
 MICROBATCHES, CONTEXT = 4, 131_072
 BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # of a microbatch's tokens
-WORK = Workload.of_break_even(32_768)
+WORK = DocumentWork.of_break_even(32_768)
 MOST_DELAY = 0.6  # iterations
 TARGETS = {"imbalance": 1.03, "imbalance_p95": 1.15, "delay": MOST_DELAY, "seconds": 5e-3}
 STAGES, CONTEXT_RANKS = 4, 2

@@ -147,3 +147,25 @@ def _grid_row(point: dict[str, Any]) -> str:
         f"{point['times_best_single']:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+PACKINGS = {
+    "arrival order, documents cut": "arrival order, documents cut",
+    "arrival order": "arrival order, whole documents",
+    **{f"fixed length, window {window}": f"fixed length, greedy over {window}" for window in (1, 2, 4, 8)},
+    "two queues, no variable length": "two queues, no variable length",
+    "2 queues, 1.5 contexts": "two queues, up to 1.5 contexts",
+    "2 queues, 2 contexts": "two queues, up to 2 contexts",
+}
+
+
+def test_packing_is_quoted_as_measured() -> None:
+    page = _page("docs/systems/wlb.md")
+    for name, row in json.loads((ROOT / "benchmarks/results/wlb-packing.json").read_text())["rows"].items():
+        if name in PACKINGS:
+            figures = f"{row['imbalance']:.3f} | {row['imbalance_p95']:.3f} | {row['delay']:.2f} | {1e3 * row['seconds']:.2f} ms"
+            assert f"| {PACKINGS[name]} | {figures} |" in page
+    gains = json.loads((ROOT / "benchmarks/results/wlb-pipeline.json").read_text())["gains"]["2 queues, 1.5 contexts"]
+    for name, gain in gains.items():
+        assert f"| {PACKINGS[name]} | {gain['packing']:.2f} | {gain['both']:.2f} |" in page
+    assert f"For equal work it is {gains['arrival order, documents cut']['both_by_work']:.2f} times" in page

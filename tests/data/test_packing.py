@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Document, Iteration, Packer, PackingConfig, global_batches
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
 
-WORK = Workload.of_break_even(50)
+WORK = DocumentWork.of_break_even(50)
 BOUND = 100
 
 batches_of = st.lists(st.lists(st.integers(1, BOUND), max_size=12), max_size=12)
@@ -218,10 +218,10 @@ def test_a_state_that_is_anothers_or_damaged_is_refused(change: dict[str, object
 def test_plans_do_not_depend_on_the_seed_of_hashes() -> None:
     program = """
 import random
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Packer, PackingConfig
 chance = random.Random(0)
-packer = Packer(PackingConfig(microbatches=4, bound=900, thresholds=(200, 400)), Workload.of_break_even(100))
+packer = Packer(PackingConfig(microbatches=4, bound=900, thresholds=(200, 400)), DocumentWork.of_break_even(100))
 for _ in range(20):
     print(packer.pack([chance.randint(1, 600) for _ in range(12)]))
 print(list(packer.drain()))

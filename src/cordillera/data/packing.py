@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.errors import DataError
 from cordillera.partition import NOWHERE, two_key_greedy
 
@@ -118,7 +118,7 @@ class Packer:
         workload: As given.
     """
 
-    def __init__(self, config: PackingConfig, workload: Workload) -> None:
+    def __init__(self, config: PackingConfig, workload: DocumentWork) -> None:
         self.config, self.workload = config, workload
         self._iteration = self._arrived = 0
         self._queues: list[deque[Document]] = [deque() for _ in config.thresholds]
