@@ -43,6 +43,7 @@ _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
 _LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
+_FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
 
@@ -358,13 +359,15 @@ class Explorer:
         Copies of the model across buildings (data parallelism outermost), tensor parallelism that fills a host, one
         sequence a microbatch, four chunks a pipeline rank where layers allow, interleaved 1F1B, the library's own
         network settings. The length of the pipeline and what is recomputed are the best under these rules, as an
-        engineer would find them.
+        engineer would find them. Where nothing fits under the rules for degrees and chunks, these are given up.
 
         Raises:
             PlanError: If nothing fits.
         """
         if self._production is None:
             found = self._baselines()
+            if not found.plans:
+                found = self._baselines(by_the_rules=False)
             if not found.plans:
                 found.enough = self._enough(more=math.isfinite(found.least_memory))
             self._production = found.best
@@ -384,17 +387,25 @@ class Explorer:
                 return one
         return None
 
-    def _baselines(self) -> Exploration:
+    def _baselines(self, by_the_rules: bool = True) -> Exploration:
         """The layouts that follow the rules of the production-like plan, with their schedule, best first."""
         found = Exploration()
-        network = production_network(self.topology)
+        network, shared = production_network(self.topology), {}  # type: ignore[var-annotated]
         tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
+        jobs = []
         for layout in self._possible(found):
-            if (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1):
+            if by_the_rules and (
+                (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1)
+                or layout.chunks != self._fixed_chunks(layout)
+            ):
                 continue
-            if layout.chunks != self._fixed_chunks(layout):
-                continue
-            plan = self._simulated(self.job(layout, PRODUCTION_ORDER, network), _FIXED, found)
+            job = self.job(layout, PRODUCTION_ORDER, network, shared)
+            if by_the_rules or self._holds(job, found):
+                jobs.append(job)
+        if not by_the_rules:
+            jobs = sorted(jobs, key=lambda job: job.estimate().seconds)[:_FREELY]
+        for job in jobs:
+            plan = self._simulated(job, _FIXED, found)
             if plan is not None:
                 found.plans.append(plan)
         found.plans.sort(key=lambda plan: plan.seconds)
@@ -518,10 +529,7 @@ class Explorer:
                     continue
                 seen.add(way)
                 job = self.job(layout, order, network, shared)
-                needed = self._least_memory(job)
-                if needed > self._limit:
-                    found.dropped["needs more memory than a device has"] += 1
-                    found.least_memory = min(found.least_memory, needed)
+                if not self._holds(job, found):
                     break  # whatever the order
                 found.estimated += 1
                 ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
@@ -592,6 +600,14 @@ class Explorer:
                 plan = simulated(job)
                 if plan is not None and plan.seconds < (better or best).seconds:
                     better = plan
+
+    def _holds(self, job: Job, found: Exploration) -> bool:
+        """Whether devices have the memory under some schedule; if not, that is noted."""
+        needed = self._least_memory(job)
+        if needed > self._limit:
+            found.dropped["needs more memory than a device has"] += 1
+            found.least_memory = min(found.least_memory, needed)
+        return needed <= self._limit
 
     def _least_memory(self, job: Job) -> float:
         """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""
