@@ -1,8 +1,8 @@
 """Attention pieces by the FlashAttention kernels of CUDA builds of torch: many blocks in one call.
 
 These are the kernels under :mod:`torch.nn.attention.varlen`, called such that the log-sum-exp of all pieces can be
-given to the backward of one. Blocks are dealt to calls in which no row of queries or keys comes twice, so that results are put
-together in one order, without atomics.
+given to the backward of one. Blocks are dealt to calls in which no row of queries or keys comes twice, so that results
+are put together in one order, without atomics.
 """
 
 from __future__ import annotations
