@@ -22,7 +22,7 @@ from cordillera.kernels.attention_relation import Block, Positions, Relation, as
 _MASK_ROWS = 1024  # of queries whose mask is made at a time
 # Backwards, squares up to the larger are halved down to the smaller, in which the kernel's own mask saves nothing.
 # Forwards, merging what the halves give takes longer than they save.
-_SMALLEST, _LARGEST = 128, 2048
+_SMALLEST, _LARGEST = 128, 4096
 
 
 class _Piece(NamedTuple):

@@ -126,16 +126,17 @@ def merge(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if not pieces:
         raise PlanError("there is no piece to merge", where="pieces")
-    outs, lses = [out for out, _ in pieces], torch.stack([lse for _, lse in pieces])
+    lses = torch.stack([lse for _, lse in pieces])
     # the result does not depend on it, so neither do gradients
     largest = lses.detach().amax(0)
     without = largest == -torch.inf
     largest = largest.masked_fill(without, 0.0)
     weights = (lses - largest).exp()
     total = weights.sum(0).masked_fill(without, 1.0)
-    shares = weights / total
-    out = sum(part.to(share.dtype) * share[..., None] for part, share in zip(outs, shares, strict=True))
-    assert isinstance(out, Tensor)
+    shares = (weights / total)[..., None]
+    out = pieces[0][0].to(lses.dtype) * shares[0]
+    for (part, _), share in zip(pieces[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part.to(lses.dtype), share)
     return out, (largest + total.log()).masked_fill(without, -torch.inf)
 
 
