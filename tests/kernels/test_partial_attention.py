@@ -334,13 +334,12 @@ def coordinates(count: int, offsets: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["math", "flash"])
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_any_layout_in_memory_will_do(backend: str, order: tuple[int, ...]) -> None:
     """Views with transposed strides, parts of wider tensors, and gradients that are one number for all."""
     plain = [rows(150, 2, 8, seed) for seed in range(3)]
-    wide = [
-        torch.cat([x, x], 2).permute(order).contiguous().permute(torch.tensor(order).argsort().tolist()) for x in plain
-    ]
+    back = torch.tensor(order).argsort().tolist()
+    wide = [torch.cat([x, x], 2).permute(order).contiguous().permute(back) for x in plain]
     found = []
     for inputs in (plain, [x[..., 8:] for x in wide]):
         leaves = [x.detach().requires_grad_() for x in inputs]
