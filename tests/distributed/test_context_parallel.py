@@ -63,10 +63,15 @@ def scattered(lengths: list[int], ranks: int, seed: int) -> ShardPlan:
 
 
 def cases(size: int) -> list[Case]:
-    mixes = [[1], [], [0, 3, 0], [64], [40, 1, 7, 0, 100, 2, 2], [13] * 9]
+    mixes = [[1], [], [0, 3, 0], [64], [40, 1, 7, 0, 100, 2, 2]]
     draw = random.Random(size)
-    mixes += [[draw.choice([0, 1, 3, 17, 90]) for _ in range(draw.randrange(1, 9))] for _ in range(3)]
-    found = [Case(f"{mode} {mix}", make(mix, size), len(mix)) for mix in mixes for mode, make in SHARDINGS.items()]
+    mixes += [[draw.choice([0, 1, 3, 17, 90]) for _ in range(draw.randrange(1, 9))] for _ in range(2)]
+    found = [
+        Case(f"{mode} {mix}", make(mix, size), len(mix))
+        for mix in mixes
+        for mode, make in SHARDINGS.items()
+        if mode != "adaptive"
+    ]
     return found + [Case(f"scattered {mix}", scattered(mix, size, 7), 3) for mix in mixes]
 
 
