@@ -24,12 +24,12 @@ from _executed_schedules import (
     MICROBATCHES,
     SLOW,
     families,
-    run_processes,
     simulated_seconds,
     take_turns,
     timelines,
 )
 from _machine import fingerprint
+from _processes import run_processes
 from _results import RESULTS, write_json
 from _scaleacross_peers import Calculon, PeerUnavailable
 from _timing import Spread

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import scaleacross
 import torch.distributed as dist
-from _executed_schedules import families, run_processes, take_turns
+from _executed_schedules import families, take_turns
+from _processes import run_processes
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
@@ -26,7 +27,8 @@ MEASURED = ROOT.parent / "shared" / "data" / "megatron_multi_node_iteration_ms.c
 _ENDLESS = """
 from functools import partial
 from pathlib import Path
-from _executed_schedules import families, run_processes, take_turns
+from _executed_schedules import families, take_turns
+from _processes import run_processes
 run_processes(2, Path({folder!r}), partial(take_turns, schedules=families(2)[:1], rounds=10_000), 100)
 """
 

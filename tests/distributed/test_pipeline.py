@@ -20,14 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _executed_schedules import (
-    SleepingPipeline,
-    families,
-    run_processes,
-    simulated_seconds,
-    timelines,
-    without_marks,
-)
+from _executed_schedules import SleepingPipeline, families, simulated_seconds, timelines, without_marks
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -50,10 +43,7 @@ from cordillera.planning.schedules import (
     one_forward_one_backward,
 )
 from cordillera.planning.simulator import StageSeconds, simulate
-
-needs_gloo = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo"
-)
+from tests.distributed.processes import needs_gloo, run_processes
 
 # Stages on ranks, by the number of ranks; the members are ranks of the pool of four processes.
 MEMBERS = {2: (1, 3), 4: (0, 1, 2, 3)}
