@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older than torch 2.10, or built without it
-    varlen_attn = None
+    from torch.nn.attention import varlen
+except ImportError:  # a build without it
+    varlen = None  # type: ignore[assignment]
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -33,18 +33,19 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
         q: ``[T, H, D]``.
         k: ``[T, G, D]``; ``G`` divides ``H``.
         v: As ``k``.
-        offsets: ``int32`` or ``int64 [B + 1]``, where documents begin, and ``T``. On the CPU beside tensors on a GPU, it
-            spares each call a wait for the GPU.
+        offsets: ``int32`` or ``int64 [B + 1]``, where documents begin, and ``T``. Kept on the CPU beside tensors on a
+            GPU, it spares each call a wait for the GPU.
 
     Returns:
         ``[T, H, D]``.
     """
-    if q.is_cuda and q.dtype in _FLASH_DTYPES and varlen_attn is not None:
+    if q.is_cuda and q.dtype in _FLASH_DTYPES and varlen is not None:
         longest = int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
         starts = offsets.to(q.device, torch.int32)
-        return varlen_attn(
-            q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
-        )
+        grouped = q.shape[1] != k.shape[1]
+        out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+        assert isinstance(out, Tensor)  # a pair only when asked for
+        return out
     parts = []
     for start, documents, length in _runs(offsets.tolist()):
         q_, k_, v_ = (  # [documents, heads, length, D]
