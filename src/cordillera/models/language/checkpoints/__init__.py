@@ -116,7 +116,6 @@ def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
     _fill(model, source, threads)
 
 
-@torch.no_grad()
 def _fill(model: Llama, source: Source, threads: int) -> None:
     def one(name: str, out: Tensor) -> None:
         source.read(name, out)
@@ -130,7 +129,7 @@ def _fill(model: Llama, source: Source, threads: int) -> None:
 
     with ThreadPoolExecutor(max(1, threads), "checkpoint") as pool:
         try:
-            for done in [pool.submit(one, name, parameter) for name, parameter in model.named_parameters()]:
+            for done in [pool.submit(one, name, parameter.detach()) for name, parameter in model.named_parameters()]:
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)

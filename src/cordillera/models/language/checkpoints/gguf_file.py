@@ -99,7 +99,7 @@ class GGUFFile(Source):
                 where=str(self.path),
                 remedy="take the file in another quantisation, such as Q8_0 or Q4_K",
             ) from error
-        weight = torch.from_numpy(np.ascontiguousarray(values)).view(out.shape)
+        weight = torch.from_numpy(np.require(values, requirements=["C", "W"])).view(out.shape)
         if name.endswith(_ROTATED):
             heads = (-1, self.config.head_width)
             interleaved_to_halves(weight.unflatten(0, heads), out.unflatten(0, heads))
