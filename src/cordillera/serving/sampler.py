@@ -51,7 +51,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     chances = torch.softmax((logits - top) / sampling.temperature, -1)
     if sampling.top_p == 1:
         return chances
-    ordered, order = chances.sort(-1, descending=True, stable=True)
+    ordered, order = chances.sort(stable=True, dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered  # probability of all that are more likely
     ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
     kept = torch.zeros_like(chances).scatter_(-1, order, ordered)
