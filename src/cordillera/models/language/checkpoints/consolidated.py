@@ -210,12 +210,10 @@ class Consolidated(Source):
             if any(part is None or part.shape[0] != width for part in parts):
                 return 1  # the shapes are wrong, which is said later
             heads.append(torch.cat([part for part in parts if part is not None]))
-        copies = 1
-        while kv_heads % (2 * copies) == 0 and all(
-            torch.equal(heads[i], heads[i + copies]) for i in range(0, kv_heads, 2 * copies)
-        ):
-            copies *= 2
-        return copies
+        for copies in range(kv_heads, 1, -1):
+            if kv_heads % copies == 0 and all(torch.equal(heads[i], heads[i - i % copies]) for i in range(kv_heads)):
+                return copies
+        return 1
 
     def _tied(self) -> bool:
         """Whether the head is left out, or is the embedding once more."""
