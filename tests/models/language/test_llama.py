@@ -138,6 +138,13 @@ def test_scores_depend_on_the_distance_of_positions_only(a: int, b: int, shift: 
     torch.testing.assert_close(score(a, a), (q * k).sum(), rtol=1e-5, atol=1e-5)
 
 
+def test_heads_of_16_bits_are_turned_in_32() -> None:
+    """Cosines of 16 bits would be wrong in the third digit, at far positions as well as near ones."""
+    table = rope_table(LlamaConfig(), torch.tensor([0, 1, 777, 100_000]))
+    x = torch.randn(4, 2, 128).bfloat16()
+    assert torch.equal(rotate(x, table), rotate(x.float(), table).bfloat16())
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
@@ -149,11 +156,14 @@ def test_logits_equal_those_of_transformers(
     save_hugging_face(model, tmp_path / "ours")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype)
     tokens, offsets = _tokens([40])
-    with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0]
-        found = model(tokens, offsets)
+    expected = theirs(tokens[None]).logits[0]
+    found = model(tokens, offsets)
     assert expected.std() > 0.3
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    for logits in (expected, found):
+        F.cross_entropy(logits[:-1], tokens[1:]).backward()
+    gradients = (theirs.model.layers[0].self_attn.k_proj.weight.grad, model.layers[0].attention.key.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=tolerance)
 
     # And the other way round, from a folder that transformers wrote.
     theirs.save_pretrained(tmp_path / "theirs")

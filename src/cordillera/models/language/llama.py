@@ -202,9 +202,9 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     Returns:
         ``[T, heads, D]``, in the dtype of ``x``.
     """
-    cos, sin = (part.to(x.dtype)[:, None] for part in table)  # [T, 1, D / 2]
+    cos, sin = (part[:, None] for part in table)  # [T, 1, D / 2]; stays in 32 bits beside 16-bit heads
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
