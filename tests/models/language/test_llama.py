@@ -12,6 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from cordillera.errors import DataError
@@ -281,6 +285,25 @@ def test_weights_are_drawn_from_the_seed_after_the_meta_device() -> None:
     loss = F.cross_entropy(first(tokens, offsets)[:-1], tokens[1:])
     assert abs(loss.item() - math.log(2048)) < 0.1  # it knows nothing yet
     assert abs(first.layers[0].attention.output.weight.std().item() - 0.02 / math.sqrt(8)) < 5e-4
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_sharded_parameters_are_drawn_as_whole_ones_are() -> None:
+    """DTensor's own random numbers would depend on the mesh."""
+    whole = Llama(PRESETS["llama-debug"])
+    whole.init_weights(1)
+    with torch.device("meta"):
+        sharded = Llama(PRESETS["llama-debug"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        sharded.to_empty(device="cpu")
+        sharded.init_weights(1)
+        for a, b in zip(sharded.parameters(), whole.parameters(), strict=True):
+            assert isinstance(a, DTensor)
+            assert torch.equal(a.full_tensor(), b)
+    finally:
+        dist.destroy_process_group()
 
 
 @settings(max_examples=30, deadline=None)
