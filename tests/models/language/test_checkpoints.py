@@ -224,7 +224,7 @@ def test_a_checkpoint_is_whole_or_not_there(
 
 # What files can have wrong. Each case damages a good folder; the error must name the file, and the tensor if it is one.
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def _edit_json(name: str, **changes: Any) -> Damage:
@@ -296,6 +296,20 @@ def _only_pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
+def _cut_heads(folder: Path) -> None:
+    """Four ranks for two heads of keys, without copies."""
+    ranks = [torch.load(folder / f"consolidated.0{i}.pth", weights_only=True) for i in range(2)]
+    for i in range(4):
+        cut = {
+            name: tensor
+            if tensor.dim() == 1
+            else tensor.chunk(2, int(name.endswith(("wo.weight", "w2.weight"))))[i % 2]
+            for name, tensor in ranks[i // 2].items()
+        }
+        (folder / f"consolidated.0{i}.pth").unlink(missing_ok=True)
+        torch.save(cut, folder / f"consolidated.0{i}.pth")
+
+
 K_PROJ, NORM = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.input_layernorm.weight"
 SHARD, INDEX = "model-00002-of-00005.safetensors", "model.safetensors.index.json"
 
@@ -304,8 +318,8 @@ SINGLE_CASES: dict[str, tuple[Damage, str]] = {
     "only pickled": (_only_pickled, "pytorch_model.bin may hold code"),
     "truncated": (_truncate("model.safetensors"), "model.safetensors: is truncated or damaged"),
     "config missing": (_remove("config.json"), "holds no config.json"),
-    "config no json": (lambda f: (f / "config.json").write_text("{") and None, "config.json: cannot be read"),
-    "config no object": (lambda f: (f / "config.json").write_text("[]") and None, "does not hold an object"),
+    "config no json": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read"),
+    "config no object": (lambda f: (f / "config.json").write_text("[]"), "does not hold an object"),
     "config key missing": (_edit_json("config.json", hidden_size=...), "config.json: hidden_size is missing"),
     "other model": (_edit_json("config.json", model_type="mistral"), "model_type is 'mistral'"),
     "quantised": (_edit_json("config.json", quantization_config={"bits": 4}), "quantization_config"),
@@ -373,6 +387,7 @@ CONSOLIDATED_CASES: dict[str, tuple[Damage, str]] = {
         _edit_json("params.json", ffn_dim_multiplier=...),
         r"tensor layers.0.feed_forward.w1.weight has shape \(24, 32\).*\n.*no ffn_dim_multiplier",
     ),
+    "heads cut in two": (_cut_heads, r"tensor layers.0.attention.wk.weight of shape \(16, 32\) cannot .* for 4 ranks"),
     "not a number": (_edit_json("params.json", dim="wide"), "params.json: invalid literal"),
     "tensor absent": (_edit_tensors(SECOND, lambda t: t.pop(WK)), f"{SECOND}: tensor {WK} is not there"),
     "wrong shape": (_edit_tensors(SECOND, _put(WK, lambda t: t[:4])), f"{SECOND}: tensor {WK} has shape"),
