@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -322,6 +323,7 @@ SINGLE_CASES: dict[str, tuple[Damage, str]] = {
     "config no object": (lambda f: (f / "config.json").write_text("[]"), "does not hold an object"),
     "config key missing": (_edit_json("config.json", hidden_size=...), "config.json: hidden_size is missing"),
     "other model": (_edit_json("config.json", model_type="mistral"), "model_type is 'mistral'"),
+    "absurd layers": (_edit_json("config.json", num_hidden_layers=10**9), "config.json: layers: .* 1000000000"),
     "quantised": (_edit_json("config.json", quantization_config={"bits": 4}), "quantization_config"),
     "biases": (_edit_json("config.json", attention_bias=True), "attention_bias is True"),
     "kv heads": (_edit_json("config.json", num_key_value_heads=3), r"kv_heads \(3\) must divide heads \(4\)"),
@@ -442,6 +444,26 @@ def test_what_is_wrong_is_said_before_work_starts(
         load(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("layout", ["sharded", "consolidated"])
+def test_damaged_bytes_never_end_in_another_error(good: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """Flipped bytes are refused, or change nothing but values."""
+    draw = random.Random(layout)
+    refused = 0
+    for number in range(60):
+        folder = shutil.copytree(good[layout], tmp_path / str(number))
+        file = draw.choice(sorted(folder.iterdir()))
+        content = bytearray(file.read_bytes())
+        for _ in range(3):  # most of what is not values lies at the beginning, or at the end
+            place = draw.randrange(min(len(content), 800))
+            content[draw.choice([place, -1 - place])] = draw.choice(b"09-{\x00\xff")
+        file.write_bytes(content)
+        try:
+            load(folder)
+        except CordilleraError:
+            refused += 1
+    assert refused > 20
+
+
 def test_copies_that_differ_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     save_consolidated(make_llama(**CUT), tmp_path / "meta", 4)
     _edit_tensors("consolidated.03.pth", _put(WK, lambda t: t + 1))(tmp_path / "meta")
@@ -545,6 +567,7 @@ def test_quantised_gguf_is_dequantised(make_llama: MakeLlama, tmp_path: Path, ki
     ("changes", "said"),
     [
         ({"architecture": "qwen2"}, "the architecture is 'qwen2'"),
+        ({"kv_heads": [2, 2]}, "field llama.attention.head_count_kv is damaged"),
         ({"split": 3}, "is one of 3 files of a split model"),
         ({"scaling": "yarn"}, "rope_type 'yarn' is not known"),
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),

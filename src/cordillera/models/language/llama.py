@@ -60,7 +60,7 @@ class LlamaConfig(BaseModel):
     """A Llama's shapes; the defaults are those of 8B.
 
     Attributes:
-        layers: Blocks.
+        layers: Blocks, at most 10,000: more is a damaged file.
         hidden: Width of the residual stream.
         heads: Of queries.
         kv_heads: Of keys and values; divides ``heads``.
@@ -77,7 +77,7 @@ class LlamaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["llama"] = "llama"
-    layers: Count = 32
+    layers: int = Field(32, ge=1, le=10_000)
     hidden: Count = 4096
     heads: Count = 32
     kv_heads: Count = 8
