@@ -444,6 +444,7 @@ def test_what_is_wrong_is_said_before_work_starts(
         load(tmp_path / "hf")
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("layout", ["sharded", "consolidated"])
 def test_damaged_bytes_never_end_in_another_error(good: dict[str, Path], tmp_path: Path, layout: str) -> None:
     """Flipped bytes are refused, or change nothing but values."""
