@@ -51,6 +51,12 @@ class Tokenizer:
         """One more than the highest id: the least rows of an embedding table."""
         return len(self.token_bytes)
 
+    @property
+    def document_end_id(self) -> int | None:
+        """What ends a document in pretraining: the end-of-text token, which in a chat model is not always ``eos_id``."""
+        names = ("<|end_of_text|>", "<|endoftext|>", "</s>")
+        return next((self.special_tokens[name] for name in names if name in self.special_tokens), self.eos_id)
+
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Tokenise a text; special tokens in it are text like any other.
 
