@@ -1,7 +1,7 @@
 """Tokenised documents on disk: memory-mapped shards of tokens with the documents' offsets.
 
-A corpus is one folder: ``meta.json``, and for each shard ``shard-00000.tokens`` (``uint16`` or ``uint32``, little-endian)
-and ``shard-00000.offsets`` (``int64 [documents + 1]``, from 0). A document never spans two shards.
+A corpus is one folder: ``meta.json``, and for each shard ``shard-00000.tokens`` (``uint16`` or ``uint32``,
+little-endian) and ``shard-00000.offsets`` (``int64 [documents + 1]``, from 0). A document never spans two shards.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class DocumentStream:
     """An endless or ending iterator of one rank's documents.
 
     All ranks know the order of all documents: each next one comes from the source that is furthest behind its share of
-    tokens. Of every ``world_size`` neighbours in that order each rank gets one, which one is drawn anew each time, so no
-    rhythm of the mixture falls together with the ranks. No document goes to two ranks, none is left out.
+    tokens. Of every ``world_size`` neighbours in that order each rank gets one; which one is drawn anew each time, so
+    that no rhythm of the mixture falls together with the ranks. No document goes to two ranks, none is left out.
 
     Args:
         sources: The corpora.

@@ -53,7 +53,7 @@ class Tokenizer:
 
     @property
     def document_end_id(self) -> int | None:
-        """What ends a document in pretraining: the end-of-text token, which in a chat model is not always ``eos_id``."""
+        """What ends a document in pretraining: the end-of-text token, which a chat model's ``eos_id`` need not be."""
         names = ("<|end_of_text|>", "<|endoftext|>", "</s>")
         return next((self.special_tokens[name] for name in names if name in self.special_tokens), self.eos_id)
 
