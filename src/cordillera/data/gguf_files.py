@@ -32,7 +32,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Any]:
     """The metadata of a GGUF file (version 2 or 3, little-endian), without its tensors.
 
-    The ``gguf`` library makes arrays of every entry of a list, which takes it long for a vocabulary's tokens and merges.
+    The ``gguf`` library makes arrays of every entry of a list, and so is slow with a vocabulary's tokens and merges.
 
     Args:
         path: The file.
@@ -42,8 +42,8 @@ def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, A
         DataError: the file is damaged or cut off.
     """
     with open(path, "rb") as file:
-        head = file.read(_HEAD.size).ljust(_HEAD.size, b"\0")
-    magic, version, _, count = _HEAD.unpack(head)
+        head = file.read(_HEAD.size)
+    magic, version, _, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
     if magic != b"GGUF" or version not in (2, 3):
         remedy = "convert it anew: versions 2 and 3, little-endian, are supported"
         raise DataError("this is not a GGUF file that can be read", where=str(path), remedy=remedy)
