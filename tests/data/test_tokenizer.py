@@ -118,6 +118,15 @@ def test_long_texts_are_cut_where_llama_models_cuts(runs: list[tuple[str, int]])
     assert all(len(max(piece.split(), key=len, default="")) <= MAX_RUN for piece in found)
 
 
+def test_a_run_is_cut_only_when_it_is_too_long() -> None:
+    cases = {MAX_RUN: [MAX_RUN], MAX_RUN + 1: [MAX_RUN, 1], 2 * MAX_RUN + 1: [MAX_RUN, MAX_RUN, 1]}
+    for run, sizes in cases.items():
+        assert [len(piece) for piece in pieces("x" * run)] == sizes
+        sizes = [2 + sizes[0], *sizes[1:]]
+        sizes[-1] += 2
+        assert [len(piece) for piece in pieces(f"a {'x' * run} b")] == sizes
+
+
 def test_ids_of_the_file_s_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     llama, hugging, gguf = (tokenizers[kind] for kind in KINDS[:3])
     base = llama.special_tokens["<|begin_of_text|>"]
@@ -249,6 +258,7 @@ def _adversarial() -> list[str]:
         "漢字かな交じり文 العربية हिन्दी ภาษาไทย 한국어 Ελληνικά 😀👩‍👩‍👧",
         " " * 60_000 + "x" * 60_001 + "\n" * 30_000,
         "a" * 1_000_000,
+        "b" * 25_001 + " " + "c" * 50_001,
         "word " * 200_000,
         "".join(draw.choice(letters) for _ in range(500_000)),
         "",
