@@ -1,4 +1,4 @@
-"""Ways to spread documents over ranks, timed in real processes: ``cordillera bench context_parallel``."""
+"""Ways to spread documents over ranks, timed in real processes: ``cordillera bench context-parallel``."""
 
 from __future__ import annotations
 
