@@ -1,1 +1,1 @@
-"""What is computed: ranking models, and the counter of their cost."""
+"""What is computed: ranking and language models, and the counter of their cost."""

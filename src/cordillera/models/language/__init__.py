@@ -1,0 +1,1 @@
+"""Language models: what is computed, and the files that hold their weights."""

@@ -1,0 +1,345 @@
+"""Meta's layout: ``params.json`` and ``consolidated.NN.pth``, one file for each model-parallel rank.
+
+Ranks hold equal parts of each matrix, cut along its outputs (of ``wo`` and ``w2``: its inputs), and copies of norms.
+With more ranks than heads of keys and values, neighbouring ranks hold copies of a head; 405B for 16 ranks even says in
+``params.json`` that it has 16 such heads.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints.source import (
+    Names,
+    Source,
+    Stored,
+    check_dtypes,
+    check_shape,
+    halves_to_interleaved,
+    interleaved_to_halves,
+    make_config,
+    missing,
+    new_folder,
+    parameter_shapes,
+    read_json,
+)
+from cordillera.models.language.llama import Llama, LlamaConfig, ffn_width
+
+_NAMES = Names(
+    {"embedding": "tok_embeddings", "norm": "norm", "head": "output"},
+    "layers",
+    {
+        "attention_norm": "attention_norm",
+        "attention.query": "attention.wq",
+        "attention.key": "attention.wk",
+        "attention.value": "attention.wv",
+        "attention.output": "attention.wo",
+        "feed_forward_norm": "ffn_norm",
+        "feed_forward.gate": "feed_forward.w1",
+        "feed_forward.up": "feed_forward.w3",
+        "feed_forward.down": "feed_forward.w2",
+    },
+)
+_ROTATED = ("attention.query.weight", "attention.key.weight")
+_SHARED = ("attention.key.weight", "attention.value.weight")
+_BY_INPUT = ("attention.output.weight", "feed_forward.down.weight")
+
+
+class Consolidated(Source):
+    """A folder in Meta's layout, for any number of ranks.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: anything is missing, truncated, of the wrong shape or dtype, holds code, or is not a Llama.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._params = read_json(path / "params.json")
+        self._files = _files(path)
+        self._ranks = [_open(file) for file in self._files]
+        self.config, self._copies = self._read_config()
+        expected = {_NAMES(name): (name, shape) for name, shape in parameter_shapes(self.config).items()}
+        for file, rank in zip(self._files, self._ranks, strict=True):
+            stored = {}
+            for theirs, (name, shape) in expected.items():
+                if theirs not in rank:
+                    raise missing(theirs, file)
+                stored[theirs] = Stored(file, tuple(rank[theirs].shape), rank[theirs].dtype)
+                check_shape(theirs, stored[theirs], self._part(name, shape), self._hint(name))
+            check_dtypes(stored)
+            unknown = sorted(rank.keys() - expected.keys() - {"output.weight", "rope.freqs"})
+            if unknown:
+                raise CheckpointError(
+                    f"tensor {unknown[0]} (of {len(unknown)}) has no place in a Llama",
+                    where=str(file),
+                    remedy="the checkpoint is of another architecture",
+                )
+            for theirs in expected:
+                first = self._ranks[0][theirs]
+                if rank[theirs].dtype != first.dtype or (first.dim() == 1 and not torch.equal(rank[theirs], first)):
+                    raise CheckpointError(
+                        f"tensor {theirs} differs from that of {self._files[0].name}, which it should equal",
+                        where=str(file),
+                        remedy="the files belong to different checkpoints: download them again",
+                    )
+
+    def name_of(self, name: str) -> str:
+        return _NAMES(name)
+
+    def read(self, name: str, out: Tensor) -> None:
+        parts = [rank[_NAMES(name)] for rank in self._ranks]
+        if out.dim() == 1:
+            out.copy_(parts[0])
+        elif name.endswith((*_ROTATED, *_SHARED)):
+            self._read_heads(name, parts, out)
+        else:
+            dim = 1 if name.endswith(_BY_INPUT) else 0
+            for part, place in zip(parts, out.chunk(len(parts), dim), strict=True):
+                place.copy_(part)
+
+    def _read_heads(self, name: str, parts: list[Tensor], out: Tensor) -> None:
+        width, copies = self.config.head_width, self._copies if name.endswith(_SHARED) else 1
+        heads = [head for part in parts for head in part.unflatten(0, (-1, width))]  # each [D, hidden]
+        for number, place in enumerate(out.unflatten(0, (-1, width))):
+            head, *others = heads[number * copies : (number + 1) * copies]
+            if not all(torch.equal(head, other) for other in others):
+                raise CheckpointError(
+                    f"copies of head {number} of tensor {_NAMES(name)} differ between ranks",
+                    where=str(self.path),
+                    remedy="the files belong to different checkpoints: download them again",
+                )
+            if name.endswith(_ROTATED):
+                interleaved_to_halves(head[None], place[None])
+            else:
+                place.copy_(head)
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one rank's part of a parameter."""
+        ranks = len(self._ranks)
+        if len(shape) == 1:
+            return shape
+        if name.endswith(_SHARED):
+            shape = (shape[0] * self._copies, shape[1])
+        dim = 1 if name.endswith(_BY_INPUT) else 0
+        if shape[dim] % ranks:
+            raise CheckpointError(
+                f"tensor {_NAMES(name)} of shape {shape} cannot have been cut for {ranks} ranks",
+                where=str(self.path),
+                remedy="files are missing, or params.json belongs to another model",
+            )
+        return tuple(size // ranks if i == dim else size for i, size in enumerate(shape))
+
+    def _hint(self, name: str) -> str:
+        if "feed_forward." in name:
+            given = self._params.get("ffn_dim_multiplier")
+            return (
+                f"params.json gives dim {self.config.hidden}, multiple_of {self._params.get('multiple_of', 256)} and "
+                f"{'no ffn_dim_multiplier' if given is None else f'ffn_dim_multiplier {given}'}: "
+                "correct it there (8B and 70B: 1.3, 405B: 1.2)"
+            )
+        return f"params.json belongs to another model, or some of the {len(self._ranks)} files are missing"
+
+    def _read_config(self) -> tuple[LlamaConfig, int]:
+        """The Config, and how many copies there are of each head of keys and values."""
+        params, where = self._params, self.path / "params.json"
+        try:
+            hidden, heads, layers = int(params["dim"]), int(params["n_heads"]), int(params["n_layers"])
+            kv_heads = int(params.get("n_kv_heads") or heads)
+            multiplier = params.get("ffn_dim_multiplier")
+            ffn = ffn_width(hidden, None if multiplier is None else float(multiplier), params.get("multiple_of", 256))
+            if min(hidden, heads, kv_heads, layers) < 1 or hidden % heads:
+                raise ValueError(f"n_heads ({heads}) does not divide dim ({hidden})")
+        except KeyError as error:
+            raise CheckpointError(f"{error.args[0]} is missing", where=str(where)) from error
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+            raise CheckpointError(str(error), where=str(where), remedy="the file is damaged") from error
+        width = hidden // heads
+        copies = max(self._rows("layers.0.attention.wk.weight") // (kv_heads * width), 1)
+        if copies == 1 and kv_heads == len(self._ranks):
+            copies = self._repetition(width, kv_heads)
+            kv_heads //= copies
+        vocabulary = params.get("vocab_size", -1)
+        tied = self._tied()
+        scaling = None
+        if params.get("use_scaled_rope"):
+            # Published files do not tell the factor: 3.2, whose models are the tied ones, has 32, all others have 8.
+            scaling = {
+                "factor": params.get("rope_scaling_factor", 32.0 if tied else 8.0),
+                "low_freq_factor": params.get("rope_low_freq_factor", 1.0),
+                "high_freq_factor": params.get("rope_high_freq_factor", 4.0),
+                "original_context": params.get("rope_original_context", 8192),
+            }
+        values = {
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn": ffn,
+            "vocabulary": self._rows("tok_embeddings.weight") if vocabulary == -1 else vocabulary,
+            "context": params.get("context_length", 131072 if scaling else 8192),
+            "tied": tied,
+            "norm_eps": params.get("norm_eps", 1e-5),
+            "rope_theta": params.get("rope_theta", 10_000.0),
+            "rope_scaling": scaling,
+        }
+        return make_config(where, values), copies
+
+    def _rows(self, name: str) -> int:
+        """Rows of a tensor over all ranks."""
+        for rank, file in zip(self._ranks, self._files, strict=True):
+            if name not in rank or rank[name].dim() != 2:
+                raise missing(name, file)
+        return sum(rank[name].shape[0] for rank in self._ranks)
+
+    def _repetition(self, width: int, kv_heads: int) -> int:
+        """How often each head of keys and values comes in a row in the first block, where ranks hold one head each."""
+        heads = []
+        for rank in self._ranks:
+            parts = [rank.get(f"layers.0.attention.{kind}.weight") for kind in ("wk", "wv")]
+            if any(part is None or part.shape[0] != width for part in parts):
+                return 1  # the shapes are wrong, which is said later
+            heads.append(torch.cat([part for part in parts if part is not None]))
+        for copies in range(kv_heads, 1, -1):
+            if kv_heads % copies == 0 and all(torch.equal(heads[i], heads[i - i % copies]) for i in range(kv_heads)):
+                return copies
+        return 1
+
+    def _tied(self) -> bool:
+        """Whether the head is left out, or is the embedding once more."""
+        if not any("output.weight" in rank for rank in self._ranks):
+            return True
+        return all(
+            "output.weight" in rank
+            and "tok_embeddings.weight" in rank
+            and torch.equal(rank["output.weight"], rank["tok_embeddings.weight"])
+            for rank in self._ranks
+        )
+
+
+def _files(path: Path) -> list[Path]:
+    """The ranks' files in order, none missing between them."""
+    numbers = {}
+    for file in path.glob("consolidated.*.pth"):
+        if match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name):
+            numbers[int(match[1])] = file
+    lost = sorted(set(range(max(numbers, default=0) + 1)) - numbers.keys())
+    if lost:
+        raise CheckpointError(
+            "is missing", where=str(path / f"consolidated.{lost[0]:02d}.pth"), remedy="download the file"
+        )
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def _open(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, memory-mapped."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "holds more than tensors, perhaps code, and is not read",
+            where=str(file),
+            remedy="get the checkpoint from its publisher",
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"is truncated or damaged ({str(error).splitlines()[0]})",
+            where=str(file),
+            remedy="download the file again",
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(
+            "does not hold tensors by name", where=str(file), remedy="get the checkpoint from its publisher"
+        )
+    return content
+
+
+def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
+    """Write a model in Meta's layout.
+
+    Args:
+        model: Its weights are written in the dtype that they have.
+        folder: To be made; it may not hold anything.
+        ranks: Files to cut it into. Divides all widths; with more ranks than heads of keys and values these are
+            repeated, and ``params.json`` counts the copies, as the reference code needs it.
+
+    Raises:
+        CheckpointError: ``ranks`` does not divide the model, the layout cannot hold it, ``folder`` is not empty, or the
+            disk is full.
+        DataError: the folder cannot be made.
+    """
+    config, where = model.config, str(folder)
+    if config.head_width * config.heads != config.hidden:
+        raise CheckpointError(
+            f"this layout cannot hold heads of width {config.head_width} that is not hidden / heads",
+            where=where,
+            remedy="save it in Hugging Face's layout",
+        )
+    copies = max(ranks // config.kv_heads, 1)
+    for key, size in (
+        ("heads", config.heads),
+        ("kv_heads", config.kv_heads * copies),
+        ("ffn", config.ffn),
+        ("vocabulary", config.vocabulary),
+    ):
+        if ranks < 1 or size % ranks:
+            raise CheckpointError(f"{ranks} ranks do not divide {key} ({size})", where=where, remedy="choose another")
+    with new_folder(Path(folder)) as beside:
+        content = json.dumps(_params(config, copies), indent=2) + "\n"
+        (beside / "params.json").write_text(content, encoding="utf-8")
+        for rank in range(ranks):
+            tensors = {
+                _NAMES(name): _cut(config, name, p.detach(), rank, ranks) for name, p in model.named_parameters()
+            }
+            if config.tied:  # the reference code wants it; the file holds it once
+                tensors["output.weight"] = tensors["tok_embeddings.weight"]
+            torch.save(tensors, beside / f"consolidated.{rank:02d}.pth")
+
+
+def _cut(config: LlamaConfig, name: str, weight: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's part of a parameter, on the CPU."""
+    if weight.dim() == 1:
+        return weight.cpu()
+    if name.endswith((*_ROTATED, *_SHARED)):
+        heads = weight.unflatten(0, (-1, config.head_width))  # [heads, D, hidden]
+        if name.endswith(_SHARED):
+            heads = heads.repeat_interleave(max(ranks // config.kv_heads, 1), 0)
+        part = heads.chunk(ranks)[rank]
+        return (halves_to_interleaved(part) if name.endswith(_ROTATED) else part).flatten(0, 1).cpu().clone()
+    part = weight.chunk(ranks, 1 if name.endswith(_BY_INPUT) else 0)[rank]
+    return part.cpu() if ranks == 1 else part.cpu().clone()  # a view would be saved with all that it is a view of
+
+
+def _params(config: LlamaConfig, copies: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "dim": config.hidden,
+        "n_layers": config.layers,
+        "n_heads": config.heads,
+        "n_kv_heads": config.kv_heads * copies,
+        "vocab_size": config.vocabulary,
+        "multiple_of": 256,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "use_scaled_rope": config.rope_scaling is not None,
+        "context_length": config.context,
+    }
+    if ffn_width(config.hidden) != config.ffn:
+        # Any factor that the rule rounds to the right width.
+        params["multiple_of"] = config.ffn & -config.ffn
+        params["ffn_dim_multiplier"] = (config.ffn + 0.5) / int(8 * config.hidden / 3)
+    if config.rope_scaling is not None:
+        params["rope_scaling_factor"] = config.rope_scaling.factor
+        params["rope_low_freq_factor"] = config.rope_scaling.low_freq_factor
+        params["rope_high_freq_factor"] = config.rope_scaling.high_freq_factor
+        params["rope_original_context"] = config.rope_scaling.original_context
+    return params

@@ -1,0 +1,269 @@
+"""Hugging Face's layout: ``config.json`` and safetensors, in one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints.source import (
+    Names,
+    Source,
+    Stored,
+    check_dtypes,
+    check_shape,
+    make_config,
+    missing,
+    new_folder,
+    parameter_shapes,
+    read_json,
+)
+from cordillera.models.language.llama import Llama, LlamaConfig
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_NAMES = Names(
+    {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
+    "model.layers",
+    {
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.up": "mlp.up_proj",
+        "feed_forward.down": "mlp.down_proj",
+    },
+)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class HuggingFace(Source):
+    """A folder in Hugging Face's layout.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: anything is missing, truncated, of the wrong shape or dtype, or not a Llama.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = _read_config(path / "config.json")
+        self._files: dict[Path, Any] = {}
+        self._places = self._index()
+        expected = {_NAMES(name): shape for name, shape in parameter_shapes(self.config).items()}
+        tensors = {}
+        for name, shape in expected.items():
+            if name not in self._places:
+                remedy = "set tie_word_embeddings in config.json if the head is the embedding"
+                raise missing(name, path, *([remedy] if name == "lm_head.weight" else []))
+            tensors[name] = self._stored(name)
+            check_shape(name, tensors[name], shape)
+        check_dtypes(tensors)
+        spare = self._places.keys() - expected.keys()
+        unknown = sorted(
+            name for name in spare if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
+        )
+        if unknown:
+            raise CheckpointError(
+                f"tensor {unknown[0]} (of {len(unknown)}) has no place in a Llama",
+                where=str(self._places[unknown[0]]),
+                remedy="the checkpoint is of another architecture",
+            )
+        if "lm_head.weight" in spare and not torch.equal(
+            self._tensor("lm_head.weight"), self._tensor(_NAMES("embedding.weight"))
+        ):
+            raise CheckpointError(
+                "tensor lm_head.weight differs from the embedding, though config.json ties them",
+                where=str(self._places["lm_head.weight"]),
+                remedy="set tie_word_embeddings to false in config.json",
+            )
+
+    def name_of(self, name: str) -> str:
+        return _NAMES(name)
+
+    def read(self, name: str, out: Tensor) -> None:
+        out.copy_(self._tensor(_NAMES(name)))
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._open(self._places[name]).get_tensor(name)  # a view of the mapped file
+
+    def _stored(self, name: str) -> Stored:
+        file = self._places[name]
+        if name not in self._open(file).keys():  # noqa: SIM118 -- it is no dict
+            raise missing(name, file, f"{_INDEX} names it: index and file belong to different checkpoints")
+        header = self._open(file).get_slice(name)
+        dtype = _DTYPES.get(header.get_dtype())
+        if dtype is None:
+            raise CheckpointError(
+                f"tensor {name} is {header.get_dtype()}, not floating point of 16 bits or more",
+                where=str(file),
+                remedy="load the checkpoint that is not quantised, or one in the GGUF format",
+            )
+        return Stored(file, tuple(header.get_shape()), dtype)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"is truncated or damaged ({error})", where=str(file), remedy="download the file again"
+                ) from error
+        return self._files[file]
+
+    def _index(self) -> dict[str, Path]:
+        """Where each tensor lies; all files are opened."""
+        index = self.path / _INDEX
+        if not index.exists():
+            found = sorted(self.path.glob("*.safetensors"))
+            single = self.path / _SINGLE if self.path / _SINGLE in found or len(found) != 1 else found[0]
+            if single not in found:
+                pickled = sorted(self.path.glob("pytorch_model*.bin"))
+                what = f"{_INDEX} is missing beside {len(found)} files" if found else "there is no .safetensors file"
+                raise CheckpointError(
+                    what,
+                    where=str(self.path),
+                    remedy=f"{pickled[0].name} may hold code and is not read: convert it to safetensors"
+                    if pickled
+                    else "download the checkpoint again",
+                )
+            return dict.fromkeys(self._open(single).keys(), single)
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise CheckpointError("weight_map does not give a file for each tensor", where=str(index))
+        for name, file in places.items():
+            if Path(file).name != file:
+                raise CheckpointError(
+                    f"tensor {name} is said to lie outside of the folder, in {file}", where=str(index)
+                )
+            if not (self.path / file).exists():
+                raise CheckpointError(
+                    f"is missing; {_INDEX} says that it holds {name}",
+                    where=str(self.path / file),
+                    remedy="download the file",
+                )
+            self._open(self.path / file)
+        return {name: self.path / file for name, file in places.items()}
+
+
+def _read_config(path: Path) -> LlamaConfig:
+    raw = read_json(path)
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(what, where=str(path), remedy="load a checkpoint of a Llama model")
+
+    if raw.get("model_type") != "llama":
+        raise refuse(f"model_type is {raw.get('model_type')!r}, not 'llama'")
+    if raw.get("quantization_config"):
+        raise refuse("the weights are quantised (quantization_config), which only GGUF files may be here")
+    for key, usual in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if raw.get(key, usual) != usual:
+            raise refuse(f"{key} is {raw[key]!r}, a Llama has {usual!r}")
+    # Since version 5 of transformers one section holds what rope_scaling and rope_theta did before.
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise refuse(f"the rotary settings are {rope!r}, not an object with keys")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise refuse(f"rope_type {kind!r} is not known; default and llama3 are")
+    try:
+        scaling = None
+        if kind == "llama3":
+            scaling = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+            scaling["original_context"] = rope["original_max_position_embeddings"]
+        values = {
+            "layers": raw["num_hidden_layers"],
+            "hidden": raw["hidden_size"],
+            "heads": raw["num_attention_heads"],
+            "kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            "head_dim": raw.get("head_dim"),
+            "ffn": raw["intermediate_size"],
+            "vocabulary": raw["vocab_size"],
+            "context": raw.get("max_position_embeddings", 2048),
+            "tied": raw.get("tie_word_embeddings", False),
+            "norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "rope_theta": rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
+            "rope_scaling": scaling,
+        }
+    except KeyError as error:
+        raise refuse(f"{error.args[0]} is missing") from error
+    return make_config(path, values)
+
+
+def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
+    scaling = config.rope_scaling
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.ffn,
+        "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
+        "tie_word_embeddings": config.tied,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": scaling.rope_type,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000_000_000) -> None:
+    """Write a model so that ``transformers`` and everything that reads its checkpoints can load it.
+
+    Args:
+        model: Its weights are written in the dtype that they have.
+        folder: To be made; it may not hold anything.
+        shard_bytes: A file takes tensors until the next would bring it above this.
+
+    Raises:
+        CheckpointError: ``folder`` is not empty, or the disk is full.
+        DataError: the folder cannot be made.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, parameter in model.named_parameters():
+        if shards[-1] and size + parameter.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][_NAMES(name)] = parameter.detach()
+        size += parameter.nbytes
+        total += parameter.nbytes
+    count = len(shards)
+    files = [_SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    with new_folder(Path(folder)) as beside:
+        _write_config(beside / "config.json", model.config, model.embedding.weight.dtype)
+        for file, shard in zip(files, shards, strict=True):
+            try:
+                save_file({k: t.cpu().contiguous() for k, t in shard.items()}, beside / file, {"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+        if count > 1:
+            places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (beside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

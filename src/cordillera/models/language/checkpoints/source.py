@@ -1,0 +1,224 @@
+"""What all formats of checkpoints have in common: names, shapes, the order of numbers within heads."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from cordillera.data.files import folder_beside
+from cordillera.errors import CheckpointError
+from cordillera.mistakes import explain
+from cordillera.models.language.llama import Llama, LlamaConfig
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Source(ABC):
+    """An opened checkpoint whose names, shapes and dtypes have been found right.
+
+    Attributes:
+        path: What was opened.
+        config: Of the model that it holds.
+    """
+
+    path: Path
+    config: LlamaConfig
+
+    @abstractmethod
+    def name_of(self, name: str) -> str:
+        """What the format calls a parameter.
+
+        Args:
+            name: What :class:`~cordillera.models.language.llama.Llama` calls it.
+        """
+
+    @abstractmethod
+    def read(self, name: str, out: Tensor) -> None:
+        """Copy one parameter; several threads may do so at once.
+
+        Args:
+            name: What :class:`~cordillera.models.language.llama.Llama` calls it.
+            out: Takes the values, in its own dtype and on its own device.
+
+        Raises:
+            CheckpointError: the values cannot be what they claim to be.
+        """
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a format calls parameters.
+
+    Attributes:
+        whole: Our names of modules outside of blocks, to theirs.
+        blocks: What precedes the number of a block.
+        block: Our names of modules within a block, to theirs.
+    """
+
+    whole: Mapping[str, str]
+    blocks: str
+    block: Mapping[str, str]
+
+    def __call__(self, name: str) -> str:
+        module = name.removesuffix(".weight")
+        if module in self.whole:
+            return f"{self.whole[module]}.weight"
+        _, number, rest = module.split(".", 2)
+        return f"{self.blocks}.{number}.{self.block[rest]}.weight"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file says about one of its tensors.
+
+    Attributes:
+        file: Where it lies.
+        shape: As stored.
+        dtype: As stored.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a model with this ``config``, by our names."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
+
+
+def check_shape(name: str, stored: Stored, shape: tuple[int, ...], hint: str = "") -> None:
+    """Refuse a tensor whose shape is not what the configuration says.
+
+    Args:
+        name: What the format calls it.
+        stored: What the file says.
+        shape: What the configuration says.
+        hint: What else may be wrong.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"tensor {name} has shape {stored.shape}, the configuration makes it {shape}",
+            where=str(stored.file),
+            remedy=hint or "the configuration or this file belongs to another model",
+        )
+
+
+def check_dtypes(tensors: Mapping[str, Stored]) -> None:
+    """Refuse anything but floating point of one kind; norms, one-dimensional, may be float32 beside 16-bit matrices.
+
+    Args:
+        tensors: All tensors, by the names of the format.
+
+    Raises:
+        CheckpointError: a tensor is of another dtype.
+    """
+    matrices = [stored.dtype for stored in tensors.values() if len(stored.shape) > 1]
+    for name, stored in tensors.items():
+        allowed = {matrices[0], torch.float32} if len(stored.shape) == 1 else {matrices[0]}
+        if stored.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"tensor {name} is {stored.dtype}, which needs scales to be read",
+                where=str(stored.file),
+                remedy="load the checkpoint that is not quantised, or one in the GGUF format",
+            )
+        if stored.dtype not in allowed:
+            raise CheckpointError(
+                f"tensor {name} is {stored.dtype} among {matrices[0]}: parts of two checkpoints?",
+                where=str(stored.file),
+                remedy="download or convert it again, with all weights in one dtype",
+            )
+
+
+def missing(name: str, where: Path, remedy: str = "the file is incomplete: download or convert it again") -> Exception:
+    """The error for a tensor that should be in a file.
+
+    Args:
+        name: What the format calls it.
+        where: The file.
+        remedy: What to do.
+    """
+    return CheckpointError(f"tensor {name} is not there", where=str(where), remedy=remedy)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+        CheckpointError: it is not there, or not that.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read ({error})", where=str(path), remedy="download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError("does not hold an object with keys", where=str(path), remedy="download it again")
+    return content
+
+
+def make_config(where: Path, values: Mapping[str, Any]) -> LlamaConfig:
+    """A Config out of what a file says.
+
+    Args:
+        where: The file.
+        values: Ours by name.
+
+    Raises:
+        CheckpointError: the values are not possible together.
+    """
+    try:
+        config = LlamaConfig.model_validate(values)
+    except ValidationError as error:
+        problems = explain(error.errors(), lambda path: (), whole="shapes")
+        raise CheckpointError(
+            "; ".join(f"{path}: {what}" for path, what in problems),
+            where=str(where),
+            remedy="the file is damaged, or describes another kind of model",
+        ) from error
+    if config.head_width * config.heads == config.hidden:  # files may say what follows anyway
+        config = config.model_copy(update={"head_dim": None})
+    return config
+
+
+def interleaved_to_halves(weight: Tensor, out: Tensor) -> None:
+    """Reorder the rows of query or key heads from neighbouring pairs (Meta, GGUF) to pairs half a head apart (ours).
+
+    Args:
+        weight: ``[heads, D, hidden]``.
+        out: Takes the result, of the same shape.
+    """
+    out.unflatten(1, (2, -1)).copy_(weight.unflatten(1, (-1, 2)).transpose(1, 2))
+
+
+def halves_to_interleaved(weight: Tensor) -> Tensor:
+    """The inverse of :func:`interleaved_to_halves`: a new tensor of the shape of ``weight``, ``[heads, D, hidden]``."""
+    return weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill that becomes ``folder`` if the block ends well.
+
+    Raises:
+        CheckpointError: there is something in ``folder`` already, or writing failed.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise CheckpointError("is not empty", where=str(folder), remedy="choose a new folder, or delete this one")
+    with folder_beside(folder) as beside:
+        try:
+            yield beside
+        except (OSError, RuntimeError) as error:  # what torch.save says about a full disk
+            raise CheckpointError(f"cannot be written ({error})", where=str(folder), remedy="free space") from error

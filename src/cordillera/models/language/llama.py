@@ -1,0 +1,386 @@
+"""Llama 3: a decoder of pre-normalised blocks, as published and nothing else.
+
+Source: Grattafiori et al. 2024, section 3.2 and table 3; for what the paper leaves open, the released reference code.
+Notable: root-mean-square norms in 32 bits, rotary positions with base 500,000 (stretched from 3.1 on), grouped-query
+attention, a gated feed-forward net (SwiGLU), no bias anywhere, attention never leaves a document.
+
+There is one layout: tokens of all documents lie in one row, ``tokens [T]`` with ``offsets [B + 1]`` that say where
+documents begin. There is no padding. ``T`` below is the number of tokens in the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cordillera.kernels.document_attention import document_attention
+
+if TYPE_CHECKING:
+    from cordillera.models.language.kv_cache import KVCache
+
+Count = Annotated[int, Field(ge=1)]
+Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class RopeScaling(BaseModel):
+    """Stretched rotary frequencies of Llama 3.1 and later, for contexts longer than those of early training.
+
+    Attributes:
+        rope_type: The only kind there is; without a ``RopeScaling``, frequencies are as first published.
+        factor: By which the slow frequencies are divided.
+        low_freq_factor: Frequencies with fewer turns than this in ``original_context`` tokens are slow.
+        high_freq_factor: Those with more turns than this are kept; between, the two are blended.
+        original_context: Tokens of a sequence in early training.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float = Field(8.0, ge=1, allow_inf_nan=False)
+    low_freq_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
+    high_freq_factor: float = Field(4.0, gt=0, allow_inf_nan=False)
+    original_context: Count = 8192
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor:g} must be below high_freq_factor {self.high_freq_factor:g}"
+            )
+        return self
+
+
+class LlamaConfig(BaseModel):
+    """A Llama's shapes; the defaults are those of 8B.
+
+    Attributes:
+        layers: Blocks.
+        hidden: Width of the residual stream.
+        heads: Of queries.
+        kv_heads: Of keys and values; divides ``heads``.
+        head_dim: Width of a head; None for ``hidden / heads``.
+        ffn: Width of the feed-forward net; see :func:`ffn_width` for the rule behind the published ones.
+        vocabulary: Tokens.
+        context: The longest sequence that it was made for, in tokens.
+        tied: Whether the output head is the embedding, as in 3.2 and in small models.
+        norm_eps: Added to the mean square.
+        rope_theta: Base of the rotary frequencies.
+        rope_scaling: None for frequencies as in 3.0.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["llama"] = "llama"
+    layers: Count = 32
+    hidden: Count = 4096
+    heads: Count = 32
+    kv_heads: Count = 8
+    head_dim: Count | None = None
+    ffn: Count = 14336
+    vocabulary: Count = 128256
+    context: Count = 8192
+    tied: bool = False
+    norm_eps: float = Field(1e-5, gt=0, allow_inf_nan=False)
+    rope_theta: float = Field(500_000.0, gt=1, allow_inf_nan=False)
+    rope_scaling: RopeScaling | None = None
+
+    @model_validator(mode="after")
+    def _divides(self) -> LlamaConfig:
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide hidden ({self.hidden}), or head_dim must be given")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
+        if self.head_width % 2:
+            raise ValueError(f"the width of a head ({self.head_width}) must be even: rotary positions turn pairs")
+        return self
+
+    @property
+    def head_width(self) -> int:
+        """Width ``D`` of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+
+def ffn_width(hidden: int, multiplier: float | None = None, multiple_of: int = 256) -> int:
+    """The rule behind the published widths: two thirds of ``4 hidden``, times a factor, rounded up.
+
+    Args:
+        hidden: Width of the residual stream.
+        multiplier: ``ffn_dim_multiplier``: 1.3 for 8B and 70B, 1.2 for 405B; None for 1.
+        multiple_of: 1024 for 8B, 4096 for 70B and 405B.
+    """
+    width = int(2 * 4 * hidden / 3)
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return multiple_of * math.ceil(width / multiple_of)
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """Parameters of a model with this ``config``; a tied head counts once."""
+    width = config.head_width
+    attention = 2 * config.hidden * width * (config.heads + config.kv_heads)
+    block = attention + 3 * config.hidden * config.ffn + 2 * config.hidden
+    embeddings = config.vocabulary * config.hidden * (1 if config.tied else 2)
+    return embeddings + config.layers * block + config.hidden
+
+
+_70B = LlamaConfig(layers=80, hidden=8192, heads=64, ffn=28672)
+_405B = LlamaConfig(layers=126, hidden=16384, heads=128, ffn=53248)
+_LONG: dict[str, Any] = {"context": 131072, "rope_scaling": RopeScaling()}
+_SMALL: dict[str, Any] = {"context": 131072, "rope_scaling": RopeScaling(factor=32.0), "tied": True, "ffn": 8192}
+
+PRESETS: dict[str, LlamaConfig] = {
+    "llama-debug": LlamaConfig(
+        layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocabulary=2048, context=2048, tied=True
+    ),
+    "llama-15m": LlamaConfig(
+        layers=6, hidden=288, heads=6, kv_heads=6, ffn=768, vocabulary=32000, context=2048, tied=True
+    ),
+    "smollm2-135m": LlamaConfig(
+        layers=30, hidden=576, heads=9, kv_heads=3, ffn=1536, vocabulary=49152, tied=True, rope_theta=100_000.0
+    ),
+    "llama3.2-1b": LlamaConfig(layers=16, hidden=2048, **_SMALL),
+    "llama3.2-3b": LlamaConfig(layers=28, hidden=3072, heads=24, **_SMALL),
+    "llama3-8b": LlamaConfig(),
+    "llama3-70b": _70B,
+    "llama3.1-8b": LlamaConfig(**_LONG),
+    "llama3.1-70b": _70B.model_copy(update=_LONG),
+    "llama3.1-405b": _405B.model_copy(update=_LONG),
+}
+
+
+def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = None) -> Tensor:
+    """Radians that each pair of a head's numbers turns by from one position to the next.
+
+    Args:
+        config: Names base and scaling.
+        device: Of the result.
+
+    Returns:
+        ``float32 [D / 2]``.
+    """
+    width = config.head_width
+    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies  # tokens of one turn
+    turns = scaling.original_context / wavelengths
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    slowed = torch.where(turns < scaling.low_freq_factor, frequencies / scaling.factor, blended)
+    return torch.where(turns > scaling.high_freq_factor, frequencies, slowed)
+
+
+def rope_table(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles at ``positions``.
+
+    Args:
+        config: Names base and scaling.
+        positions: ``int64 [T]``.
+
+    Returns:
+        Two ``float32 [T, D / 2]``.
+    """
+    angles = positions.float()[:, None] * rope_frequencies(config, positions.device)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn queries or keys to their positions; number ``j`` of a head is paired with number ``j + D / 2``.
+
+    Args:
+        x: ``[T, heads, D]``.
+        table: From :func:`rope_table`.
+
+    Returns:
+        ``[T, heads, D]``, in the dtype of ``x``.
+    """
+    cos, sin = (part.to(x.dtype)[:, None] for part in table)  # [T, 1, D / 2]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps)`` in 32 bits, cast back, then times a weight (Zhang and Sennrich 2019).
+
+    Args:
+        width: Of the last dimension.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        config: The model's.
+
+    Attributes:
+        core: What happens between queries, keys, values and the output projection: a callable
+            ``(q [T, H, D], k [T, G, D], v [T, G, D], offsets [B + 1]) -> [T, H, D]``. Replaced from outside where
+            documents are spread over devices.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.query = nn.Linear(config.hidden, config.heads * self.head_width, bias=False)
+        self.key = nn.Linear(config.hidden, config.kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(config.hidden, config.kv_heads * self.head_width, bias=False)
+        self.output = nn.Linear(config.heads * self.head_width, config.hidden, bias=False)
+        self.core: Core = document_attention
+
+    def forward(self, x: Tensor, offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> Tensor:
+        # The number of heads is left open: devices that share a layer hold some of them.
+        q = self.query(x).unflatten(-1, (-1, self.head_width))  # [T, H, D]
+        k = self.key(x).unflatten(-1, (-1, self.head_width))  # [T, G, D]
+        v = self.value(x).unflatten(-1, (-1, self.head_width))  # [T, G, D]
+        out = (core or self.core)(rotate(q, table), rotate(k, table), v, offsets)  # [T, H, D]
+        return self.output(out.flatten(1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate x) * up x)`` (Shazeer 2020).
+
+    Args:
+        hidden: Width of input and output.
+        ffn: Width between.
+    """
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward net; each reads a norm of the residual stream and adds to it.
+
+    Args:
+        config: The model's.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.feed_forward = FeedForward(config.hidden, config.ffn)
+
+    def forward(self, x: Tensor, offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), offsets, table, core)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nn.Module):
+    """Embedding, blocks, norm, head.
+
+    Weights are those of torch's layers until :meth:`init_weights` is called or a checkpoint is loaded. Made under
+    ``torch.device("meta")``, the model takes no memory until ``to_empty``; nothing but parameters needs restoring then.
+
+    Args:
+        config: Shapes.
+    """
+
+    Config = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
+
+    def forward(
+        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Logits of the token that follows each token.
+
+        Args:
+            tokens: ``int64 [T]``, below ``config.vocabulary``.
+            offsets: ``int64 [B + 1]``, where documents begin, and ``T``; a document may be empty.
+            positions: ``int64 [T]``, of each token in its document; None to count from 0 (with a cache, from where the
+                cached sequence ends).
+            cache: With one, document ``b`` continues the cached sequence ``b``, and is added to it.
+
+        Returns:
+            ``[T, vocabulary]``, in the dtype of the weights.
+        """
+        return self.logits(self.hidden(tokens, offsets, positions, cache))
+
+    def hidden(
+        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """What the head reads, ``[T, hidden]``, for those who need few logits, or all of them but not at once.
+
+        Args:
+            tokens: As in :meth:`forward`.
+            offsets: As in :meth:`forward`.
+            positions: As in :meth:`forward`.
+            cache: As in :meth:`forward`.
+        """
+        step = None if cache is None else cache.extend(offsets)
+        if positions is None:
+            positions = document_positions(offsets, tokens.device) if step is None else step.positions
+        table = rope_table(self.config, positions)
+        x = self.embedding(tokens)  # [T, hidden]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, offsets, table, None if step is None else step.core(number))
+        if step is not None:
+            step.commit()
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[n, vocabulary]`` of rows of :meth:`hidden`, ``[n, hidden]``."""
+        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Draw all weights anew.
+
+        The paper is silent. Matrices are normal with deviation 0.02, those that write into the residual stream with
+        ``0.02 / sqrt(2 layers)`` (Radford et al. 2019, section 2.3), so that its variance does not grow with depth.
+
+        Args:
+            seed: The same seed gives the same weights, on devices of one kind.
+        """
+        generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+                continue
+            residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            deviation = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
+            parameter.normal_(0.0, deviation, generator=generator)
+
+
+def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Positions that count from 0 in every document, ``int64 [T]``.
+
+    Args:
+        offsets: ``[B + 1]``, where documents begin, and ``T``.
+        device: Of the result; None for that of ``offsets``.
+    """
+    starts = offsets[:-1].repeat_interleave(offsets[1:] - offsets[:-1])
+    return (torch.arange(starts.numel(), device=offsets.device) - starts).to(device or offsets.device)

@@ -1,0 +1,1 @@
+"""Engines that answer: text from language models."""

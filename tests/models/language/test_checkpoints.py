@@ -1,0 +1,550 @@
+"""Checkpoints: round trips bit for bit, the layouts' reorderings, and everything that files can have wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cordillera.errors import CheckpointError, CordilleraError
+from cordillera.models.language.checkpoints import (
+    load,
+    load_into,
+    open_checkpoint,
+    save_consolidated,
+    save_hugging_face,
+)
+from cordillera.models.language.checkpoints.source import halves_to_interleaved, interleaved_to_halves
+from cordillera.models.language.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies, rope_table, rotate
+
+from .conftest import MakeLlama
+
+SHARDED = 20_000  # bytes of a shard; the models here have some 70,000
+CUT = {"vocabulary": 64}  # divides by all numbers of ranks used here
+
+
+def _same(a: Llama, b: Llama) -> bool:
+    pairs = zip(a.named_parameters(), b.named_parameters(), strict=True)
+    return a.config == b.config and all(n == m and p.dtype == q.dtype and torch.equal(p, q) for (n, p), (m, q) in pairs)
+
+
+def _logits(model: Llama) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(20), torch.tensor([0, 20]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(heads=st.integers(1, 4), pairs=st.integers(1, 5), hidden=st.integers(1, 4))
+def test_the_orders_of_numbers_in_heads_are_each_others_inverse(heads: int, pairs: int, hidden: int) -> None:
+    weight = torch.randn(heads, 2 * pairs, hidden)
+    back = torch.empty_like(weight)
+    interleaved_to_halves(halves_to_interleaved(weight), back)
+    assert torch.equal(back, weight)
+    # Pair j of a head is numbers 2j and 2j + 1 in one order, j and j + D/2 in the other.
+    for j in range(pairs):
+        assert torch.equal(halves_to_interleaved(weight)[:, 2 * j], weight[:, j])
+        assert torch.equal(halves_to_interleaved(weight)[:, 2 * j + 1], weight[:, pairs + j])
+
+
+def test_rotation_of_neighbouring_pairs_is_the_reference_codes(make_llama: MakeLlama) -> None:
+    """Queries of the stored order, turned as complex numbers, give the scores of ours."""
+    config = make_llama().config
+    q, k = torch.randn(2, 6, 4, config.head_width, dtype=torch.float64)
+    table = rope_table(config, torch.arange(6))
+    ours = torch.einsum("thd,shd->hts", rotate(q, table), rotate(k, table))
+
+    turn = torch.polar(torch.ones(6, 4), torch.arange(6.0)[:, None] * rope_frequencies(config))[:, None]
+    stored = [halves_to_interleaved(x.permute(1, 2, 0)).permute(2, 0, 1).contiguous() for x in (q, k)]
+    turned = [torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2) for x in stored]
+    torch.testing.assert_close(torch.einsum("thd,shd->hts", *turned), ours, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tied": True, "rope_scaling": RopeScaling(factor=32.0), "context": 131072},
+        {"kv_heads": 4, "ffn": 256, "rope_theta": 10_000.0, "norm_eps": 1e-6},
+    ],
+    ids=["plain", "tied", "full"],
+)
+def test_hugging_face_to_consolidated_and_back_keeps_every_bit(
+    make_llama: MakeLlama, tmp_path: Path, settings: dict[str, Any], ranks: int, dtype: torch.dtype
+) -> None:
+    model = make_llama(dtype, **CUT, **settings)
+    save_hugging_face(model, tmp_path / "hf", SHARDED)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    config, first = load(tmp_path / "hf", dtype)
+    assert config == model.config
+    save_consolidated(first, tmp_path / "meta", ranks)
+    assert len(list((tmp_path / "meta").glob("*.pth"))) == ranks
+    _, second = load(tmp_path / "meta", dtype, threads=1)
+    save_hugging_face(second, tmp_path / "again", SHARDED)
+    assert _same(first, model)
+    assert _same(second, model)
+    for name in os.listdir(tmp_path / "hf"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_ranks_hold_the_parts_that_the_reference_code_reads(make_llama: MakeLlama, tmp_path: Path) -> None:
+    model = make_llama(**CUT)
+    save_consolidated(model, tmp_path / "meta", 2)
+    ranks = [torch.load(tmp_path / "meta" / f"consolidated.0{i}.pth", weights_only=True) for i in range(2)]
+    block = model.layers[1]
+    for dim, theirs, ours in (
+        (0, "tok_embeddings.weight", model.embedding),
+        (0, "output.weight", model.head),
+        (0, "layers.1.attention.wv.weight", block.attention.value),
+        (1, "layers.1.attention.wo.weight", block.attention.output),
+        (0, "layers.1.feed_forward.w1.weight", block.feed_forward.gate),
+        (1, "layers.1.feed_forward.w2.weight", block.feed_forward.down),
+        (0, "layers.1.feed_forward.w3.weight", block.feed_forward.up),
+    ):
+        assert ours is not None
+        assert torch.equal(torch.cat([rank[theirs] for rank in ranks], dim), ours.weight)
+    assert torch.equal(ranks[1]["layers.1.ffn_norm.weight"], block.feed_forward_norm.weight)
+    wq = torch.cat([rank["layers.1.attention.wq.weight"] for rank in ranks])
+    query = block.attention.query.weight
+    assert torch.equal(wq[8:16:2], query[8:12])  # head 1: first numbers of pairs
+    assert torch.equal(wq[9:16:2], query[12:16])
+    assert (tmp_path / "meta" / "consolidated.00.pth").stat().st_size < 0.7 * sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("counted", ["copies", "heads"])
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 2, 8), (8, 2, 4), (6, 2, 6), (4, 1, 2)])
+def test_more_ranks_than_heads_of_keys_hold_copies(
+    make_llama: MakeLlama, tmp_path: Path, heads: int, kv_heads: int, ranks: int, counted: str
+) -> None:
+    """As 405B for 16 ranks, whose params.json counts the copies; other writers count the heads."""
+    model = make_llama(vocabulary=96, hidden=8 * heads, heads=heads, kv_heads=kv_heads)
+    save_consolidated(model, tmp_path / "meta", ranks)
+    params = json.loads((tmp_path / "meta" / "params.json").read_text())
+    assert params["n_kv_heads"] == ranks
+    if counted == "heads":
+        (tmp_path / "meta" / "params.json").write_text(json.dumps({**params, "n_kv_heads": kv_heads}))
+    _, back = load(tmp_path / "meta")
+    assert _same(back, model)
+
+
+def test_one_head_a_rank_is_no_copy_when_heads_differ(make_llama: MakeLlama, tmp_path: Path) -> None:
+    model = make_llama(**CUT, kv_heads=4)
+    save_consolidated(model, tmp_path / "meta", 4)
+    assert load(tmp_path / "meta")[0].kv_heads == 4
+
+
+def test_a_tied_head_may_be_left_out_or_stand_there_again(make_llama: MakeLlama, tmp_path: Path) -> None:
+    model = make_llama(**CUT, tied=True)
+    save_consolidated(model, tmp_path / "meta")
+    path = tmp_path / "meta" / "consolidated.00.pth"
+    tensors = torch.load(path, weights_only=True)
+    assert torch.equal(tensors.pop("output.weight"), model.embedding.weight)
+    torch.save(tensors, path)
+    assert _same(load(tmp_path / "meta")[1], model)
+
+    save_hugging_face(model, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    save_file({**tensors, "lm_head.weight": model.embedding.weight.detach().clone()}, path)
+    assert _same(load(tmp_path / "hf")[1], model)
+    save_file({**tensors, "lm_head.weight": model.embedding.weight.detach() + 1}, path)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the embedding"):
+        load(tmp_path / "hf")
+
+
+def test_published_params_without_their_defaults_are_understood(make_llama: MakeLlama, tmp_path: Path) -> None:
+    """``vocab_size`` -1 as in Llama 2, scaled positions without a factor as in 3.1 and (tied) 3.2."""
+    for tied, factor in ((False, 8.0), (True, 32.0)):
+        model = make_llama(**CUT, tied=tied, rope_scaling=RopeScaling(factor=factor), context=131072)
+        folder = tmp_path / f"{tied}"
+        save_consolidated(model, folder)
+        params = json.loads((folder / "params.json").read_text())
+        kept = {
+            key: value for key, value in params.items() if not key.startswith("rope_sc") and key != "context_length"
+        }
+        (folder / "params.json").write_text(json.dumps({**kept, "vocab_size": -1}))
+        assert _same(load(folder)[1], model)
+
+
+def test_weights_are_cast_and_can_be_loaded_into_a_model_that_is_there(make_llama: MakeLlama, tmp_path: Path) -> None:
+    model = make_llama()
+    save_hugging_face(model, tmp_path / "hf")
+    _, half = load(str(tmp_path / "hf"), torch.bfloat16)
+    for a, b in zip(half.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.bfloat16())
+    other = make_llama(seed=1)
+    load_into(other, tmp_path / "hf")
+    assert _same(other, model)
+    with pytest.raises(CheckpointError, match="rope_theta is 500000"):
+        load_into(make_llama(rope_theta=10_000.0), tmp_path / "hf")
+
+
+def test_a_checkpoint_is_whole_or_not_there(
+    make_llama: MakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_llama(**CUT)
+    written: list[Path] = []
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        if written:
+            raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file")
+        written.append(path)
+        path.write_bytes(b"something")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_consolidated(model, tmp_path / "meta", 2)
+    assert written
+    assert os.listdir(tmp_path) == []
+    monkeypatch.undo()
+    save_consolidated(model, tmp_path / "meta", 2)
+    for save in (save_consolidated, save_hugging_face):
+        with pytest.raises(CheckpointError, match="is not empty"):
+            save(model, tmp_path / "meta")
+    with pytest.raises(CheckpointError, match=r"3 ranks do not divide heads \(4\)"):
+        save_consolidated(model, tmp_path / "other", 3)
+    with pytest.raises(CheckpointError, match="cannot hold heads of width 16"):
+        save_consolidated(make_llama(head_dim=16), tmp_path / "other")
+
+
+# What files can have wrong. Each case damages a good folder; the error must name the file, and the tensor if it is one.
+
+Damage = Callable[[Path], None]
+
+
+def _edit_json(name: str, **changes: Any) -> Damage:
+    """Set keys of a JSON file; a value of ``...`` takes the key away."""
+
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        content = {key: value for key, value in {**content, **changes}.items() if value is not ...}
+        (folder / name).write_text(json.dumps(content))
+
+    return damage
+
+
+def _edit_tensors(name: str, change: Callable[[dict[str, Tensor]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / name
+        if path.suffix == ".pth":
+            tensors = torch.load(path, weights_only=True)
+            change(tensors)
+            path.unlink()
+            torch.save(tensors, path)
+        else:
+            tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+            change(tensors)
+            path.unlink()
+            save_file(tensors, path)
+
+    return damage
+
+
+def _put(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = make(tensors[name]).contiguous()
+
+    return change
+
+
+def _truncate(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        os.truncate(folder / name, (folder / name).stat().st_size - 1000)
+
+    return damage
+
+
+def _remove(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def _rope(**rope: Any) -> Damage:
+    return _edit_json("config.json", rope_scaling=rope)
+
+
+def _index_names_absent(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00001-of-00005.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def _index_points_outside(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "../model.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def _only_pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+K_PROJ, NORM = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.input_layernorm.weight"
+SHARD, INDEX = "model-00002-of-00005.safetensors", "model.safetensors.index.json"
+
+SINGLE_CASES: dict[str, tuple[Damage, str]] = {
+    "file missing": (_remove("model.safetensors"), "hf: there is no .safetensors file"),
+    "only pickled": (_only_pickled, "pytorch_model.bin may hold code"),
+    "truncated": (_truncate("model.safetensors"), "model.safetensors: is truncated or damaged"),
+    "config missing": (_remove("config.json"), "holds no config.json"),
+    "config no json": (lambda f: (f / "config.json").write_text("{") and None, "config.json: cannot be read"),
+    "config no object": (lambda f: (f / "config.json").write_text("[]") and None, "does not hold an object"),
+    "config key missing": (_edit_json("config.json", hidden_size=...), "config.json: hidden_size is missing"),
+    "other model": (_edit_json("config.json", model_type="mistral"), "model_type is 'mistral'"),
+    "quantised": (_edit_json("config.json", quantization_config={"bits": 4}), "quantization_config"),
+    "biases": (_edit_json("config.json", attention_bias=True), "attention_bias is True"),
+    "kv heads": (_edit_json("config.json", num_key_value_heads=3), r"kv_heads \(3\) must divide heads \(4\)"),
+    "heads": (_edit_json("config.json", num_attention_heads=3, head_dim=..., num_key_value_heads=3), r"heads \(3\)"),
+    "unknown rope": (_rope(rope_type="yarn", factor=2.0), "config.json: rope_type 'yarn' is not known"),
+    "unknown old rope": (_rope(type="linear", factor=2.0), "rope_type 'linear' is not known"),
+    "rope key missing": (_rope(rope_type="llama3", factor=8.0), "config.json: low_freq_factor is missing"),
+    "tied head absent": (
+        _edit_tensors("model.safetensors", lambda t: t.pop("lm_head.weight")),
+        "tensor lm_head.weight is not there\n  -> set tie_word_embeddings",
+    ),
+    "tensor absent": (_edit_tensors("model.safetensors", lambda t: t.pop(K_PROJ)), f"tensor {K_PROJ} is not there"),
+    "wrong shape": (
+        _edit_tensors("model.safetensors", _put(K_PROJ, lambda t: t[:8])),
+        rf"model.safetensors: tensor {K_PROJ} has shape \(8, 32\), the configuration makes it \(16, 32\)",
+    ),
+    "dtype mix": (
+        _edit_tensors("model.safetensors", _put(K_PROJ, Tensor.bfloat16)),
+        f"tensor {K_PROJ} is torch.bfloat16 among torch.float32",
+    ),
+    "eight bits": (
+        _edit_tensors("model.safetensors", _put(K_PROJ, lambda t: t.to(torch.float8_e4m3fn))),
+        f"tensor {K_PROJ} is F8_E4M3",
+    ),
+    "stranger": (
+        _edit_tensors("model.safetensors", lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": t[NORM] + 0})),
+        "tensor model.layers.0.self_attn.q_proj.bias .* has no place",
+    ),
+    "nan": (
+        _edit_tensors("model.safetensors", _put(NORM, lambda t: t * float("nan"))),
+        f"tensor {NORM} holds NaN or infinity",
+    ),
+}
+
+SHARDED_CASES: dict[str, tuple[Damage, str]] = {
+    "shard missing": (_remove(SHARD), f"{SHARD}: is missing; {INDEX} says that it holds"),
+    "shard truncated": (_truncate(SHARD), f"{SHARD}: is truncated"),
+    "index missing": (_remove(INDEX), f"{INDEX} is missing beside 5 files"),
+    "index empty": (_edit_json(INDEX, weight_map=...), "weight_map does not give a file"),
+    "index names absent tensor": (
+        _index_names_absent,
+        "model-00001-of-00005.safetensors: tensor model.norm.weight is not there",
+    ),
+    "index points outside": (_index_points_outside, "outside of the folder"),
+}
+
+FIRST, SECOND, WK = "consolidated.00.pth", "consolidated.01.pth", "layers.1.attention.wk.weight"
+
+CONSOLIDATED_CASES: dict[str, tuple[Damage, str]] = {
+    "rank missing": (_remove(FIRST), f"{FIRST}: is missing"),
+    "last rank missing": (
+        _remove(SECOND),
+        r"consolidated.00.pth: tensor tok_embeddings.weight has shape \(32, 32\).*\n.*files are missing",
+    ),
+    "truncated": (_truncate(SECOND), f"{SECOND}: is truncated or damaged"),
+    "code": (lambda f: torch.save({"a": os.path.join}, f / SECOND), f"{SECOND}: holds more than tensors, perhaps code"),
+    "no dictionary": (lambda f: torch.save(torch.ones(3), f / SECOND), f"{SECOND}: does not hold tensors by name"),
+    "params missing": (_remove("params.json"), "holds no config.json"),
+    "params key missing": (_edit_json("params.json", n_heads=...), "params.json: n_heads is missing"),
+    "heads": (_edit_json("params.json", n_heads=5), r"params.json: n_heads \(5\) does not divide dim \(32\)"),
+    "kv heads": (_edit_json("params.json", n_kv_heads=3), r"kv_heads \(3\) must divide heads \(4\)"),
+    "no multiplier": (
+        _edit_json("params.json", ffn_dim_multiplier=...),
+        r"tensor layers.0.feed_forward.w1.weight has shape \(24, 32\).*\n.*no ffn_dim_multiplier",
+    ),
+    "not a number": (_edit_json("params.json", dim="wide"), "params.json: invalid literal"),
+    "tensor absent": (_edit_tensors(SECOND, lambda t: t.pop(WK)), f"{SECOND}: tensor {WK} is not there"),
+    "wrong shape": (_edit_tensors(SECOND, _put(WK, lambda t: t[:4])), f"{SECOND}: tensor {WK} has shape"),
+    "dtype mix": (
+        _edit_tensors(SECOND, _put(WK, Tensor.half)),
+        f"{SECOND}: tensor {WK} is torch.float16 among torch.float32",
+    ),
+    "rank of another dtype": (
+        _edit_tensors(SECOND, lambda t: t.update({k: v.bfloat16() for k, v in t.items()})),
+        f"{SECOND}: tensor .* differs from that of {FIRST}",
+    ),
+    "rank of another model": (
+        _edit_tensors(SECOND, _put("layers.0.ffn_norm.weight", lambda t: t + 1)),
+        f"{SECOND}: tensor layers.0.ffn_norm.weight differs from that of {FIRST}",
+    ),
+    "integers": (
+        _edit_tensors(SECOND, _put(WK, Tensor.char)),
+        f"{SECOND}: tensor {WK} is torch.int8, which needs scales",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in three layouts."""
+    root = tmp_path_factory.mktemp("good")
+    model = Llama(LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64))
+    save_hugging_face(model, root / "single")
+    save_hugging_face(model, root / "sharded", SHARDED)
+    save_consolidated(model, root / "consolidated", 2)
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage", "said"),
+    [
+        pytest.param(layout, *case, id=f"{layout}: {name}")
+        for layout, cases in (
+            ("single", SINGLE_CASES),
+            ("sharded", SHARDED_CASES),
+            ("consolidated", CONSOLIDATED_CASES),
+        )
+        for name, case in cases.items()
+    ],
+)
+def test_what_is_wrong_is_said_before_work_starts(
+    good: dict[str, Path], tmp_path: Path, layout: str, damage: Damage, said: str
+) -> None:
+    shutil.copytree(good[layout], tmp_path / "hf")
+    damage(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=said):
+        load(tmp_path / "hf")
+
+
+def test_copies_that_differ_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
+    save_consolidated(make_llama(**CUT), tmp_path / "meta", 4)
+    _edit_tensors("consolidated.03.pth", _put(WK, lambda t: t + 1))(tmp_path / "meta")
+    with pytest.raises(CheckpointError, match=rf"copies of head 1 of tensor {WK} differ"):
+        load(tmp_path / "meta")
+
+
+def test_weights_that_overflow_in_the_wanted_dtype_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
+    model = make_llama()
+    with torch.no_grad():
+        model.layers[0].feed_forward.up.weight[0, 0] = 1e5
+    save_hugging_face(model, tmp_path / "hf")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight holds NaN or infinity as torch.float16"
+    ):
+        load(tmp_path / "hf", torch.float16)
+
+
+def test_a_path_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"")
+    for path, said in (
+        (tmp_path / "absent", "there is nothing here"),
+        (tmp_path, "holds no config.json, params.json or .gguf file"),
+        (tmp_path / "weights.bin", "is not a GGUF file"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(path)
+
+
+# GGUF: files written by the library that llama.cpp publishes, from the definition of its layout.
+
+
+def _write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
+    gguf = pytest.importorskip("gguf")
+    config, kind = model.config, changes.pop("kind", "F32")
+    writer = gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.ffn)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(changes.pop("kv_heads", config.kv_heads))
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    if "scaling" in changes:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(changes.pop("scaling")))
+    tensors: dict[str, Tensor] = {"token_embd": model.embedding.weight, "output_norm": model.norm.weight}
+    if model.head is not None:
+        tensors["output"] = model.head.weight
+    for i, block in enumerate(model.layers):
+        attention, ffn = block.attention, block.feed_forward
+        tensors |= {
+            f"blk.{i}.attn_norm": block.attention_norm.weight,
+            f"blk.{i}.attn_q": halves_to_interleaved(attention.query.weight.unflatten(0, (-1, 8))).flatten(0, 1),
+            f"blk.{i}.attn_k": halves_to_interleaved(attention.key.weight.unflatten(0, (-1, 8))).flatten(0, 1),
+            f"blk.{i}.attn_v": attention.value.weight,
+            f"blk.{i}.attn_output": attention.output.weight,
+            f"blk.{i}.ffn_norm": block.feed_forward_norm.weight,
+            f"blk.{i}.ffn_gate": ffn.gate.weight,
+            f"blk.{i}.ffn_up": ffn.up.weight,
+            f"blk.{i}.ffn_down": ffn.down.weight,
+        }
+    if config.rope_scaling is not None:
+        plain = rope_frequencies(config.model_copy(update={"rope_scaling": None}))
+        tensors["rope_freqs"] = plain / rope_frequencies(config) * changes.pop("stretch", 1.0)
+    tensors |= changes.pop("tensors", {})
+    assert not changes
+    for name, tensor in tensors.items():
+        values = tensor.detach().float().numpy()
+        if kind != "F32" and values.ndim == 2:
+            chosen = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(f"{name}.weight", gguf.quantize(values, chosen), raw_dtype=chosen)
+        else:
+            writer.add_tensor(f"{name}.weight", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("settings", [{}, {"tied": True, "rope_scaling": RopeScaling(factor=32.0)}], ids=["3", "3.2"])
+def test_gguf_holds_the_same_model(make_llama: MakeLlama, tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = make_llama(**settings)
+    _, back = load(_write_gguf(model, tmp_path / "model.gguf"))
+    assert _same(back, model)
+    assert _same(load(tmp_path)[1], model)  # the only one in a folder
+
+
+@pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("BF16", 5e-3), ("Q8_0", 1e-2), ("Q4_0", 0.15)])
+def test_quantised_gguf_is_dequantised(make_llama: MakeLlama, tmp_path: Path, kind: str, error: float) -> None:
+    model = make_llama(ffn=64)
+    _, back = load(_write_gguf(model, tmp_path / "model.gguf", kind=kind), torch.float32)
+    for a, b in zip(back.parameters(), model.parameters(), strict=True):
+        assert (a - b).abs().max() <= error * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architecture": "qwen2"}, "the architecture is 'qwen2'"),
+        ({"scaling": "yarn"}, "rope_type 'yarn' is not known"),
+        ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
+        ({"stretch": 1.5}, "rope_freqs.weight stretches"),
+        ({"tensors": {"blk.0.attn_k": torch.ones(8, 32)}}, r"tensor blk.0.attn_k.weight has shape \(8, 32\)"),
+        ({"tensors": {"blk.0.attn_q_norm": torch.ones(8)}}, "tensor blk.0.attn_q_norm.weight .* has no place"),
+    ],
+)
+def test_what_is_wrong_in_gguf_is_said(
+    make_llama: MakeLlama, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    model = make_llama(rope_scaling=RopeScaling())
+    with pytest.raises(CheckpointError, match=said):
+        load(_write_gguf(model, tmp_path / "model.gguf", **changes))
+
+
+def test_gguf_cut_anywhere_is_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
+    path = _write_gguf(make_llama(), tmp_path / "model.gguf")
+    whole = path.read_bytes()
+    for size in (0, 3, 20, 100, 700, 1500, len(whole) // 2, len(whole) - 200):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CordilleraError, match=r"model\.gguf: is truncated, damaged or not GGUF"):
+            load(path)

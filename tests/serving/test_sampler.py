@@ -1,0 +1,78 @@
+"""The sampler against the definition of temperature and top-p, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cordillera.errors import DataError
+from cordillera.serving.sampler import Sampling, probabilities, sample
+
+_LOGITS = st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size=12).filter(
+    lambda row: max(row) > -math.inf
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=_LOGITS, temperature=st.sampled_from([0.3, 0.6, 1.0, 2.0]), top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+def test_probabilities_are_the_fewest_most_likely_tokens_rescaled(
+    row: list[float], temperature: float, top_p: float
+) -> None:
+    logits = torch.tensor([row], dtype=torch.float64)
+    found = probabilities(logits, Sampling(temperature=temperature, top_p=top_p))[0]
+
+    chances = [math.exp((x - max(row)) / temperature) for x in row]
+    chances = [x / sum(chances) for x in chances]
+    kept: list[int] = []
+    for token in sorted(range(len(row)), key=lambda i: -chances[i]):
+        if abs(sum(chances[i] for i in kept) - top_p) < 1e-5 and top_p < 1:
+            return  # rounding decides
+        if sum(chances[i] for i in kept) < top_p:
+            kept.append(token)
+    if len({round(chances[i], 6) for i in range(len(row))}) < len(row):
+        kept = [i for i in range(len(row)) if found[i] > 0]  # equal ones: any of them may be the last
+    total = sum(chances[i] for i in kept)
+    expected = [chances[i] / total if i in kept else 0.0 for i in range(len(row))]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    assert found.sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_greedy_takes_the_first_of_the_most_likely() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -math.inf], [-5.0, -math.inf, -6.0, -7.0]])
+    assert sample(logits, Sampling(temperature=0)).tolist() == [1, 0]
+    assert probabilities(logits, Sampling(temperature=0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_draws_follow_the_probabilities_and_the_seed() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -9.0]]).expand(20_000, -1)
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+    drawn, again = (sample(logits, sampling, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(drawn, again)
+    expected = probabilities(logits[:1], sampling)[0]
+    counts = drawn.bincount(minlength=5)
+    assert counts[3:].tolist() == [0, 0]  # the first three have 0.969
+    torch.testing.assert_close(counts / 20_000, expected, rtol=0, atol=4 * math.sqrt(0.25 / 20_000))
+
+
+def test_a_cold_temperature_is_greedy_without_overflow() -> None:
+    logits = torch.tensor([[1000.0, 999.0, -1000.0]])
+    assert probabilities(logits, Sampling(temperature=1e-6, top_p=1)).tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize("bad", [[1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(bad: list[float], temperature: float) -> None:
+    logits = torch.tensor([[0.0, 1.0], bad])
+    with pytest.raises(DataError, match="NaN or infinite"):
+        sample(logits, Sampling(temperature=temperature))
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_k": 3}])
+def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        Sampling(**wrong)
