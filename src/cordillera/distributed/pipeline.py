@@ -48,8 +48,8 @@ class PeerError(CordilleraError):
 
     Args:
         what: One sentence that says what was waited for.
-        peer: The rank that was waited for, counted in the group.
-        stage: The stage that makes the message; None where the wait was for the start of a step.
+        peer: The rank that was waited for, counted in the group; None where it could be any.
+        stage: The stage that makes the message; None where the wait was for something else.
         microbatch: The message's microbatch; None likewise.
         where: The rank that waited.
         remedy: What to do about it.
@@ -59,7 +59,7 @@ class PeerError(CordilleraError):
         self,
         what: str,
         *,
-        peer: int,
+        peer: int | None,
         stage: int | None = None,
         microbatch: int | None = None,
         where: str | None = None,

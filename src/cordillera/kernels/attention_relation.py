@@ -1,0 +1,153 @@
+"""Which queries attend to which keys: blocks of consecutive rows in plain integers, or positions where need be.
+
+A causal block is aligned at its bottom right, as in FlashAttention: its last query sees all of its keys, the query
+before all but the last. Positions describe anything else (keys that were written one by one while decoding, padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import PlanError
+
+
+class Block(NamedTuple):
+    """Queries ``q_start:q_stop`` attend to keys ``k_start:k_stop``.
+
+    Attributes:
+        q_start: First row of the queries.
+        q_stop: One past the last.
+        k_start: First row of the keys.
+        k_stop: One past the last.
+        causal: Query ``i`` of ``n`` sees all keys but the last ``n - 1 - i``; False for all keys.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A query attends to the keys of its own document whose position is not after its own.
+
+    Attributes:
+        q_documents: ``int64 [Tq]``; a negative number for a query that attends to nothing.
+        q_positions: ``int64 [Tq]``, counted from the document's start.
+        k_documents: ``int64 [Tk]``; a negative number for padding.
+        k_positions: ``int64 [Tk]``.
+    """
+
+    q_documents: Tensor
+    q_positions: Tensor
+    k_documents: Tensor
+    k_positions: Tensor
+
+    def mask(self, first: int = 0, last: int | None = None) -> Tensor:
+        """``bool [last - first, Tk]``: which keys some of the queries see.
+
+        Args:
+            first: First of the queries.
+            last: One past the last of them; None for all.
+        """
+        documents, positions = self.q_documents[first:last, None], self.q_positions[first:last, None]
+        return (documents == self.k_documents) & (documents >= 0) & (positions >= self.k_positions)
+
+
+Relation = Literal["full", "causal", "empty"] | Sequence[Block] | Positions
+
+
+def document_blocks(q_offsets: Sequence[int], k_offsets: Sequence[int] | None = None) -> list[Block]:
+    """Packed documents, each causal in itself and blind to the others.
+
+    Args:
+        q_offsets: ``B + 1`` numbers; document ``b`` owns the queries from ``q_offsets[b]`` to ``q_offsets[b + 1]``.
+        k_offsets: Likewise of the keys, whose last ones belong to the queries; None for the same.
+    """
+    k_offsets = q_offsets if k_offsets is None else k_offsets
+    pairs = zip(pairwise(q_offsets), pairwise(k_offsets), strict=True)
+    return [Block(*queries, *keys, causal=True) for queries, keys in pairs]
+
+
+def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple[int, int, int]]) -> list[Block]:
+    """How pieces of documents attend to pieces of documents, causally within each document.
+
+    Args:
+        queries: ``(document, start, stop)`` of each piece, in the order in which their rows lie one after another.
+        keys: Likewise. No token is in two pieces.
+
+    Returns:
+        Blocks over those rows; no pair of query and key is in two of them.
+    """
+    of_document: dict[int, list[tuple[int, int, int]]] = {}
+    row = 0
+    for document, start, stop in keys:
+        of_document.setdefault(document, []).append((start, stop, row))
+        row += stop - start
+    blocks = []
+    row = 0
+    for document, start, stop in queries:
+        for first, last, k_row in of_document.get(document, ()):
+            # queries within the keys' range of positions see them up to their own, those behind it all of them
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                blocks.append(Block(row + low - start, row + high - start, k_row, k_row + high - first, True))
+            behind = max(start, last)
+            if behind < stop and first < last:
+                blocks.append(Block(row + behind - start, row + stop - start, k_row, k_row + last - first, False))
+        row += stop - start
+    return blocks
+
+
+def as_blocks(relation: Relation, queries: int, keys: int) -> list[Block]:
+    """The blocks of a relation in which every query sees a key.
+
+    Args:
+        relation: Any but :class:`Positions`.
+        queries: How many there are.
+        keys: Likewise.
+
+    Raises:
+        PlanError: If a block is not within the queries and keys, or the relation is not known.
+    """
+    if isinstance(relation, str):
+        if relation not in ("full", "causal", "empty"):
+            raise PlanError(f"{relation!r} is not known", where="relation", remedy="full, causal, empty, or blocks")
+        relation = [] if relation == "empty" else [Block(0, queries, 0, keys, relation == "causal")]
+    assert not isinstance(relation, Positions)
+    blocks = []
+    for block in relation:
+        if not (0 <= block.q_start <= block.q_stop <= queries and 0 <= block.k_start <= block.k_stop <= keys):
+            raise PlanError(f"{block} does not fit {queries} queries and {keys} keys", where="relation")
+        if block.causal:  # the first queries see nothing where there are more of them than keys
+            size = min(block.q_stop - block.q_start, block.k_stop - block.k_start)
+            block = block._replace(q_start=block.q_stop - size)
+        if block.q_start < block.q_stop and block.k_start < block.k_stop:
+            blocks.append(block)
+    return blocks
+
+
+def dense_mask(relation: Relation, queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+    """A relation as ``bool [queries, keys]``, True where a query sees a key.
+
+    Args:
+        relation: Any.
+        queries: How many there are.
+        keys: Likewise.
+        device: Of the mask.
+    """
+    if isinstance(relation, Positions):
+        return relation.mask().to(device)
+    mask = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+    for q_start, q_stop, k_start, k_stop, causal in as_blocks(relation, queries, keys):
+        seen = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=device)
+        mask[q_start:q_stop, k_start:k_stop] |= seen.tril(seen.shape[1] - seen.shape[0]) if causal else seen
+    return mask
