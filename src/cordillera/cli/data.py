@@ -10,24 +10,29 @@ import typer
 from rich.table import Table
 
 from cordillera.cli._show import console
+from cordillera.errors import DataError
 
 if TYPE_CHECKING:
+    from cordillera.data.assets import Asset
     from cordillera.data.cache import Splits
 
 app = typer.Typer(no_args_is_help=True)
 
-_Name = Annotated[str, typer.Argument(help="A data set of 'cordillera data list'.")]
+_Name = Annotated[str, typer.Argument(help="A name of 'cordillera data list'.")]
 _Path = Annotated[list[str] | None, typer.Option("--path", help="A file of a data set that you downloaded yourself.")]
 
 
 @app.command("list")
 def list_() -> None:
-    """The data sets that have names."""
+    """The data sets, models and tokenizers that have names."""
+    from cordillera.data.assets import ASSETS
     from cordillera.data.datasets import DATASETS
 
-    table = Table("name", "what it is", "source", "terms", box=None, pad_edge=False)
+    table = Table("name", "kind", "what it is", "source", "terms", box=None, pad_edge=False)
     for name, entry in DATASETS.items():
-        table.add_row(name, entry.summary, entry.source, entry.terms)
+        table.add_row(name, "click log", entry.summary, entry.source, entry.terms)
+    for name, asset in ASSETS.items():
+        table.add_row(name, asset.kind, asset.summary, asset.source, asset.terms)
     console().print(table)
 
 
@@ -41,13 +46,21 @@ def get(
     split: Annotated[str, typer.Option(help="Rows to export: train, validation or test.")] = "test",
     rows: Annotated[int | None, typer.Option(min=1, help="Export the first so many rows.")] = None,
 ) -> None:
-    """Fetch a data set and prepare it for training."""
+    """Fetch a data set and prepare it for training, or fetch a model or a tokenizer."""
+    from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.cache import SPLITS
     from cordillera.data.datasets import configure, export, prepare
 
+    out = console()
+    if name in ASSETS:
+        if path or export_to or rows:
+            raise DataError(f"'{name}' is a {ASSETS[name].kind}: it has no rows", where="--path, --export, --rows")
+        file = fetch_asset(name)
+        _asset_terms(ASSETS[name])
+        out.print(f"fetched {file}", soft_wrap=True)
+        return
     config = configure(name, path)
     splits = prepare(config)
-    out = console()
     _terms(splits)
     counts = splits.facts["rows"]
     out.print(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
@@ -59,9 +72,15 @@ def get(
 
 @app.command()
 def describe(name: _Name, path: _Path = None) -> None:
-    """Rows, labels, features and their gaps."""
+    """Rows, labels, features and their gaps; of a model or a tokenizer, its sizes and special tokens."""
+    from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.datasets import configure, prepare
 
+    if name in ASSETS:
+        file = fetch_asset(name)
+        _asset_terms(ASSETS[name])
+        console().print(_asset_table(file))
+        return
     config = configure(name, path)
     splits = prepare(config)
     facts = splits.facts
@@ -78,6 +97,19 @@ def describe(name: _Name, path: _Path = None) -> None:
 def _terms(splits: Splits) -> None:
     facts = splits.facts
     console().print(f"{facts['name']}\nsource: {facts['source']}\nterms: {facts['terms']}")
+
+
+def _asset_terms(asset: Asset) -> None:
+    console().print(f"{asset.summary}\nsource: {asset.source}\nterms: {asset.terms}")
+
+
+def _asset_table(file: Path) -> Table:
+    from cordillera.data.assets import asset_facts
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in asset_facts(file).items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    return table
 
 
 def _share(value: float | None) -> str:

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cordillera.data.encoding import EncodedRows, Encoder, assemble, offsets_of, ragged_positions, sealed, unsealed
+from cordillera.data.encoding import EncodedRows, Encoder, assemble, offsets_of, ragged_positions
 from cordillera.data.features import FeatureSpec, RankingBatch
-from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
 from cordillera.errors import DataError
 
 FORMAT = 1

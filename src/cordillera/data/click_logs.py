@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -253,30 +252,6 @@ def guess_format(path: Path) -> Format:
             return kind
     remedy = 'set data.format to "csv", "tsv" or "parquet"'
     raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
-
-
-def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Files of a path, a folder (its files by name) or several of them, in order; ``~`` is the home folder.
-
-    Raises:
-        DataError: a folder holds no files, or a pattern finds none.
-    """
-    files: list[Path] = []
-    for name in [path] if isinstance(path, str) else path:
-        place = Path(name).expanduser()
-        if place.is_dir():
-            inside = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith((".", "_")))
-            if not inside:
-                raise DataError("the folder holds no files", where=str(place))
-            files += inside
-        elif any(mark in name for mark in "*?[") and not place.exists():
-            found = sorted(place.parent.glob(place.name))
-            if not found:
-                raise DataError("no file fits the pattern", where=str(place))
-            files += found
-        else:
-            files.append(place)
-    return tuple(Path(os.path.abspath(file)) for file in files)
 
 
 CRITEO_DENSE = tuple(f"I{index}" for index in range(1, 14))

@@ -33,13 +33,12 @@ from cordillera.data.click_logs import (
     avazu_schema,
     avazu_times,
     criteo_schema,
-    expand_paths,
     guess_format,
     log_times,
 )
 from cordillera.data.encoding import Encoder, Place, splitmix64, timestamps_of
 from cordillera.data.features import Schema
-from cordillera.data.files import cache_folder, disk_errors, folder_beside
+from cordillera.data.files import cache_folder, disk_errors, expand_paths, folder_beside
 from cordillera.data.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
 

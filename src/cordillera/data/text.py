@@ -1,0 +1,253 @@
+"""From text files to a tokenised corpus, once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cordillera.data.documents import Document, read_documents
+from cordillera.data.files import cache_folder, disk_errors, expand_paths
+from cordillera.data.text_cleaning import Cleaner, CleaningConfig
+from cordillera.data.text_shards import FORMAT, ShardWriter, TextDataset
+from cordillera.data.tokenizer import Tokenizer, load_tokenizer
+from cordillera.errors import DataError
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_DOCUMENTS = 256
+_DEADLINE_S = 600.0
+
+
+class TextConfig(BaseModel):
+    """Which text is tokenised, and how.
+
+    Attributes:
+        path: File, folder or pattern, or several.
+        tokenizer: Its file or folder; see :func:`cordillera.data.tokenizer.load_tokenizer`.
+        text_field: Key or column of the text.
+        unit: What a document is in a plain text file: the ``file``, or every ``line``.
+        bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
+        eos: Whether they end with the end-of-text token.
+        cleaning: What is dropped. Default: empty documents only.
+        shard_tokens: A shard is closed once it holds so many.
+        processes: That tokenise; 0 does it in the caller's. The result is the same.
+        cache_dir: Where the corpus is kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str | tuple[str, ...]
+    tokenizer: str
+    text_field: str = "text"
+    unit: Literal["file", "line"] = "file"
+    bos: bool | None = None
+    eos: bool = True
+    cleaning: CleaningConfig | None = None
+    shard_tokens: int = Field(1 << 27, ge=1)
+    processes: int = Field(0, ge=0)
+    cache_dir: str | None = None
+
+
+def prepare_text(
+    config: TextConfig,
+    *,
+    language: Callable[[str], str] | None = None,
+    quality: Callable[[str], float] | None = None,
+    verify: bool | None = None,
+) -> TextDataset:
+    """Read, clean and tokenise text; the second call finds it in the cache.
+
+    A preparation that was interrupted goes on after its last whole shard and gives the same files.
+
+    Args:
+        config: Which text, and how.
+        language: For ``cleaning.languages``: names the language of a text. Two functions of one module and name are
+            taken for the same.
+        quality: For ``cleaning.min_quality``: scores a text.
+        verify: As of :class:`TextDataset`.
+
+    Returns:
+        The corpus. Its ``facts`` hold the report: documents read, kept, and dropped by reason.
+
+    Raises:
+        DataError: bad input (file and row are named), no document is left, another process prepares the same text.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    paths = expand_paths(config.path)
+    for path in paths:
+        if not path.is_file():
+            raise DataError("there is no such file", where=str(path))
+    key = _key(config, tokenizer, paths, (language, quality))
+    folder = cache_folder(config.cache_dir) / "text" / f"{paths[0].name.split('.')[0]}-{key}"
+    if (folder / "meta.json").exists():
+        return TextDataset(folder, verify=verify)
+    # No cleaning configured still drops what is empty; every count has its place in one report.
+    none = CleaningConfig(exact=False, near_duplicates=None, line_repeats=None, repeated_ngrams={})
+    cleaner = Cleaner(config.cleaning or none, language=language, quality=quality)
+    partial = folder.with_name(f".{folder.name}.partial")
+    with _only_one(folder):
+        if not (folder / "meta.json").exists():
+            _write(config, tokenizer, paths, cleaner, partial)
+            with disk_errors(folder):
+                os.replace(partial, folder)
+    return TextDataset(folder, verify=verify)
+
+
+def _write(config: TextConfig, tokenizer: Tokenizer, paths: tuple[Path, ...], cleaner: Cleaner, partial: Path) -> None:
+    if (partial / "meta.json").exists():  # stopped between the last file and the renaming
+        return
+    writer = ShardWriter(partial, tokenizer.vocab_size, config.shard_tokens)
+    try:
+        kept = cleaner.clean(lambda: read_documents(paths, text_field=config.text_field, unit=config.unit))
+        rest = itertools.islice(kept, writer.documents, None)
+        bos = tokenizer.adds_bos if config.bos is None else config.bos
+        before, after = _ends(tokenizer, bos, config.eos)
+        with _encoders(config, tokenizer) as encode:
+            for tokens in encode(_batches(rest)):
+                writer.append([*before, *tokens, *after])
+        if not cleaner.report()["kept"]:
+            raise DataError(
+                f"no document is left: {_said(cleaner.report())}",
+                where=str(config.path),
+                remedy="check text_field, and what cleaning drops",
+            )
+        facts = {
+            "report": cleaner.report(),
+            "files": [str(path) for path in paths],
+            "tokenizer": {"path": str(tokenizer.path), "fingerprint": tokenizer.fingerprint},
+            "vocab_size": tokenizer.vocab_size,
+            "bos_id": before[0] if before else None,
+            "eos_id": after[0] if after else None,
+        }
+        writer.finish(facts)
+    finally:
+        writer.abandon()
+
+
+def _said(report: dict[str, Any]) -> str:
+    reasons = [f"{count} {reason}" for reason, count in report["dropped"].items() if count]
+    return f"{report['documents']} were read" + (f", dropped: {', '.join(reasons)}" if reasons else "")
+
+
+def _ends(tokenizer: Tokenizer, bos: bool, eos: bool) -> tuple[list[int], list[int]]:
+    before = tokenizer.bos_id if bos else None
+    after = tokenizer.document_end_id if eos else None
+    for wanted, token, name in ((bos, before, "bos"), (eos, after, "eos")):
+        if wanted and token is None:
+            raise DataError(
+                f"the vocabulary has no token for {name}", where=str(tokenizer.path), remedy=f"set {name} = false"
+            )
+    return [] if before is None else [before], [] if after is None else [after]
+
+
+def _key(
+    config: TextConfig,
+    tokenizer: Tokenizer,
+    paths: tuple[Path, ...],
+    functions: tuple[Callable[[str], Any] | None, ...],
+) -> str:
+    choices = config.model_dump(mode="json", exclude={"path", "tokenizer", "processes", "cache_dir"})
+    choices |= {
+        "format": FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "files": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
+        "functions": [
+            f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(type(function)))}"
+            for function in functions
+            if function is not None
+        ],
+    }
+    return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document.text)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+_Encode = Callable[[Iterator[list[str]]], Iterator[list[int]]]
+
+
+@contextlib.contextmanager
+def _encoders(config: TextConfig, tokenizer: Tokenizer) -> Iterator[_Encode]:
+    """Gives a function from batches of texts to their tokens, in order."""
+    if config.processes == 0:
+        yield lambda batches: (tokens for batch in batches for tokens in tokenizer.encode_batch(batch))
+        return
+    pool = ProcessPoolExecutor(
+        config.processes, mp_context=get_context("spawn"), initializer=_start, initargs=(config.tokenizer,)
+    )
+
+    def encode(batches: Iterator[list[str]]) -> Iterator[list[int]]:
+        # A window of batches on their way bounds memory, whatever the corpus.
+        waiting: deque[Future[list[list[int]]]] = deque()
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_encode_batch, batch))
+                if len(waiting) > 2 * config.processes:
+                    yield from waiting.popleft().result(_DEADLINE_S)
+            while waiting:
+                yield from waiting.popleft().result(_DEADLINE_S)
+        except BrokenProcessPool as error:
+            remedy = "see whether memory ran out; start again: it goes on after the last whole shard"
+            raise DataError("a process that tokenises has died", where="processes", remedy=remedy) from error
+        except concurrent.futures.TimeoutError as error:
+            raise DataError(f"no batch was tokenised within {_DEADLINE_S:.0f} s", where="processes") from error
+
+    try:
+        yield encode
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: Tokenizer | None = None
+
+
+def _start(path: str) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = load_tokenizer(path)
+
+
+def _encode_batch(texts: list[str]) -> list[list[int]]:
+    assert _worker is not None
+    return _worker.encode_batch(texts)
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the right to prepare a folder; it is let go when the process ends, however it does."""
+    import fcntl
+
+    path = folder.with_name(f".{folder.name}.lock")
+    with disk_errors(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                "another process is preparing this text", where=str(folder), remedy="wait for it"
+            ) from error
+        yield

@@ -1,0 +1,76 @@
+"""Assets by name: fetched, described, with their terms."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cordillera.cli.data import app
+from cordillera.data import assets
+from cordillera.data.assets import ASSETS, Asset, fetch_asset
+from cordillera.data.datasets import DATASETS
+from cordillera.data.fetch import Wheel
+from cordillera.errors import DataError
+from tests.data import vocabularies as v
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same names, with small files in wheels that lie in a folder."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CORDILLERA_WHEELS", str(folder))
+    files = {"smollm2": v.write_gguf(folder), "llama3-tokenizer": v.write_tiktoken(folder)}
+    small = {}
+    for name, file in files.items():
+        path = folder / f"{name}-1-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.write(file, f"inside/{file.name}")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        one = ASSETS[name]
+        wheel = Wheel(f"{name}==1", path.name, digest, (f"inside/{file.name}",))
+        small[name] = Asset(one.kind, one.summary, one.source, one.terms, wheel)
+    monkeypatch.setattr(assets, "ASSETS", small)
+
+
+def _run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def test_names_are_of_one_thing_only() -> None:
+    assert not ASSETS.keys() & DATASETS.keys()
+
+
+def test_list_names_every_asset() -> None:
+    text = _run("list")
+    assert all(name in text for name in ASSETS)
+
+
+@pytest.mark.parametrize("name", list(ASSETS))
+def test_get_prints_the_terms_and_where_the_file_is(name: str) -> None:
+    text = _run("get", name)
+    assert f"terms: {ASSETS[name].terms[:20]}" in text
+    assert fetch_asset(name).is_file()
+    assert str(fetch_asset(name)) in text
+
+
+def test_describe_shows_the_shape_and_the_special_tokens() -> None:
+    text = _run("describe", "smollm2")
+    assert "general.architecture llama" in text
+    assert "stops at <|im_end|>, <|endoftext|>" in text
+    assert "special tokens 256" in _run("describe", "llama3-tokenizer")
+
+
+def test_what_belongs_to_rows_is_refused() -> None:
+    for option in (["--rows", "3"], ["--path", "x"], ["--export", "x.csv"]):
+        with pytest.raises(DataError, match="is a model: it has no rows"):
+            _run("get", "smollm2", *option)
+    with pytest.raises(DataError, match="unknown asset 'x'"):
+        fetch_asset("x")
