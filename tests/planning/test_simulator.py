@@ -197,6 +197,31 @@ def test_a_replay_by_small_steps_ends_at_the_same_time(schedule: Schedule) -> No
     assert replay(schedule, seconds, way, 0.125) == pytest.approx(simulate(schedule, seconds, way).seconds)
 
 
+@given(schedule=st.sampled_from([*TOY[:5], zero_bubble(P, M, 2)]), data=st.data())
+@settings(max_examples=8, deadline=None)
+def test_microbatches_that_differ_end_when_the_replay_does(schedule: Schedule, data: st.DataObject) -> None:
+    times = data.draw(st.lists(st.integers(0, 6).map(lambda n: n / 2), min_size=M, max_size=M))
+    alike, way = equal_stages(schedule), boundary(1, 0.5, 0.25)
+    seconds = StageSeconds(alike.forward, alike.input_gradient, alike.weight_gradient, microbatches=times)
+    assert replay(schedule, seconds, way, 0.125) == pytest.approx(simulate(schedule, seconds, way).seconds)
+    timeline = simulate(schedule, seconds, way)
+    assert timeline.busy.sum() == pytest.approx(sum(times) * 3 * P)
+
+
+def test_multiples_of_one_change_nothing() -> None:
+    for schedule in TOY:
+        alike = equal_stages(schedule)
+        ones = StageSeconds(alike.forward, alike.input_gradient, alike.weight_gradient, microbatches=[1.0] * M)
+        assert simulate(schedule, ones).seconds == simulate(schedule, alike).seconds
+
+
+def test_one_long_microbatch_delays_every_stage() -> None:
+    """Without overlap of its own: the pipeline waits for it on each rank in turn."""
+    seconds = StageSeconds([1.0] * 2, [1.0] * 2, [1.0] * 2, microbatches=[1.0, 5.0])
+    # Forwards end at 1, 6 on rank 0 and 2, 11 on rank 1, whose first backward runs in between, from 2 to 4.
+    assert simulate(one_forward_one_backward(2, 2), seconds).seconds == 6 + 5 + 10 + 10
+
+
 @given(st.floats(0.1, 10), st.sampled_from(TOY), st.floats(0, 2), st.floats(0, 1))
 @settings(max_examples=40, deadline=None)
 def test_scaling_all_times_scales_the_step(factor: float, schedule: Schedule, latency: float, occupied: float) -> None:
@@ -246,6 +271,10 @@ def test_times_that_are_none_are_refused_by_place(value: float) -> None:
         simulate(schedule, StageSeconds.equal(2, 1, 2), {(0, 1): Way(value)})
     with pytest.raises(PlanError, match="3 values for 2 stages"):
         simulate(schedule, StageSeconds.equal(3, 1, 2))
+    with pytest.raises(PlanError, match="stage seconds, microbatch 1"):
+        simulate(schedule, StageSeconds([1, 1], [1, 1], [1, 1], microbatches=[1, value]))
+    with pytest.raises(PlanError, match="3 values for 2 microbatches"):
+        simulate(schedule, StageSeconds([1, 1], [1, 1], [1, 1], microbatches=[1, 1, 1]))
 
 
 def test_ranks_that_wait_for_one_another_are_refused() -> None:

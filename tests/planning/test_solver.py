@@ -297,6 +297,10 @@ def test_rules_return_the_same_schedule_on_every_call() -> None:
         ({"rank_of": ()}, "without a stage"),
         ({"microbatches": 0}, "too few"),
         ({"seconds": StageSeconds.equal(2, 1, 2)}, "2 values for 3 stages"),
+        (
+            {"seconds": StageSeconds([1.0] * 3, [1.0] * 3, [1.0] * 3, microbatches=[1, 2])},
+            "microbatches that are alike",
+        ),
         ({"ways": {(0, 1): Way(-1.0)}}, "way from rank 0 to rank 1"),
     ],
 )

@@ -70,7 +70,11 @@ class Problem:
                 where="rank_of",
                 remedy="ranks count from 0 without gaps",
             )
-        seconds.check(len(rank_of))
+        seconds.check(len(rank_of), microbatches)
+        if seconds.microbatches is not None:
+            raise PlanError(
+                "schedules are searched for microbatches that are alike", where="stage seconds, microbatches"
+            )
         pairs = {(a, b) for a, b in pairwise(rank_of) if a != b}
         found = {}
         for pair in sorted(pairs | {(b, a) for a, b in pairs}):

@@ -7,7 +7,6 @@ device, cut in columns, cut in rows, or copied to every device like a dense laye
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
+from cordillera.partition import NOWHERE, list_scheduling
 
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -398,9 +398,10 @@ def deal(workload: Recommender, size: int, room: float, worth: float, grain: flo
         dearest = sorted(range(len(shards)), key=lambda at: (-shards[at][0], at))
         largest = sorted(range(len(shards)), key=lambda at: (-shards[at][1], at))
         for order in (dearest, largest):  # where the first leaves no place for the last
-            places = _placed([shards[at] for at in order], size, room)
-            if places is not None:
-                return Dealt(workload, tuple(shards[at][2] for at in order), np.array(places, dtype=np.int64), size)
+            costs_of, sizes = [shards[at][0] for at in order], [shards[at][1] for at in order]
+            places = list_scheduling(costs_of, size, sizes, room * (1 + 1e-9))
+            if NOWHERE not in places:
+                return Dealt(workload, tuple(shards[at][2] for at in order), places, size)
     raise PlanError(f"tables over {size:,} devices: parts leave gaps into which the last do not fit")
 
 
@@ -430,22 +431,3 @@ def _parts(
             cost = up / wide * rows / one.rows + sent / wide
             found.append((cost, rows * row, Shard(table, copy, first_row, rows, first_column, columns)))
     return found
-
-
-def _placed(shards: list[tuple[float, float, Shard]], size: int, room: float) -> list[int] | None:
-    """A device for each shard, the one with least to do that has room; None if there is none."""
-    heap: list[tuple[float, int]] = [(0.0, device) for device in range(size)]
-    free, places = [room * (1 + 1e-9)] * size, []
-    for cost, needed, _ in shards:
-        full = []
-        while heap and free[heap[0][1]] < needed:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, device = heap[0]
-        heapq.heapreplace(heap, (load + cost, device))
-        free[device] -= needed
-        places.append(device)
-        for one in full:
-            heapq.heappush(heap, one)
-    return places

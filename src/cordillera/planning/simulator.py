@@ -31,12 +31,15 @@ class StageSeconds:
         weight_gradient: Of each stage, ``W``; a whole backward takes both.
         joined: What the actions of a joined pair take, as a part of what they take alone; below 1 where a kernel hides
             the communication of one behind the other.
+        microbatches: What each microbatch takes, as a multiple of these times; None where all are alike. Packed
+            documents make microbatches of unequal work.
     """
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
     joined: float = 1.0
+    microbatches: Sequence[float] | None = None
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, joined: float = 1.0) -> StageSeconds:
@@ -53,17 +56,34 @@ class StageSeconds:
 
     def of(self, action: Action) -> float:
         """Seconds of one action alone."""
-        stage = action.stage
-        if action.kind is Kind.FORWARD:
+        times = 1.0 if self.microbatches is None else self.microbatches[action.microbatch]
+        return times * self.of_kind(action.kind, action.stage)
+
+    def of_kind(self, kind: Kind, stage: int) -> float:
+        """Seconds of an action, before what its microbatch multiplies them by.
+
+        Args:
+            kind: What is done.
+            stage: For which stage.
+        """
+        if kind is Kind.FORWARD:
             return self.forward[stage]
-        if action.kind is Kind.INPUT:
+        if kind is Kind.INPUT:
             return self.input_gradient[stage]
-        if action.kind is Kind.WEIGHT:
+        if kind is Kind.WEIGHT:
             return self.weight_gradient[stage]
         return self.input_gradient[stage] + self.weight_gradient[stage]
 
-    def check(self, stages: int) -> None:
-        """Refuse times that are negative, not finite, or of another number of stages."""
+    def check(self, stages: int, microbatches: int) -> None:
+        """Refuse times that are negative, not finite, or of another number of stages or microbatches.
+
+        Args:
+            stages: Of the schedule.
+            microbatches: Of the schedule.
+
+        Raises:
+            PlanError: Names the part and the stage or microbatch.
+        """
         for name in ("forward", "input_gradient", "weight_gradient"):
             values = getattr(self, name)
             if len(values) != stages:
@@ -73,6 +93,15 @@ class StageSeconds:
                     raise PlanError(f"{value} is not a time", where=f"stage seconds, {name}, stage {stage}")
         if not (math.isfinite(self.joined) and self.joined > 0):
             raise PlanError(f"{self.joined} is not a part of a time", where="stage seconds, joined")
+        if self.microbatches is None:
+            return
+        if len(self.microbatches) != microbatches:
+            raise PlanError(
+                f"{len(self.microbatches)} values for {microbatches} microbatches", where="stage seconds, microbatches"
+            )
+        for microbatch, value in enumerate(self.microbatches):
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{value} is not a multiple of a time", where=f"stage seconds, microbatch {microbatch}")
 
 
 @dataclass(frozen=True)
@@ -207,7 +236,7 @@ Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None
 
 def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[list[list[_Step]], list[Way]]:
     """Every rank's actions, and the ways that they use."""
-    seconds.check(schedule.stages)
+    seconds.check(schedule.stages, schedule.microbatches)
     numbers: dict[tuple[int, int], int] = {}
     known: list[Way] = []
 
@@ -222,7 +251,8 @@ def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[li
 
     m, last = schedule.microbatches, schedule.stages - 1
     back = schedule.stages * m  # activations arrive in the first half of the table, gradients in the second
-    cost = {(kind, stage): seconds.of(Action(kind, stage, 0)) for kind in Kind for stage in range(schedule.stages)}
+    cost = {(kind, stage): seconds.of_kind(kind, stage) for kind in Kind for stage in range(schedule.stages)}
+    times = [1.0] * m if seconds.microbatches is None else seconds.microbatches
     programs: list[list[_Step]] = []
     for rank, actions in enumerate(schedule.actions):
         program: list[_Step] = []
@@ -238,7 +268,7 @@ def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[li
                     out, other = back + place - m, schedule.rank_of[stage - 1]
             way = number(rank, other) if other != rank else -1
             leads = i + 1 < len(actions) and actions[i + 1].joined
-            duration = cost[kind, stage] * (seconds.joined if joined or leads else 1.0)
+            duration = cost[kind, stage] * times[microbatch] * (seconds.joined if joined or leads else 1.0)
             occupied = known[way].occupied(kind) if way >= 0 else 0.0
             program.append(_Step(need, out, way, other, duration, occupied, leads))
         programs.append(program)

@@ -1,0 +1,299 @@
+"""Packing by predicted work beside packing by tokens: ``cordillera bench wlb``."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from _machine import fingerprint
+from _results import RESULTS, write_json
+from _timing import Spread
+from _wlb_sharding import Share, per_document, per_sequence
+from rich.console import Console
+from rich.table import Table
+
+from cordillera.data.document_work import Workload
+from cordillera.data.packing import Iteration, Microbatch, Packer, PackingConfig, global_batches
+from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
+from cordillera.data.packing_statistics import PackingStatistics, packed, tune
+from cordillera.errors import DataError
+from cordillera.planning.schedules import one_forward_one_backward
+from cordillera.planning.simulator import StageSeconds, simulate
+
+LENGTHS = Path(
+    os.environ.get("CORDILLERA_WLB_LENGTHS")
+    or Path(__file__).resolve().parents[2] / "shared" / "data" / "wlb_document_lengths.json"
+)
+MICROBATCHES, CONTEXT = 4, 131_072
+BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # of a microbatch's tokens
+WORK = Workload.of_break_even(32_768)
+MOST_DELAY = 0.6  # iterations
+TARGETS = {"imbalance": 1.03, "imbalance_p95": 1.15, "delay": MOST_DELAY, "seconds": 5e-3}
+STAGES, CONTEXT_RANKS = 4, 2
+ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}  # whether documents go on in the next sequence
+PLAIN = "arrival order"  # computes the same as ours: a gain is not the attention that cuts leave out
+TARGET_GAIN = 1.25
+
+
+class Part(str, enum.Enum):
+    """What can be measured."""
+
+    packing = "packing"
+    pipeline = "pipeline"
+
+
+class Stream(NamedTuple):
+    """Global batches of documents.
+
+    Attributes:
+        sample: On which thresholds are tuned.
+        held_out: All that comes after it, on which figures are taken.
+    """
+
+    sample: list[list[int]]
+    held_out: list[list[int]]
+
+    @classmethod
+    def read(cls, quick: bool) -> Stream:
+        lengths = json.loads(LENGTHS.read_text())
+        batches = list(global_batches(lengths[: 12_000 if quick else None], MICROBATCHES * CONTEXT))
+        first = len(batches) // 4
+        return cls(batches[:first], batches[first:])
+
+    @property
+    def documents(self) -> list[int]:
+        return [length for batch in self.held_out for length in batch]
+
+
+def _tuned(stream: Stream, bound: int, queues: int, quick: bool) -> PackingConfig:
+    config = PackingConfig(microbatches=MICROBATCHES, bound=bound)
+    # In a short sample documents wait for a large part of it.
+    return tune(stream.sample, config, WORK, queues, 2.0 if quick else MOST_DELAY)
+
+
+def _planned(batches: Sequence[Sequence[int]], config: PackingConfig) -> tuple[list[Iteration], Spread]:
+    """All iterations, and seconds a batch."""
+    packer, found, seconds = Packer(config, WORK), [], []
+    for batch in batches:
+        began = time.perf_counter()
+        found.append(packer.pack(batch))
+        seconds.append(time.perf_counter() - began)
+    return [*found, *packer.drain()], Spread.of(seconds)
+
+
+def _listed(iterations: Iterable[Iteration]) -> tuple[list[Iteration], float]:
+    """All iterations of a baseline, and seconds an iteration."""
+    began = time.perf_counter()
+    found = list(iterations)
+    return found, (time.perf_counter() - began) / len(found)
+
+
+def _packing(console: Console, quick: bool) -> dict[str, Any]:
+    stream = Stream.read(quick)
+    documents = stream.documents
+    rows: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, iterations: list[Iteration], **more: Any) -> None:
+        used = sum(one.tokens for one in iterations)
+        if used != sum(documents):
+            raise RuntimeError(f"{name} used {used} tokens of {sum(documents)}")
+        rows[name] = {**PackingStatistics.of(iterations, WORK).to_json(), **more}
+
+    for name, cut in ARRIVAL.items():
+        found, seconds = _listed(in_arrival_order(documents, MICROBATCHES, CONTEXT, cut))
+        add(name, found, seconds=seconds)
+    for window in (1, 2, 4, 8):
+        found, seconds = _listed(fixed_length(documents, MICROBATCHES, CONTEXT, window, WORK))
+        add(f"fixed length, window {window}", found, seconds=seconds)
+    loosest = _tuned(stream, BOUNDS["1.5 contexts"], 2, quick)
+    fixed = loosest.model_copy(update={"bound": CONTEXT})
+    found, spread = _planned(stream.held_out, fixed)
+    add("two queues, no variable length", found, config=fixed.model_dump(), seconds=spread.median)
+    notes = []
+    for bound, tokens in BOUNDS.items():
+        for queues in (0, 1, 2, 3):
+            if queues == 3 and quick:
+                continue
+            try:
+                config = _tuned(stream, tokens, queues, quick)
+            except DataError as error:
+                notes.append(f"{queues} queues, {bound}: {error.what}")
+                continue
+            found, spread = _planned(stream.held_out, config)
+            add(f"{queues} queues, {bound}", found, config=config.model_dump(), seconds=spread.median,
+                seconds_spread=spread.to_json())  # fmt: skip
+    table = Table(title="microbatches of an iteration: heaviest over mean work (held out)", title_justify="left")
+    for heading in ("", "mean", "95 %", "delay", "longest", "a batch"):
+        table.add_column(heading)
+    for name, one in rows.items():
+        table.add_row(
+            name, f"{one['imbalance']:.3f}", f"{one['imbalance_p95']:.3f}", f"{one['delay']:.2f}",
+            f"{one['longest']:,}", f"{one['seconds'] * 1e3:.2f} ms",
+        )  # fmt: skip
+    console.print(table)
+    solver = _beside_the_solver(stream.held_out[: 3 if quick else 40])
+    console.print(
+        f"without delay, on {solver['batches']} batches: greedy {solver['greedy']:.4f}, exact {solver['exact']:.4f}"
+    )
+    headline = rows["2 queues, 1.5 contexts"]
+    reached = {key: headline[key] <= target for key, target in TARGETS.items()}
+    console.print(f"targets of two queues at 1.5 contexts: {reached}")
+    return {
+        "evidence": "simulated work (break-even length), plans and planning seconds measured",
+        "stream": {"tuned_on": len(stream.sample), "held_out": len(stream.held_out), "documents": len(documents)},
+        "workload": WORK.model_dump(),
+        "targets": TARGETS,
+        "reached": reached,
+        "rows": rows,
+        "solver": solver,
+        "notes": notes,
+    }
+
+
+def _beside_the_solver(batches: list[list[int]]) -> dict[str, Any]:
+    """Every batch for itself: what the greedy loses against the best packing, which is all that delay cannot cure."""
+    bound, gap = BOUNDS["2 contexts"], 1e-3
+    config = PackingConfig(microbatches=MICROBATCHES, bound=bound)
+    greedy, best, seconds, given_up = [], [], [], 0
+    for batch in batches:
+        began = time.perf_counter()
+        try:
+            found = list(exactly(batch, MICROBATCHES, sum(batch), bound, WORK, 10.0, gap))
+        except DataError:
+            given_up += 1
+            continue
+        seconds.append(time.perf_counter() - began)
+        best += found
+        greedy.append(Packer(config, WORK).pack(batch))
+    return {
+        "batches": len(best),
+        "given_up": given_up,
+        "gap": gap,
+        "greedy": float(np.mean([PackingStatistics.of([one], WORK).imbalance for one in greedy])),
+        "exact": float(np.mean([PackingStatistics.of([one], WORK).imbalance for one in best])),
+        "exact_seconds": Spread.of(seconds).to_json(),
+    }
+
+
+def _slowest(microbatch: Microbatch, sharding: Callable[[Sequence[int], int], list[Share]]) -> float:
+    """Work of the context rank that has most, over the work of a token; both halves of ``d**2`` are pairs."""
+    shares = sharding(microbatch.lengths, CONTEXT_RANKS)
+    return max(WORK.token * one.tokens + WORK.squared * 2 * one.pairs for one in shares)
+
+
+def _pipeline_seconds(iterations: list[Iteration], sharding: Callable[[Sequence[int], int], list[Share]]) -> float:
+    """Sum over the iterations of 1F1B's steps, a stage's forward of a token's linear work being the unit."""
+    schedule = one_forward_one_backward(STAGES, MICROBATCHES)
+    one = StageSeconds.equal(STAGES, 1.0, 2.0)
+    total = 0.0
+    for iteration in iterations:
+        work = [_slowest(microbatch, sharding) for microbatch in iteration.microbatches]
+        seconds = StageSeconds(one.forward, one.input_gradient, one.weight_gradient, microbatches=work)
+        total += simulate(schedule, seconds).seconds
+    return total
+
+
+def _pipeline(console: Console, quick: bool) -> dict[str, Any]:
+    stream = Stream.read(quick)
+    plans = {
+        name: list(in_arrival_order(stream.documents, MICROBATCHES, CONTEXT, cut)) for name, cut in ARRIVAL.items()
+    }
+    plans["fixed length, window 1"] = list(fixed_length(stream.documents, MICROBATCHES, CONTEXT, 1, WORK))
+    configs = {}
+    for bound, tokens in BOUNDS.items():
+        configs[bound] = _tuned(stream, tokens, 2, quick)
+        plans[f"2 queues, {bound}"] = packed(stream.held_out, configs[bound], WORK)
+    ways = {"per sequence": per_sequence, "per document": per_document}
+    work = {name: sum(WORK.of(m.lengths) for one in plan for m in one.microbatches) for name, plan in plans.items()}
+    seconds = {name: {way: _pipeline_seconds(plan, cut) for way, cut in ways.items()} for name, plan in plans.items()}
+    # Equal work everywhere, so that ranks wait only while the pipeline fills and empties.
+    ideal = 3 * (MICROBATCHES + STAGES - 1) / (CONTEXT_RANKS * MICROBATCHES)
+    rows = {
+        name: {
+            "work": work[name],
+            "seconds": row,
+            "times_perfect_balance": {way: value / (ideal * work[name]) for way, value in row.items()},
+        }
+        for name, row in seconds.items()
+    }
+    ours = [f"2 queues, {bound}" for bound in BOUNDS]
+    gains = {
+        name: {
+            base: {
+                "packing": seconds[base]["per sequence"] / seconds[name]["per sequence"],
+                "both": seconds[base]["per sequence"] / seconds[name]["per document"],
+                "both_by_work": seconds[base]["per sequence"] / work[base] * work[name] / seconds[name]["per document"],
+            }
+            for base in seconds
+            if base not in ours
+        }
+        for name in ours
+    }
+    table = Table(title="times as fast as a baseline sharded per sequence (simulated)", title_justify="left")
+    for heading in ("", "than", "packing", "with sharding per document", "by work", "baseline's work"):
+        table.add_column(heading)
+    for name, bases in gains.items():
+        for base, one in bases.items():
+            table.add_row(
+                name, base, f"{one['packing']:.3f}", f"{one['both']:.3f}", f"{one['both_by_work']:.3f}",
+                f"{work[base] / work[name]:.3f}",
+            )  # fmt: skip
+    console.print(table)
+    together = gains[ours[0]][PLAIN]["both"]
+    console.print(f"together {together:.2f} times {PLAIN} ({TARGET_GAIN} asked)")
+    return {
+        "evidence": "simulated",
+        "stages": STAGES,
+        "microbatches": MICROBATCHES,
+        "context_ranks": CONTEXT_RANKS,
+        "backward_over_forward": 2.0,
+        "workload": WORK.model_dump(),
+        "configs": {name: config.model_dump() for name, config in configs.items()},
+        "rows": rows,
+        "gains": gains,
+        "plain": PLAIN,
+        "target": TARGET_GAIN,
+        "reached": together >= TARGET_GAIN,
+        "notes": ["where documents are cut, their parts do not see each other: less work is done for as many tokens"],
+    }
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.packing: _packing, Part.pipeline: _pipeline}
+
+
+def main(
+    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
+) -> None:
+    """Pack WLB-LLM's document lengths, and simulate the pipeline that computes them."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    folder = results or (RESULTS / "quick" if quick else RESULTS)
+    if not LENGTHS.exists():
+        console.print(f"left out: {LENGTHS} (document lengths of hao-ai-lab/DistCA, Apache-2.0) is not here")
+        return
+    for chosen in part or Part:
+        began = time.perf_counter()
+        figures = PARTS[chosen](console, quick)
+        content = {
+            "system": "wlb",
+            "part": chosen.value,
+            "quick": quick,
+            "seconds": time.perf_counter() - began,
+            "machine": fingerprint(),
+            **figures,
+        }
+        console.print(f"{chosen.value}: written to {write_json(folder / f'wlb-{chosen.value}.json', content)}\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

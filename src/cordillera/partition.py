@@ -1,0 +1,307 @@
+"""Items with weights into bins, so that the heaviest bin is as light as can be.
+
+Every function gives the bin of each item, ``[n]`` of int64, and is a pure function of its arguments: equal weights go
+by the lower item, equal bins by the lower bin, so all ranks that hold the same numbers find the same partition.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cordillera.errors import DataError
+
+Bins = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+NOWHERE = -1
+"""The bin of an item for which no bin has room."""
+
+
+def _numbers(values: ArrayLike, name: str) -> Weights:
+    """As float64, finite and not negative, with a finite sum."""
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"are not numbers: {error}", where=name) from error
+    if found.ndim != 1:
+        raise DataError(f"have {found.ndim} dimensions, not one", where=name)
+    bad = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if bad.size:
+        raise DataError(f"{found[bad[0]]} is not a {name[:-1]}", where=f"{name}, item {bad[0]}",
+                        remedy="finite and at least 0")  # fmt: skip
+    with np.errstate(over="ignore"):
+        if not np.isfinite(found.sum()):
+            raise DataError("their sum is too large for a float64", where=name, remedy="use a larger unit")
+    return found
+
+
+def _checked(weights: ArrayLike, bins: int) -> Weights:
+    if bins < 1:
+        raise DataError(f"{bins} bins can hold nothing", where="bins", remedy="at least 1")
+    return _numbers(weights, "weights")
+
+
+def _sized(sizes: ArrayLike | None, room: float | None, items: int) -> tuple[Weights, float]:
+    """Sizes and room; without them every item has size 0."""
+    if (sizes is None) != (room is None):
+        raise DataError("sizes and room belong together", where="room" if room is None else "sizes")
+    if sizes is None or room is None:
+        return np.zeros(items), 0.0
+    found = _numbers(sizes, "sizes")
+    if len(found) != items:
+        raise DataError(f"{len(found)} sizes for {items} weights", where="sizes")
+    if not room >= 0:
+        raise DataError(f"{room} is no room", where="room", remedy="at least 0")
+    return found, float(room)
+
+
+def heaviest_first(weights: ArrayLike) -> Bins:
+    """Numbers of the items from the heaviest to the lightest; equal ones in their order.
+
+    Args:
+        weights: ``[n]``.
+    """
+    return np.argsort(-_numbers(weights, "weights"), kind="stable")
+
+
+def list_scheduling(weights: ArrayLike, bins: int, sizes: ArrayLike | None = None, room: float | None = None) -> Bins:
+    """Every item, in the order given, into the lightest bin that has room for it.
+
+    Source: Graham 1966; without sizes no bin is heavier than ``2 - 1/m`` times the best.
+
+    Args:
+        weights: ``[n]``, finite and at least 0.
+        bins: ``m``.
+        sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
+        room: Of every bin.
+
+    Returns:
+        The bin of each item, :data:`NOWHERE` where no bin has room.
+
+    Raises:
+        DataError: For weights or sizes that are negative or not finite, and for less than one bin.
+    """
+    work = _checked(weights, bins)
+    needed, space = _sized(sizes, room, len(work))
+    heap = [(0.0, one) for one in range(bins)]
+    free, places = [space] * bins, np.full(len(work), NOWHERE, dtype=np.int64)
+    refused = np.inf  # rooms only shrink: what is as large as an item that fitted nowhere fits nowhere
+    for item, (weight, size) in enumerate(zip(work.tolist(), needed.tolist(), strict=True)):
+        if size >= refused:
+            continue
+        full = []
+        while heap and free[heap[0][1]] < size:
+            full.append(heapq.heappop(heap))
+        if heap:
+            load, place = heap[0]
+            heapq.heapreplace(heap, (load + weight, place))
+            free[place] -= size
+            places[item] = place
+        else:
+            refused = size
+        for one in full:
+            heapq.heappush(heap, one)
+    return places
+
+
+def longest_processing_time(
+    weights: ArrayLike, bins: int, sizes: ArrayLike | None = None, room: float | None = None
+) -> Bins:
+    """:func:`list_scheduling` from the heaviest item to the lightest.
+
+    Source: Graham 1969; without sizes no bin is heavier than ``4/3 - 1/(3m)`` times the best.
+
+    Args:
+        weights: ``[n]``, finite and at least 0.
+        bins: ``m``.
+        sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
+        room: Of every bin.
+
+    Raises:
+        DataError: As :func:`list_scheduling`.
+    """
+    work, order = _checked(weights, bins), heaviest_first(weights)
+    needed, _ = _sized(sizes, room, len(work))
+    places = np.empty(len(work), dtype=np.int64)
+    places[order] = list_scheduling(work[order], bins, None if sizes is None else needed[order], room)
+    return places
+
+
+def zigzag(weights: ArrayLike, bins: int) -> Bins:
+    """Sorted items in rows of ``m``, every second row backwards; bins get equal counts, or one more or less.
+
+    Args:
+        weights: ``[n]``, finite and at least 0.
+        bins: ``m``.
+
+    Raises:
+        DataError: For weights that are negative or not finite, and for less than one bin.
+    """
+    work = _checked(weights, bins)
+    row, column = np.divmod(np.arange(len(work)), bins)
+    places = np.empty(len(work), dtype=np.int64)
+    places[heaviest_first(work)] = np.where(row % 2, bins - 1 - column, column)
+    return places
+
+
+def karmarkar_karp(weights: ArrayLike, bins: int, equal_counts: bool = False) -> Bins:
+    """The largest differencing method: the two partial partitions that differ most inside are merged, heavy on light.
+
+    Source: Karmarkar and Karp 1982; with equal counts, partial partitions begin with one of ``m`` successive items in
+    each bin (Michiels et al. 2003).
+
+    Args:
+        weights: ``[n]``, finite and at least 0.
+        bins: ``m``.
+        equal_counts: Whether bins get equally many items, or one more or less where ``m`` does not divide ``n``.
+
+    Raises:
+        DataError: For weights that are negative or not finite, and for less than one bin.
+    """
+    work = _checked(weights, bins)
+    if not len(work):
+        return np.empty(0, dtype=np.int64)
+    order = heaviest_first(work)
+    step = bins if equal_counts else 1
+    # A partial partition: loads of its bins, heaviest first, and the items of each as trees of pairs, so that a merge
+    # copies none of them.
+    heap: list[tuple[float, int, Weights, list[object]]] = []
+    for number, first in enumerate(range(0, len(order), step)):
+        items = order[first : first + step].tolist()
+        sums = np.zeros(bins)
+        sums[: len(items)] = work[items]
+        heap.append((float(sums[-1] - sums[0]), number, sums, [*items, *[None] * (bins - len(items))]))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one, of_one = heapq.heappop(heap)
+        _, _, two, of_two = heapq.heappop(heap)
+        sums = one + two[::-1]
+        order = np.argsort(-sums, kind="stable")
+        members: list[object] = [(of_one[i], of_two[-1 - i]) for i in order.tolist()]
+        sums = sums[order]
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), number, sums, members))
+        number += 1
+    places = np.empty(len(work), dtype=np.int64)
+    for place, tree in enumerate(heap[0][3]):
+        stack = [tree]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, tuple):
+                stack += node
+            elif isinstance(node, int):
+                places[node] = place
+    return places
+
+
+def two_key_greedy(weights: ArrayLike, sizes: ArrayLike, bins: int, room: float) -> Bins:
+    """Every item, in the order given, into the lightest bin by weight if it fits there, else the lightest by size.
+
+    Source: Wang et al. 2025 (WLB-LLM), algorithm 1; an item that fills a bin exactly fits.
+
+    Args:
+        weights: ``[n]``, finite and at least 0.
+        sizes: ``[n]``, what an item takes of a bin's room.
+        bins: ``m``.
+        room: Of every bin.
+
+    Returns:
+        The bin of each item, :data:`NOWHERE` where neither of the two has room.
+
+    Raises:
+        DataError: As :func:`list_scheduling`.
+    """
+    work = _checked(weights, bins)
+    needed, space = _sized(sizes, room, len(work))
+    load, used = [0.0] * bins, [0.0] * bins
+    places = np.full(len(work), NOWHERE, dtype=np.int64)
+    for item, (weight, size) in enumerate(zip(work.tolist(), needed.tolist(), strict=True)):
+        for key in (load, used):
+            place = key.index(min(key))
+            if used[place] + size <= space:
+                load[place] += weight
+                used[place] += size
+                places[item] = place
+                break
+    return places
+
+
+def exact(
+    weights: ArrayLike,
+    bins: int,
+    sizes: ArrayLike | None = None,
+    room: float | None = None,
+    seconds: float = 60.0,
+    gap: float = 0.0,
+) -> Bins:
+    """The lightest heaviest bin, by HiGHS's branch and bound; for small cases.
+
+    Args:
+        weights: ``[n]``, finite and at least 0.
+        bins: ``m``.
+        sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
+        room: Of every bin.
+        seconds: After which to give up.
+        gap: The part by which the heaviest bin may be above the proven bound.
+
+    Raises:
+        DataError: As :func:`list_scheduling`, if items do not fit, and if the time was too short.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array, hstack, kron, vstack
+
+    work = _checked(weights, bins)
+    needed, space = _sized(sizes, room, len(work))
+    n, unit = len(work), work.max(initial=0.0)
+    if not n:
+        return np.empty(0, dtype=np.int64)
+    # Variables: item i in bin j at i * bins + j, then the heaviest bin's weight, in units of the heaviest item.
+    last = np.zeros(n * bins + 1)
+    last[-1] = 1.0
+    ones, identity = np.ones((1, bins)), coo_array(np.eye(bins))
+    placed = hstack([kron(coo_array(np.eye(n)), ones), coo_array((n, 1))])
+    scaled = coo_array((work / (unit or 1.0))[None])
+    below = hstack([kron(scaled, identity), coo_array(-np.ones((bins, 1)))])
+    rules = [LinearConstraint(placed.tocsr(), 1.0, 1.0), LinearConstraint(below.tocsr(), -np.inf, 0.0)]
+    if sizes is not None:
+        fits = hstack([kron(coo_array(needed[None] / (space or 1.0)), identity), coo_array((bins, 1))])
+        rules.append(LinearConstraint(vstack([fits]).tocsr(), -np.inf, 1.0 if space else 0.0))
+    lower, upper = np.zeros(n * bins + 1), np.ones(n * bins + 1)
+    lower[-1], upper[-1] = max(1.0 if unit else 0.0, scaled.sum() / bins), np.inf
+    for row, item in enumerate(heaviest_first(work)[:bins].tolist()):  # bins are alike: item k is in one of the first k
+        upper[item * bins + row + 1 : (item + 1) * bins] = 0.0
+    kind = np.ones(n * bins + 1)
+    kind[-1] = 0
+    options = {"time_limit": seconds, "mip_rel_gap": gap}
+    found = milp(last, integrality=kind, bounds=Bounds(lower, upper), constraints=rules, options=options)
+    if found.status:
+        message = "items do not fit into the bins" if found.status == 2 else f"no proof within {seconds:g} s"
+        raise DataError(message, where=f"{n} items in {bins} bins")
+    return found.x[:-1].reshape(n, bins).argmax(axis=1).astype(np.int64)
+
+
+def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
+    """Weight of every bin: ``[m]``.
+
+    Args:
+        weights: ``[n]``.
+        places: The bin of each item; those :data:`NOWHERE` do not count.
+        bins: ``m``.
+    """
+    inside, found = places != NOWHERE, np.zeros(bins)
+    np.add.at(found, places[inside], np.asarray(weights, dtype=np.float64)[inside])
+    return found
+
+
+def imbalance(loads: ArrayLike) -> float:
+    """The heaviest bin over the mean; 1 where all are empty.
+
+    Args:
+        loads: ``[m]``.
+    """
+    values = np.asarray(loads, dtype=np.float64)
+    mean = values.mean()
+    return float(values.max() / mean) if mean else 1.0

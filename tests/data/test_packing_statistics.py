@@ -1,0 +1,124 @@
+"""Baselines conserve the stream; statistics are those of a count by hand; tuned thresholds keep the delay."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cordillera.data.document_work import Workload
+from cordillera.data.packing import Document, Iteration, Microbatch, PackingConfig, global_batches
+from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
+from cordillera.data.packing_statistics import PackingStatistics, packed, tune
+from cordillera.errors import DataError
+
+WORK = Workload.of_break_even(50)
+CONTEXT = 100
+
+streams = st.lists(st.integers(1, CONTEXT), max_size=60)
+
+
+def arrivals(lengths: list[int], microbatches: int) -> list[Document]:
+    batches = global_batches(lengths, microbatches * CONTEXT)
+    pairs = ((length, number) for number, batch in enumerate(batches) for length in batch)
+    return [Document(i, length, number) for i, (length, number) in enumerate(pairs)]
+
+
+@given(lengths=st.lists(st.integers(1, 350), max_size=40), microbatches=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_arrival_order_with_cuts_fills_every_sequence(lengths: list[int], microbatches: int) -> None:
+    found = list(in_arrival_order(lengths, microbatches, CONTEXT, cut=True))
+    parts = [document for one in found for document in one.documents]
+    assert [number for number, _, _ in parts] == sorted(number for number, _, _ in parts)
+    for number, length in enumerate(lengths):
+        assert sum(part.length for part in parts if part.number == number) == length
+    tokens = [microbatch.tokens for one in found for microbatch in one.microbatches]
+    assert all(len(one.microbatches) == microbatches for one in found)
+    assert tokens[: sum(lengths) // CONTEXT] == [CONTEXT] * (sum(lengths) // CONTEXT)
+    assert sum(tokens) == sum(lengths)
+
+
+@given(lengths=streams, microbatches=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_arrival_order_keeps_documents_whole_and_in_order(lengths: list[int], microbatches: int) -> None:
+    found = list(in_arrival_order(lengths, microbatches, CONTEXT))
+    assert [(d.number, d.length) for one in found for d in one.documents] == list(enumerate(lengths))
+    full = [microbatch for one in found for microbatch in one.microbatches]
+    assert all(microbatch.tokens <= CONTEXT for microbatch in full)
+    for one, two in itertools.pairwise(full):  # a sequence ends only where the next document does not fit
+        assert not two or one.tokens + two[0].length > CONTEXT
+
+
+@given(lengths=streams, microbatches=st.integers(1, 4), window=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_windows_pack_every_document_once_within_the_context(
+    lengths: list[int], microbatches: int, window: int
+) -> None:
+    found = list(fixed_length(lengths, microbatches, CONTEXT, window, WORK))
+    assert sorted(d for one in found for d in one.documents) == arrivals(lengths, microbatches)
+    assert all(m.tokens <= CONTEXT for one in found for m in one.microbatches)
+    assert [one.number for one in found] == list(range(len(found)))
+
+
+@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=12), microbatches=st.integers(2, 3))
+@settings(max_examples=25, deadline=None)
+def test_no_packing_of_a_batch_is_better_than_the_exact_one(lengths: list[int], microbatches: int) -> None:
+    bound = 4 * CONTEXT
+    best = list(exactly(lengths, microbatches, CONTEXT, bound, WORK, gap=0.0))
+    greedy = packed(
+        list(global_batches(lengths, microbatches * CONTEXT)),
+        PackingConfig(microbatches=microbatches, bound=bound),
+        WORK,
+    )
+    assert sorted(d for one in best for d in one.documents) == arrivals(lengths, microbatches)
+    assert len(best) == len(greedy)
+    for ours, theirs in zip(greedy, best, strict=True):
+        most = [max(WORK.of(m.lengths) for m in one.microbatches) for one in (ours, theirs)]
+        assert most[1] <= most[0] * (1 + 1e-6)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(DataError, match="101 tokens"):
+        list(fixed_length([101], 2, CONTEXT, 1, WORK))
+    with pytest.raises(DataError, match="document 1: 101 tokens"):
+        list(in_arrival_order([50, 101], 2, CONTEXT))
+    with pytest.raises(DataError, match="no window"):
+        list(fixed_length([1], 2, CONTEXT, 0, WORK))
+    with pytest.raises(DataError, match="do not fit"):
+        list(exactly([100, 100, 100], 2, 150, 150, WORK))
+
+
+def test_statistics_are_those_of_a_count() -> None:
+    first = Iteration(0, (Microbatch([Document(0, 50, 0)]), Microbatch([Document(1, 25, 0), Document(2, 25, 1)])))
+    second = Iteration(1, (Microbatch([Document(3, 100, 0)]), Microbatch()))
+    found = PackingStatistics.of([first, second], Workload(token=1.0, squared=0.02))
+    # Work is 100 against 75 in the first, 300 against nothing in the second.
+    assert found.imbalance == pytest.approx((100 / 87.5 + 2.0) / 2)
+    assert found.imbalance_p95 == pytest.approx(100 / 87.5 + 0.95 * (2.0 - 100 / 87.5))
+    assert found.delay == pytest.approx((25 + 100) / 200)  # one used an iteration early, one late
+    assert (found.iterations, found.tokens, found.longest) == (2, 200, 100)
+    with pytest.raises(DataError, match="no documents"):
+        PackingStatistics.of([], WORK)
+
+
+def test_tuned_thresholds_balance_best_among_those_that_keep_the_delay() -> None:
+    chance = random.Random(0)
+    lengths = [chance.choice([5, 5, 5, 8, 8, 12, 60, 90]) for _ in range(600)]
+    batches = list(global_batches(lengths, 4 * CONTEXT))
+    config, candidates = PackingConfig(microbatches=4, bound=200), [10, 50, 70, 95]
+
+    def of(thresholds: tuple[int, ...]) -> PackingStatistics:
+        trial = PackingConfig(microbatches=4, bound=200, thresholds=thresholds)
+        return PackingStatistics.of(packed(batches, trial, WORK), WORK)
+
+    for delay in (0.5, 2.0):
+        found = tune(batches, config, WORK, 1, delay, candidates)
+        tried = [of((one,)) for one in candidates]
+        assert of(found.thresholds).delay <= delay
+        assert of(found.thresholds).imbalance == min(one.imbalance for one in tried if one.delay <= delay)
+    assert tune(batches, config, WORK, 0).thresholds == ()
+    with pytest.raises(DataError, match="allow more delay"):
+        tune(batches, config, WORK, 1, 0.0, [50])
