@@ -88,6 +88,14 @@ def test_templates_may_write_json_and_break_out_of_loops() -> None:
     assert chat.pieces([Message("user", "<é'\n")]) == ['"<é\'\\n"']
 
 
+def test_marks_of_what_the_assistant_wrote_change_nothing() -> None:
+    plain = "{% for m in messages %}{{ m.role }}:\n  {{ m.content }}\n{% endfor %}"
+    marked = plain.replace("{{ m.content }}", "{%- generation -%} {{ m.content }} {%+ endgeneration %}")
+    spaces = plain.replace("{{ m.content }}", "{%- if true -%} {{ m.content }} {%+ endif %}")
+    messages = [Message("user", "a"), Message("assistant", "b")]
+    assert _jinja(marked).pieces(messages) == _jinja(spaces).pieces(messages)
+
+
 def test_bad_messages_are_refused() -> None:
     with pytest.raises(DataError, match="unknown role 'admin'"):
         Message("admin", "x")  # type: ignore[arg-type]

@@ -14,6 +14,9 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from cordillera.errors import DataError
 
+# Transformers marks what the assistant wrote by blocks of its own, which change no text.
+_MARKS = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
+
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
@@ -148,7 +151,7 @@ class JinjaChat(ChatFormat):
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(template)
+            self._template = environment.from_string(_MARKS.sub(_condition, template))
         except TemplateError as error:
             raise DataError(f"the chat template is not valid ({error})", where=where) from error
 
@@ -201,6 +204,10 @@ class JinjaChat(ChatFormat):
             begin = found.end()
         if plain := text[begin:].replace(mark, ""):
             yield plain
+
+
+def _condition(mark: re.Match[str]) -> str:
+    return f"{{%{mark[1]} {'endif' if mark[2] else 'if true'} {mark[3]}%}}"
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
