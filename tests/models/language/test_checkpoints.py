@@ -190,6 +190,8 @@ def test_weights_are_cast_and_can_be_loaded_into_a_model_that_is_there(make_llam
     assert _same(other, model)
     with pytest.raises(CheckpointError, match="rope_theta is 500000"):
         load_into(make_llama(rope_theta=10_000.0), tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="no memory to load into"):
+        load_into(make_llama().to("meta"), tmp_path / "hf")
 
 
 def test_a_checkpoint_is_whole_or_not_there(
@@ -469,6 +471,8 @@ def _write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
     writer.add_head_count_kv(changes.pop("kv_heads", config.kv_heads))
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
+    if "split" in changes:
+        writer.add_uint16("split.count", changes.pop("split"))
     if "scaling" in changes:
         writer.add_rope_scaling_type(gguf.RopeScalingType(changes.pop("scaling")))
     tensors: dict[str, Tensor] = {"token_embd": model.embedding.weight, "output_norm": model.norm.weight}
@@ -526,6 +530,7 @@ def test_quantised_gguf_is_dequantised(make_llama: MakeLlama, tmp_path: Path, ki
     ("changes", "said"),
     [
         ({"architecture": "qwen2"}, "the architecture is 'qwen2'"),
+        ({"split": 3}, "is one of 3 files of a split model"),
         ({"scaling": "yarn"}, "rope_type 'yarn' is not known"),
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
         ({"stretch": 1.5}, "rope_freqs.weight stretches"),

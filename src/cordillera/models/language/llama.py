@@ -202,9 +202,9 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     Returns:
         ``[T, heads, D]``, in the dtype of ``x``.
     """
-    cos, sin = (part.to(x.dtype)[:, None] for part in table)  # [T, 1, D / 2]
+    cos, sin = (part[:, None] for part in table)  # [T, 1, D / 2]; stays in 32 bits beside 16-bit heads
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -363,8 +363,11 @@ class Llama(nn.Module):
         ``0.02 / sqrt(2 layers)`` (Radford et al. 2019, section 2.3), so that its variance does not grow with depth.
 
         Args:
-            seed: The same seed gives the same weights, on devices of one kind.
+            seed: The same seed gives the same weights, on devices of one kind, whatever dtype they are cast to and
+                however parameters are cut over devices.
         """
+        from torch.distributed.tensor.experimental import implicit_replication
+
         generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -372,7 +375,10 @@ class Llama(nn.Module):
                 continue
             residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
             deviation = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-            parameter.normal_(0.0, deviation, generator=generator)
+            # Drawn whole on each device, which then takes its part: random numbers of parts would differ with the cut.
+            whole = torch.empty(parameter.shape, device=parameter.device).normal_(0.0, deviation, generator=generator)
+            with implicit_replication():
+                parameter.copy_(whole)
 
 
 def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:

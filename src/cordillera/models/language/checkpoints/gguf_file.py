@@ -123,6 +123,12 @@ class GGUFFile(Source):
                 where=str(self.path),
                 remedy="load a checkpoint of a Llama model",
             )
+        if field("split.count", 1) > 1:
+            raise CheckpointError(
+                f"is one of {field('split.count')} files of a split model",
+                where=str(self.path),
+                remedy="join them with llama-gguf-split --merge",
+            )
         kind = field("llama.rope.scaling.type", "none")
         if kind != "none":
             raise CheckpointError(
