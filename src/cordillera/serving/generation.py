@@ -54,11 +54,21 @@ def generate(
         DataError: a prompt is empty, as long as the context or longer, or holds an id that is no token;
             ``max_new_tokens`` is below 1; while tokens come, the model's logits are not finite.
     """
-    _check(model.config, prompts, max_new_tokens)
+    check_prompts(model.config, prompts, max_new_tokens)
     return _generate(model, prompts, max_new_tokens, frozenset(stop), sampling or Sampling())
 
 
-def _check(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse what :func:`generate` could not continue; needs no model, only its ``config``.
+
+    Args:
+        config: The model's.
+        prompts: As for :func:`generate`.
+        max_new_tokens: As for :func:`generate`.
+
+    Raises:
+        DataError: as :func:`generate`.
+    """
     if max_new_tokens < 1:
         raise DataError(f"{max_new_tokens} is not a number of tokens", where="max_new_tokens", remedy="ask for some")
     for number, prompt in enumerate(prompts):
