@@ -17,7 +17,7 @@ from cordillera.data.tokenizer import StreamDecoder, load_tokenizer
 from cordillera.errors import DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.llama import Llama
-from cordillera.serving.generation import check_prompts, generate
+from cordillera.serving.generation import check_prompts, for_decoding, generate
 from cordillera.serving.sampler import Sampling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -110,7 +110,7 @@ class LanguageModel:
         Raises:
             CheckpointError: weights are NaN or infinite.
         """
-        return read_model(self._source, self.dtype, self.device).eval()
+        return for_decoding(read_model(self._source, self.dtype, self.device).eval())
 
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
         """Token ids of prompts, as the model expects them.
