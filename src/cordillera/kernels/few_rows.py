@@ -59,12 +59,12 @@ class FewRowsLinear(nn.Linear):
     """A linear layer without bias over a weight that is there already; few rows go to :func:`few_rows_linear`.
 
     Args:
-        weight: ``[outputs, inner]``, shared.
+        weight: A parameter, ``[outputs, inner]``, shared.
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = weight
+        self.weight = weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         # Gradients, other dtypes and devices, and matrices of many rows are torch's.
