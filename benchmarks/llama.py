@@ -113,7 +113,7 @@ def _generation(console: Console, quick: bool) -> dict[str, Any]:
     return {"evidence": "measured", "prompt": PROMPT, "new_tokens": tokens, "results": results, "notes": notes}
 
 
-# Peak memory less what the process had with all libraries loaded; the weights are read once before, into the file cache.
+# Peak memory less what the process had with all libraries loaded; the file is read once before, so that it is cached.
 _LOAD = """
 import json, sys, time
 def status(name):

@@ -64,7 +64,7 @@ class FewRowsLinear(nn.Linear):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = weight  # type: ignore[assignment]
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
         # Gradients, other dtypes and devices, and matrices of many rows are torch's.

@@ -41,7 +41,7 @@ _NAMES = Names(
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
 _FACTORS = "rope_freqs.weight"
-_PIECE = 2**20  # values that are dequantised at a time
+_PIECE = 2**18  # values that are dequantised at a time
 
 
 class GGUFFile(Source):
