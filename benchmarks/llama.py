@@ -74,7 +74,7 @@ def _contenders(
 
 
 def _generation(console: Console, quick: bool) -> dict[str, Any]:
-    tokens, rounds = (8, 2) if quick else (NEW_TOKENS, 9)
+    tokens, rounds = (8, 2) if quick else (NEW_TOKENS, 5)
     opened = LanguageModel("smollm2")
     results: dict[str, Any] = {}
     for dtype in DTYPES:

@@ -46,6 +46,15 @@ def test_content_gives_no_control_token_and_is_kept(chat: ChatFormat, contents: 
         assert content.strip() in text
 
 
+@pytest.mark.parametrize(
+    "content", ["start|> more", " start|>\n more", "more <|im_start", "start", "s", "> [INST", "<s"]
+)
+def test_content_completes_no_token_that_a_template_begins_or_ends(content: str) -> None:
+    for template in ("<|im_{{ messages[0].content }}|>", "[{{ messages[0].content }}]", "<{{ messages[0].content }}>"):
+        pieces = _jinja(template).pieces([Message("user", content)])
+        assert pieces == [template.replace("{{ messages[0].content }}", content)]
+
+
 def test_chatml_is_what_smollm2_s_template_gives() -> None:
     template = (
         "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"

@@ -144,6 +144,8 @@ class JinjaChat(ChatFormat):
         self.source, self.bos, self.eos, self.where = template, bos, eos, where
         # A token of one character cannot be broken: templates cannot use it, it stays text.
         self.names = sorted((name for name in special_tokens if len(name) > 1), key=len, reverse=True)
+        self._heads = tuple({name[:size] for name in self.names for size in range(1, len(name))})
+        self._tails = tuple({name[size:] for name in self.names for size in range(1, len(name))})
         self._find = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -189,9 +191,9 @@ class JinjaChat(ChatFormat):
         begin = content.index(core)
         end = begin + len(core)
         inside = any(core in name for name in self.names)
-        if inside or any(core.endswith(name[:size]) for name in self.names for size in range(1, len(name))):
+        if inside or core.endswith(self._heads):
             content = content[:end] + mark + content[end:]
-        if inside or any(core.startswith(name[size:]) for name in self.names for size in range(1, len(name))):
+        if inside or core.startswith(self._tails):
             content = content[:begin] + mark + content[begin:]
         return content
 

@@ -11,6 +11,7 @@ documents begin. There is no padding. ``T`` below is the number of tokens in the
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -60,7 +61,7 @@ class LlamaConfig(BaseModel):
     """A Llama's shapes; the defaults are those of 8B.
 
     Attributes:
-        layers: Blocks.
+        layers: Blocks, at most 10,000: more is a damaged file.
         hidden: Width of the residual stream.
         heads: Of queries.
         kv_heads: Of keys and values; divides ``heads``.
@@ -77,7 +78,7 @@ class LlamaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["llama"] = "llama"
-    layers: Count = 32
+    layers: int = Field(32, ge=1, le=10_000)
     hidden: Count = 4096
     heads: Count = 32
     kv_heads: Count = 8
@@ -368,17 +369,32 @@ class Llama(nn.Module):
         """
         from torch.distributed.tensor.experimental import implicit_replication
 
-        generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-                continue
-            residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-            deviation = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             # Drawn whole on each device, which then takes its part: random numbers of parts would differ with the cut.
-            whole = torch.empty(parameter.shape, device=parameter.device).normal_(0.0, deviation, generator=generator)
+            whole = torch.empty(parameter.shape, device=parameter.device)
+            draw_weight(whole, name, self.config, seed)
             with implicit_replication():
                 parameter.copy_(whole)
+
+
+@torch.no_grad()
+def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -> None:
+    """Draw one whole weight anew, as :meth:`Llama.init_weights` does, whatever was drawn before it.
+
+    Args:
+        weight: Of the model, ``[out, in]`` or ``[width]``; filled.
+        name: Of the parameter in the model.
+        config: The model's.
+        seed: As in :meth:`Llama.init_weights`.
+    """
+    if name.endswith("norm.weight"):
+        weight.fill_(1.0)
+        return
+    residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+    deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+    # A stream for each weight, so that a device can draw those that it holds and no others. Generators heed 32 bits.
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    weight.normal_(0.0, deviation, generator=generator)
 
 
 def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:

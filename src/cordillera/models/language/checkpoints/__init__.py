@@ -9,7 +9,7 @@ GGUF               one ``.gguf`` file, or a folder with one; quantised weights a
 =================  ========================================================================================
 
 Everything that can be wrong with names, shapes and dtypes is refused before weights are read, and nothing is unpickled
-but tensors. Files are memory-mapped and copied tensor by tensor into the model, so that memory holds it once.
+but tensors. Files are copied tensor by tensor, or in smaller pieces, into the model, so that memory holds it once.
 """
 
 from __future__ import annotations

@@ -104,13 +104,11 @@ class GGUFFile(Source):
                 part.copy_(values)
 
     def _values(self, stored: GGUFTensor, first: int, part: Tensor) -> Tensor:
-        """Rows from ``first`` on, as many as ``part`` has, in float32 (float64 as such)."""
+        """Rows from ``first`` on, as many as ``part`` has, in float32."""
         row_bytes = self._bytes(stored) // math.prod(stored.shape[:-1])
         # Read, not mapped: pages of a mapped file would count as this process's memory.
         raw = np.fromfile(self.path, np.uint8, len(part) * row_bytes, offset=stored.begin + first * row_bytes)
         kind = self._gguf.GGMLQuantizationType(stored.kind)
-        if kind.name == "F64":
-            return torch.from_numpy(raw.view(np.float64)).view(part.shape)
         try:
             values = self._gguf.dequantize(raw.reshape(len(part), row_bytes), kind)
         except NotImplementedError as error:
@@ -148,17 +146,18 @@ class GGUFFile(Source):
             )
 
     def _read_config(self, fields: dict[str, Any]) -> LlamaConfig:
-        def field(key: str, usual: Any = None) -> Any:
-            if key in fields:
-                value = fields[key]
-                # Thirty-two bits hold 1e-5 as 9.99999975e-06; the shortest decimal is what was meant.
-                return float(str(np.float32(value))) if isinstance(value, float) else value
-            if usual is None:
-                raise CheckpointError(f"field {key} is missing", where=str(self.path), remedy="download it again")
-            return usual
+        def field(key: str, usual: Any = None, kind: type | tuple[type, ...] = (int, float)) -> Any:
+            if key not in fields and usual is not None:
+                return usual
+            value = fields.get(key)
+            if not isinstance(value, kind):
+                what = f"field {key} is {'missing' if key not in fields else 'damaged'}"
+                raise CheckpointError(what, where=str(self.path), remedy="download the file again")
+            # Thirty-two bits hold 1e-5 as 9.99999975e-06; the shortest decimal is what was meant.
+            return float(str(np.float32(value))) if isinstance(value, float) else value
 
-        if field("general.architecture") != "llama":
-            architecture = field("general.architecture")
+        architecture = field("general.architecture", kind=str)
+        if architecture != "llama":
             raise CheckpointError(
                 f"the architecture is {architecture!r}, not 'llama'",
                 where=str(self.path),
@@ -170,7 +169,7 @@ class GGUFFile(Source):
                 where=str(self.path),
                 remedy="join them with llama-gguf-split --merge",
             )
-        kind = field("llama.rope.scaling.type", "none")
+        kind = field("llama.rope.scaling.type", "none", str)
         if kind != "none":
             raise CheckpointError(
                 f"rope_type {kind!r} is not known; files of Llama 3.1 and later name none",
@@ -204,6 +203,7 @@ class GGUFFile(Source):
         if _FACTORS not in self._tensors:
             return None
         stored = self._tensors[_FACTORS]
+        check_shape(_FACTORS, Stored(self.path, stored.shape, torch.float32), (config.head_width // 2,))
         self._check_place(_FACTORS)
         found = self._values(stored, 0, torch.empty(1, math.prod(stored.shape)))[0].float()
         if bool((found == 1).all()):
@@ -212,7 +212,7 @@ class GGUFFile(Source):
         for factor in (8.0, 32.0):  # 3.1 and 3.3; 3.2
             scaling = RopeScaling(factor=factor)
             divisors = plain / rope_frequencies(config.model_copy(update={"rope_scaling": scaling}))
-            if found.shape == divisors.shape and torch.allclose(found, divisors, rtol=1e-4):
+            if torch.allclose(found, divisors, rtol=1e-4):
                 return scaling
         raise CheckpointError(
             f"tensor {_FACTORS} stretches rotary frequencies in a way that no Llama does",
