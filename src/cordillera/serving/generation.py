@@ -10,7 +10,7 @@ from torch import nn
 
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
-from cordillera.kernels.few_rows import FewRowsLinear
+from cordillera.kernels.few_rows import FewRowsLinear, few_rows_linear
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.sampler import Sampling, sample
@@ -77,6 +77,7 @@ def for_decoding(model: Llama) -> Llama:
                 setattr(module, name, FewRowsLinear(child.weight))
     if model.head is None:
         model.head = FewRowsLinear(weight)
+    few_rows_linear(weight.new_zeros(1, 1), weight.new_zeros(1, 1))  # compiled now, not at the first token
     return model
 
 
