@@ -165,6 +165,10 @@ def test_the_language_model_is_quoted_as_measured(dtype: str) -> None:
         str(generated["same_tokens"]),
     ]
     assert f"| {' | '.join(cells)} |" in page
+    text = " ".join(page.split())
+    assert f"threads: {files[0]['machine']['threads']}, beside transformers 5.23" in text
+    if dtype == "bfloat16":
+        assert f"is at most {max(generated['regret'].values()):.2f} below the best one in bfloat16" in text
     seconds, memory = opened["seconds"]["median"], opened["peak_over_size"]["median"]
     targets = opened["target_seconds"], opened["target_peak_over_size"]
     assert f"| {dtype} | {seconds:.1f} | {targets[0]:g} | {memory:.2f} | {targets[1]:g} |" in page

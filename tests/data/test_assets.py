@@ -77,7 +77,7 @@ def test_what_belongs_to_rows_is_refused() -> None:
 
 
 def test_a_stored_asset_is_there_whole_after_fetching_and_only_then() -> None:
-    with pytest.raises(DataError, match="has not been fetched yet\n.*cordillera data get smollm2"):
+    with pytest.raises(DataError, match=r"has not been fetched yet\n.*cordillera data get smollm2"):
         stored_asset("smollm2")
     path = fetch_asset("smollm2")
     assert stored_asset("smollm2") == path
