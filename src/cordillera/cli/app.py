@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli import bench, compare, data, doctor, evaluate, plan, predict, recipe, report, sweep, train
+from cordillera.cli import bench, compare, data, doctor, evaluate, generate, plan, predict, recipe, report, sweep, train
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train, evaluate and use ranking models; plan large jobs. Start with: cordillera train movielens-wukong",
+    help="Train, evaluate and use ranking models; generate text; plan large jobs. "
+    "Start with: cordillera train movielens-wukong",
 )
 
 
@@ -38,6 +39,7 @@ app.command("predict")(predict.predict)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("sweep")(sweep.sweep)
+app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.command("doctor")(doctor.doctor)

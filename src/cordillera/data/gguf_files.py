@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cordillera.data.byte_pairs import LLAMA3_WORDS, BytePairs
 from cordillera.data.tokenizer import Tokenizer
@@ -26,11 +26,36 @@ _HEAD = struct.Struct("<4sIQQ")
 # Kinds of value and of token (ggml, gguf.h).
 _NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_ALIGNMENT, _MOST_DIMENSIONS = 32, 4
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
+class GGUFTensor(NamedTuple):
+    """Where a tensor lies in a GGUF file.
+
+    Attributes:
+        shape: Of its values, as torch has it: the last dimension's values are neighbours.
+        kind: Number of its quantisation (ggml, ggml.h).
+        begin: Its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+
+
 def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Any]:
-    """The metadata of a GGUF file (version 2 or 3, little-endian), without its tensors.
+    """The metadata of a GGUF file; arguments and errors are those of :func:`gguf_header`.
+
+    Args:
+        path: The file.
+        prefix: Only keys that begin so, or with one of these.
+    """
+    return gguf_header(path, prefix)[0]
+
+
+def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Metadata of a GGUF file (version 2 or 3, little-endian), and where its tensors lie, by name.
 
     The ``gguf`` library makes arrays of every entry of a list, and so is slow with a vocabulary's tokens and merges.
 
@@ -43,26 +68,33 @@ def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, A
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD.size)
-    magic, version, _, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
+    magic, version, tensors, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
     if magic != b"GGUF" or version not in (2, 3):
         remedy = "convert it anew: versions 2 and 3, little-endian, are supported"
         raise DataError("this is not a GGUF file that can be read", where=str(path), remedy=remedy)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         reader = _Reader(content, _HEAD.size)
-        found = {}
+        found: dict[str, Any] = {}
+        alignment = _ALIGNMENT
         try:
             for _ in range(count):
                 name = reader.value(_STRING)
                 value = reader.value(reader.number("<I"))
+                if name == "general.alignment":
+                    alignment = int(value)
                 if name.startswith(prefix):
                     found[name] = value
-        except (struct.error, UnicodeDecodeError, KeyError, EOFError, RecursionError) as error:
+            places = dict(reader.place() for _ in range(tensors))
+            if len(places) != tensors or alignment < 1:
+                raise ValueError("two tensors have one name" if alignment else "the alignment is 0")
+        except (struct.error, ValueError, TypeError, KeyError, EOFError, RecursionError) as error:
             raise DataError(
                 f"the GGUF file is damaged or cut off ({error!r}, byte {reader.position})",
                 where=str(path),
                 remedy="fetch it again",
             ) from error
-    return found
+    begin = -(-reader.position // alignment) * alignment
+    return found, {name: GGUFTensor(shape, kind, begin + offset) for name, (shape, kind, offset) in places.items()}
 
 
 class _Reader:
@@ -89,6 +121,14 @@ class _Reader:
                 raise EOFError("a list reaches beyond the end")
             return [self.value(kind) for _ in range(size)]
         return self.number(_NUMBERS[kind])
+
+    def place(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """A tensor's name, shape, kind, and where it begins after the header."""
+        name, dimensions = self.value(_STRING), self.number("<I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"a tensor of {dimensions} dimensions")
+        shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+        return name, (shape, self.number("<I"), self.number("<Q"))
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
+from cordillera.kernels.few_rows import FewRowsLinear, few_rows_linear
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.sampler import Sampling, sample
@@ -54,11 +56,42 @@ def generate(
         DataError: a prompt is empty, as long as the context or longer, or holds an id that is no token;
             ``max_new_tokens`` is below 1; while tokens come, the model's logits are not finite.
     """
-    _check(model.config, prompts, max_new_tokens)
+    check_prompts(model.config, prompts, max_new_tokens)
     return _generate(model, prompts, max_new_tokens, frozenset(stop), sampling or Sampling())
 
 
-def _check(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def for_decoding(model: Llama) -> Llama:
+    """Give a model on a CPU linear layers that are fast on one or a few rows; it is changed in place and returned.
+
+    Weights stay where they are. A tied head becomes a layer over the embedding's weights.
+
+    Args:
+        model: Anything but bfloat16 on a CPU is left as it is.
+    """
+    weight = model.embedding.weight
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return model
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, FewRowsLinear(child.weight))
+    if model.head is None:
+        model.head = FewRowsLinear(weight)
+    few_rows_linear(weight.new_zeros(1, 1), weight.new_zeros(1, 1))  # compiled now, not at the first token
+    return model
+
+
+def check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse what :func:`generate` could not continue; needs no model, only its ``config``.
+
+    Args:
+        config: The model's.
+        prompts: As for :func:`generate`.
+        max_new_tokens: As for :func:`generate`.
+
+    Raises:
+        DataError: as :func:`generate`.
+    """
     if max_new_tokens < 1:
         raise DataError(f"{max_new_tokens} is not a number of tokens", where="max_new_tokens", remedy="ask for some")
     for number, prompt in enumerate(prompts):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from cordillera.errors import DataError
+from cordillera.mistakes import explain
 
 
 class Sampling(BaseModel):
@@ -23,6 +24,24 @@ class Sampling(BaseModel):
     temperature: float = Field(0.6, ge=0, allow_inf_nan=False)
     top_p: float = Field(0.9, gt=0, le=1)
     seed: int = Field(0, ge=0, lt=2**62)
+
+
+def make_sampling(temperature: float, top_p: float, seed: int) -> Sampling:
+    """A :class:`Sampling` out of what a person gave.
+
+    Args:
+        temperature: As for :class:`Sampling`.
+        top_p: As for :class:`Sampling`.
+        seed: As for :class:`Sampling`.
+
+    Raises:
+        DataError: a value is out of its range.
+    """
+    try:
+        return Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    except ValidationError as error:
+        where, what = explain(error.errors(), lambda path: ())[0]
+        raise DataError(what, where=where) from error
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

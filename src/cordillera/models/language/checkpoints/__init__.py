@@ -9,7 +9,7 @@ GGUF               one ``.gguf`` file, or a folder with one; quantised weights a
 =================  ========================================================================================
 
 Everything that can be wrong with names, shapes and dtypes is refused before weights are read, and nothing is unpickled
-but tensors. Files are memory-mapped and copied tensor by tensor into the model, so that memory holds it once.
+but tensors. Files are copied tensor by tensor, or in smaller pieces, into the model, so that memory holds it once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cordillera.models.language.checkpoints.hugging_face import HuggingFace, sav
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.llama import Llama, LlamaConfig
 
-__all__ = ["Source", "load", "load_into", "open_checkpoint", "save_consolidated", "save_hugging_face"]
+__all__ = ["Source", "load", "load_into", "open_checkpoint", "read_model", "save_consolidated", "save_hugging_face"]
 
 
 def open_checkpoint(path: str | Path) -> Source:
@@ -84,11 +84,28 @@ def load(
         DependencyError: GGUF without the library ``gguf``.
     """
     source = open_checkpoint(path)
+    return source.config, read_model(source, dtype, device, threads)
+
+
+def read_model(
+    source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", threads: int = 4
+) -> Llama:
+    """Make the model of a checkpoint that is open already.
+
+    Args:
+        source: From :func:`open_checkpoint`.
+        dtype: As for :func:`load`.
+        device: As for :func:`load`.
+        threads: As for :func:`load`.
+
+    Raises:
+        CheckpointError: weights are NaN or infinite, or become so in ``dtype``.
+    """
     with torch.device("meta"):
         model = Llama(source.config)
     model.to(dtype).to_empty(device=device)
     _fill(model, source, threads)
-    return source.config, model
+    return model
 
 
 def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:

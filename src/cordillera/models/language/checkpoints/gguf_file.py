@@ -1,7 +1,8 @@
-"""GGUF, the format of llama.cpp: one memory-mapped file, weights mostly quantised."""
+"""GGUF, the format of llama.cpp: one file, weights mostly quantised."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.errors import CheckpointError, DependencyError
+from cordillera.data.gguf_files import GGUFTensor, gguf_header
+from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
@@ -39,6 +41,7 @@ _NAMES = Names(
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
 _FACTORS = "rope_freqs.weight"
+_PIECE = 2**18  # values that are dequantised at a time
 
 
 class GGUFFile(Source):
@@ -62,22 +65,19 @@ class GGUFFile(Source):
         self.path = path
         self._gguf = gguf
         try:
-            reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError, MemoryError, OSError) as error:
+            fields, self._tensors = gguf_header(path, ("general.", "split.", "llama."))
+        except (DataError, OSError) as error:
+            what = error.what if isinstance(error, DataError) else str(error)
             raise CheckpointError(
-                f"is truncated, damaged or not GGUF ({error})", where=str(path), remedy="download the file again"
+                f"is truncated, damaged or not GGUF ({what})", where=str(path), remedy="download the file again"
             ) from error
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.config = self._read_config(reader)
+        self.config = self._read_config(fields)
         shapes = {_NAMES(name): shape for name, shape in parameter_shapes(self.config).items()}
         for name, shape in shapes.items():
             if name not in self._tensors:
                 raise missing(name, path)
-            stored = tuple(int(size) for size in reversed(self._tensors[name].shape))
-            check_shape(name, Stored(path, stored, torch.float32), shape)
-            kind = self._tensors[name].tensor_type
-            if kind.name in ("I8", "I16", "I32", "I64"):
-                raise CheckpointError(f"tensor {name} holds integers without scales", where=str(path))
+            check_shape(name, Stored(path, self._tensors[name].shape, torch.float32), shape)
+            self._check_place(name)
         unknown = sorted(self._tensors.keys() - shapes.keys() - {_FACTORS})
         if unknown:
             raise CheckpointError(
@@ -90,32 +90,68 @@ class GGUFFile(Source):
         return _NAMES(name)
 
     def read(self, name: str, out: Tensor) -> None:
-        tensor = self._tensors[_NAMES(name)]
+        stored = self._tensors[_NAMES(name)]
+        rows = out if out.dim() == 2 else out[None]
+        # A few rows, or heads, at a time: quantised values take several times their size while they are unpacked.
+        unit = self.config.head_width if name.endswith(_ROTATED) else 1
+        step = max(1, _PIECE // (unit * rows.shape[1])) * unit
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            values = self._values(stored, first, part)
+            if name.endswith(_ROTATED):
+                interleaved_to_halves(values.unflatten(0, (-1, unit)), part.unflatten(0, (-1, unit)))
+            else:
+                part.copy_(values)
+
+    def _values(self, stored: GGUFTensor, first: int, part: Tensor) -> Tensor:
+        """Rows from ``first`` on, as many as ``part`` has, in float32."""
+        row_bytes = self._bytes(stored) // math.prod(stored.shape[:-1])
+        # Read, not mapped: pages of a mapped file would count as this process's memory.
+        raw = np.fromfile(self.path, np.uint8, len(part) * row_bytes, offset=stored.begin + first * row_bytes)
+        kind = self._gguf.GGMLQuantizationType(stored.kind)
         try:
-            values = self._gguf.dequantize(tensor.data, tensor.tensor_type)  # a copy in float32, of this tensor alone
+            values = self._gguf.dequantize(raw.reshape(len(part), row_bytes), kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"tensor {tensor.name} is {tensor.tensor_type.name}, which cannot be dequantised here",
+                f"a tensor is {kind.name}, which cannot be dequantised here",
                 where=str(self.path),
                 remedy="take the file in another quantisation, such as Q8_0 or Q4_K",
             ) from error
-        weight = torch.from_numpy(np.require(values, requirements=["C", "W"])).view(out.shape)
-        if name.endswith(_ROTATED):
-            heads = (-1, self.config.head_width)
-            interleaved_to_halves(weight.unflatten(0, heads), out.unflatten(0, heads))
-        else:
-            out.copy_(weight)
+        return torch.from_numpy(np.require(values, requirements=["C", "W"])).view(part.shape)
 
-    def _read_config(self, reader: Any) -> LlamaConfig:
+    def _bytes(self, stored: GGUFTensor) -> int:
+        block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(stored.kind)]
+        return math.prod(stored.shape) // block * size
+
+    def _check_place(self, name: str) -> None:
+        """Refuse a tensor of a kind that is not known, or that reaches beyond the end of the file."""
+        stored = self._tensors[name]
+
+        def refuse(what: str) -> CheckpointError:
+            return CheckpointError(f"tensor {name} {what}", where=str(self.path), remedy="download the file again")
+
+        try:
+            kind = self._gguf.GGMLQuantizationType(stored.kind)
+        except ValueError:
+            raise refuse(f"is of kind {stored.kind}, which is not known") from None
+        if kind.name in ("I8", "I16", "I32", "I64"):
+            raise CheckpointError(f"tensor {name} holds integers without scales", where=str(self.path))
+        if stored.shape[-1] % self._gguf.GGML_QUANT_SIZES[kind][0]:
+            raise refuse(f"has rows of {stored.shape[-1]} values, which are not whole blocks of {kind.name}")
+        if stored.begin + self._bytes(stored) > self.path.stat().st_size:
+            raise CheckpointError(
+                f"is truncated, damaged or not GGUF (it ends before tensor {name})",
+                where=str(self.path),
+                remedy="download the file again",
+            )
+
+    def _read_config(self, fields: dict[str, Any]) -> LlamaConfig:
         def field(key: str, usual: Any = None, kind: type | tuple[type, ...] = (int, float)) -> Any:
-            if key not in reader.fields and usual is not None:
+            if key not in fields and usual is not None:
                 return usual
-            try:
-                value = reader.fields[key].contents()
-            except (KeyError, ValueError, IndexError):
-                value = None
+            value = fields.get(key)
             if not isinstance(value, kind):
-                what = f"field {key} is {'missing' if key not in reader.fields else 'damaged'}"
+                what = f"field {key} is {'missing' if key not in fields else 'damaged'}"
                 raise CheckpointError(what, where=str(self.path), remedy="download the file again")
             # Thirty-two bits hold 1e-5 as 9.99999975e-06; the shortest decimal is what was meant.
             return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -151,7 +187,7 @@ class GGUFFile(Source):
                 "kv_heads": field("llama.attention.head_count_kv", heads),
                 "head_dim": width,
                 "ffn": field("llama.feed_forward_length"),
-                "vocabulary": int(self._tensors[_NAMES("embedding.weight")].shape[1])
+                "vocabulary": self._tensors[_NAMES("embedding.weight")].shape[0]
                 if _NAMES("embedding.weight") in self._tensors
                 else field("llama.vocab_size"),
                 "context": field("llama.context_length"),
@@ -166,14 +202,17 @@ class GGUFFile(Source):
         """The published scaling whose divisors of frequencies the file holds."""
         if _FACTORS not in self._tensors:
             return None
-        found = torch.from_numpy(np.array(self._tensors[_FACTORS].data)).float()
+        stored = self._tensors[_FACTORS]
+        check_shape(_FACTORS, Stored(self.path, stored.shape, torch.float32), (config.head_width // 2,))
+        self._check_place(_FACTORS)
+        found = self._values(stored, 0, torch.empty(1, math.prod(stored.shape)))[0].float()
         if bool((found == 1).all()):
             return None
         plain = rope_frequencies(config)
         for factor in (8.0, 32.0):  # 3.1 and 3.3; 3.2
             scaling = RopeScaling(factor=factor)
             divisors = plain / rope_frequencies(config.model_copy(update={"rope_scaling": scaling}))
-            if found.shape == divisors.shape and torch.allclose(found, divisors, rtol=1e-4):
+            if torch.allclose(found, divisors, rtol=1e-4):
                 return scaling
         raise CheckpointError(
             f"tensor {_FACTORS} stretches rotary frequencies in a way that no Llama does",

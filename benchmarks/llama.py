@@ -1,0 +1,212 @@
+"""Loading and generation of SmolLM2-135M beside transformers: ``cordillera bench llama``."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _llama_peer import PeerUnavailable, transformers_llama
+from _machine import fingerprint
+from _results import RESULTS, write_json
+from _tables import print_notes
+from _timing import Spread, interleave, times_faster
+from rich.console import Console
+from rich.table import Table
+
+from cordillera.data.assets import stored_asset
+from cordillera.errors import DataError
+from cordillera.serving.generation import generate
+from cordillera.serving.language_model import LanguageModel, load_language_model
+from cordillera.serving.sampler import Sampling
+
+PROMPT = "What is a mountain range?"
+DTYPES = ("bfloat16", "float32")
+NEW_TOKENS = 64
+TARGET = {"bfloat16": 1.25, "float32": None}  # times transformers
+TARGET_SECONDS, TARGET_MEMORY = 5.0, 1.3
+
+
+class Part(str, enum.Enum):
+    """What can be measured."""
+
+    generation = "generation"
+    loading = "loading"
+
+
+def _same(ours: list[int], theirs: list[int]) -> int:
+    """How many tokens agree from the beginning on."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+
+
+def _contenders(
+    ours: LanguageModel, peer: Any, tokens: int
+) -> tuple[dict[str, Callable[[], list[int]]], Callable[[list[int]], float]]:
+    """Greedy generation by both; and how far below the best the least of given tokens' logits is, by transformers."""
+    (ids,) = ours.encode([PROMPT])
+    prompt = torch.tensor([ids])
+
+    def by_ours() -> list[int]:
+        return [one.token for one in generate(ours.model, [ids], tokens, sampling=Sampling(temperature=0))]
+
+    @torch.inference_mode()
+    def by_peer() -> list[int]:
+        found = peer.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens,
+            min_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return found[0, len(ids) :].tolist()
+
+    @torch.inference_mode()
+    def regret(chosen: list[int]) -> float:
+        logits = peer(torch.tensor([ids + chosen])).logits[0, len(ids) - 1 : -1].float()
+        return float((logits.amax(-1) - logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]).max())
+
+    return {"ours": by_ours, "transformers": by_peer}, regret
+
+
+def _generation(console: Console, quick: bool) -> dict[str, Any]:
+    tokens, rounds = (8, 2) if quick else (NEW_TOKENS, 5)
+    opened = LanguageModel("smollm2")
+    results: dict[str, Any] = {}
+    for dtype in DTYPES:
+        ours = load_language_model("smollm2", dtype=dtype, device="cpu")
+        peer = transformers_llama(opened.path, ours.config).to(getattr(torch, dtype))
+        contenders, regret = _contenders(ours, peer, tokens)
+        paths = {name: run() for name, run in contenders.items()}
+        timings = interleave(contenders, rounds=rounds, warmup=0)  # both have run
+        results[dtype] = {
+            "times_transformers": times_faster(timings["ours"], timings["transformers"]).to_json(),
+            "target": TARGET[dtype],
+            "tokens_per_s": {
+                name: Spread.of([tokens / seconds for seconds in one.seconds]).to_json()
+                for name, one in timings.items()
+            },
+            "same_tokens": _same(paths["ours"], paths["transformers"]),
+            "regret": {name: regret(path) for name, path in paths.items()},
+        }
+    if results["float32"]["same_tokens"] != tokens:
+        raise RuntimeError(f"greedy tokens in float32 differ from transformers': {results['float32']}")
+    table = Table(title=f"{tokens} greedy tokens, batch 1 (measured)", title_justify="left")
+    for heading in ("dtype", "times transformers", "quartiles", "asked", "ours", "transformers", "same tokens"):
+        table.add_column(heading)
+    for dtype, one in results.items():
+        times, rates = one["times_transformers"], one["tokens_per_s"]
+        table.add_row(
+            dtype, f"{times['median']:.2f}", f"{times['low']:.2f} to {times['high']:.2f}", str(one["target"] or ""),
+            *(f"{rates[name]['median']:.1f} tokens/s" for name in rates), str(one["same_tokens"]),
+        )  # fmt: skip
+    console.print(table)
+    notes = [
+        "same tokens: from the first on, until rounding in another order tips the first near tie",
+        "regret: how far the logit of a chosen token is below the best one at most, when transformers reads the text",
+    ]
+    print_notes(console, notes)
+    return {"evidence": "measured", "prompt": PROMPT, "new_tokens": tokens, "results": results, "notes": notes}
+
+
+# The file is read once before, so that it is cached. Seconds are those of a process that begins; peak memory is what
+# comes on top of libraries and compiled kernels, which a process that is counted has loaded before.
+_LOAD = """
+import json, sys, time
+def status(name):
+    return int([line for line in open("/proc/self/status") if line.startswith(name)][0].split()[1]) * 1024
+import torch, gguf
+from cordillera.kernels.few_rows import few_rows_linear
+from cordillera.serving.language_model import load_language_model
+open(sys.argv[1], "rb").read()
+if sys.argv[3] == "counted":
+    few_rows_linear(torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16())
+before = status("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+began = time.perf_counter()
+loaded = load_language_model("smollm2", dtype=sys.argv[2], device="cpu")
+seconds = time.perf_counter() - began
+size = sum(parameter.nbytes for parameter in loaded.model.parameters())
+print(json.dumps({"seconds": seconds, "peak_bytes": status("VmHWM") - before, "model_bytes": size}))
+"""
+
+
+def _loaded(path: Path, dtype: str, mode: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", _LOAD, str(path), dtype, mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _loading(console: Console, quick: bool) -> dict[str, Any]:
+    path = stored_asset("smollm2")
+    results = {}
+    for dtype in DTYPES:
+        timed, counted = (
+            [_loaded(path, dtype, mode) for _ in range(1 if quick else 3)] for mode in ("timed", "counted")
+        )
+        size = counted[0]["model_bytes"]
+        results[dtype] = {
+            "seconds": Spread.of([one["seconds"] for one in timed]).to_json(),
+            "target_seconds": TARGET_SECONDS,
+            "model_bytes": size,
+            "peak_over_size": Spread.of([one["peak_bytes"] / size for one in counted]).to_json(),
+            "target_peak_over_size": TARGET_MEMORY,
+        }
+    table = Table(title="opening SmolLM2 with its tokenizer, in a new process (measured)", title_justify="left")
+    for heading in ("dtype", "seconds", "asked", "peak memory over weights", "asked"):
+        table.add_column(heading)
+    for dtype, one in results.items():
+        table.add_row(
+            dtype, f"{one['seconds']['median']:.2f}", f"{TARGET_SECONDS:g}", f"{one['peak_over_size']['median']:.2f}",
+            f"{TARGET_MEMORY:g}",
+        )  # fmt: skip
+    console.print(table)
+    return {"evidence": "measured", "results": results, "file_bytes": os.path.getsize(path), "notes": []}
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.generation: _generation, Part.loading: _loading}
+
+
+def main(
+    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
+) -> None:
+    """Load SmolLM2-135M and generate text with it, beside transformers."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    folder = results or (RESULTS / "quick" if quick else RESULTS)
+    try:
+        stored_asset("smollm2")
+    except DataError as error:
+        console.print(f"left out: {error}", markup=False)
+        return
+    for chosen in part or Part:
+        began = time.perf_counter()
+        try:
+            figures = PARTS[chosen](console, quick)
+        except PeerUnavailable as error:
+            console.print(f"{chosen.value}: left out, {error}", markup=False)
+            continue
+        content = {
+            "system": "llama",
+            "part": chosen.value,
+            "quick": quick,
+            "seconds": time.perf_counter() - began,
+            "machine": fingerprint(),
+            **figures,
+        }
+        console.print(f"{chosen.value}: written to {write_json(folder / f'llama-{chosen.value}.json', content)}\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

