@@ -11,6 +11,7 @@ documents begin. There is no padding. ``T`` below is the number of tokens in the
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -365,14 +366,28 @@ class Llama(nn.Module):
         Args:
             seed: The same seed gives the same weights, on devices of one kind.
         """
-        generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-                continue
-            residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-            deviation = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-            parameter.normal_(0.0, deviation, generator=generator)
+            draw_weight(parameter, name, self.config, seed)
+
+
+@torch.no_grad()
+def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -> None:
+    """Draw one whole weight anew, as :meth:`Llama.init_weights` does, whatever was drawn before it.
+
+    Args:
+        weight: Of the model, ``[out, in]`` or ``[width]``; filled.
+        name: Of the parameter in the model.
+        config: The model's.
+        seed: As in :meth:`Llama.init_weights`.
+    """
+    if name.endswith("norm.weight"):
+        weight.fill_(1.0)
+        return
+    residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+    deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+    # a stream for each weight, so that a device can draw those that it holds and no others
+    generator = torch.Generator(weight.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    weight.normal_(0.0, deviation, generator=generator)
 
 
 def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:

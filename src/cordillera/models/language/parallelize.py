@@ -1,0 +1,112 @@
+"""A stage of a Llama over many processes, applied from outside: the model does not know of it.
+
+The order matters: matrices are cut first, then recomputation is put around whole blocks, then weights are sharded, so
+that a block's weights are gathered once for both its forwards. What cuts a sequence is given with each microbatch.
+
+Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for how matrices are cut;
+Zhao et al. 2023 (FSDP), sections 3 and 4.4.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.errors import PlanError
+from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.stages import LlamaStage
+
+Precision = Literal["float32", "bfloat16"]
+
+
+def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
+    """Refuse a cut that the model's sizes do not allow.
+
+    Args:
+        model: Its sizes.
+        parallel: The cut.
+
+    Raises:
+        PlanError: Names everything that does not fit.
+    """
+    wrong = [
+        f"{name} ({getattr(model, name)}) is not divisible by tensor ({parallel.tensor})"
+        for name in ("heads", "kv_heads", "ffn", "vocabulary")
+        if getattr(model, name) % parallel.tensor
+    ]
+    if model.layers < parallel.stages:
+        wrong.append(
+            f"layers ({model.layers}) are fewer than the stages ({parallel.stages}) of pipeline {parallel.pipeline}"
+        )
+    if wrong:
+        raise PlanError("; ".join(wrong), where="mesh", remedy="smaller sizes of the mesh, or another model")
+
+
+def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "float32") -> None:
+    """Cut a stage over the processes of a mesh. Its weights are not filled.
+
+    Weights stay in 32 bits, and gradients are added up in them over all ranks, without being divided.
+
+    Args:
+        stage: On the meta device; changed.
+        mesh: Of all processes.
+        precision: In which blocks compute.
+    """
+    parallel = mesh.config
+    if parallel.tensor > 1:
+        _cut_matrices(stage, mesh)
+    if parallel.recompute != "none":
+        for block in stage.blocks:
+            part: nn.Module = block if parallel.recompute == "full" else block.feed_forward
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if precision == "float32" else torch.bfloat16, reduce_dtype=torch.float32
+    )
+    for block in stage.blocks:
+        fully_shard(block, mesh=mesh.weights, reshard_after_forward=parallel.reshards, mp_policy=policy)
+    fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # losses are divided by the tokens of the whole iteration already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    stage.to_empty(device=mesh.device_type)
+
+
+def _cut_matrices(stage: LlamaStage, mesh: ProcessMesh) -> None:
+    """Each block's first matrices by columns and its last by rows, so that a rank needs one sum for each half."""
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {"embedding": RowwiseParallel(input_layouts=whole), "head": ColwiseParallel()}
+    for name in stage.layers:
+        within: dict[str, ParallelStyle] = {
+            # one tensor for the matrices that read it, so that their gradients of it are summed over ranks once
+            "attention": PrepareModuleInput(
+                input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
+            ),
+            "feed_forward": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+            **{f"attention.{part}": ColwiseParallel() for part in ("query", "key", "value")},
+            "attention.output": RowwiseParallel(),
+            **{f"feed_forward.{part}": ColwiseParallel() for part in ("gate", "up")},
+            "feed_forward.down": RowwiseParallel(),
+        }
+        plan |= {f"layers.{name}.{part}": style for part, style in within.items()}
+    held = {name for name, _ in stage.named_modules()}
+    parallelize_module(
+        stage, mesh.tensor, {name: style for name, style in plan.items() if name in held}, src_data_rank=None
+    )
+    if stage.is_last:
+        stage.vocabulary_group = mesh.tensor.get_group()
