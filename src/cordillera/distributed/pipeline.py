@@ -159,11 +159,11 @@ class PipelineRunner:
     the CPU, of the same shape for every microbatch and step; what a stage passes on is agreed between its rank and the
     next with the first message. Only the leading dimension may differ, where :meth:`step` is told each microbatch's.
     Gradients are added to the parameters' ``.grad`` as the schedule's backwards come, of the mean or the sum of the
-    microbatches' losses; clearing them and stepping an optimizer is the caller's. Where a backward is split, ``I`` computes the
-    gradients of intermediate results and ``W`` those of the weights from them, without computing anything twice unless
-    a weight is used in two places of a stage; hooks on intermediate tensors then run in both. The first stage computes
-    no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations are freed by
-    ``B`` and ``W``.
+    microbatches' losses; clearing them and stepping an optimizer is the caller's. Where a backward is split, ``I``
+    computes the gradients of intermediate results and ``W`` those of the weights from them, without computing anything
+    twice unless a weight is used in two places of a stage; hooks on intermediate tensors then run in both. The first
+    stage computes no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations
+    are freed by ``B`` and ``W``.
 
     A joined pair runs one after the other, each action as soon as its own inputs are there; the schedule without its
     marks (``Action.joined``) is what to simulate beside it.

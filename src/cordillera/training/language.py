@@ -28,8 +28,8 @@ from cordillera.distributed.sharding import SHARDINGS
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.models.language.parallelize import Precision, check_fit, parallelize
-from cordillera.models.language.stages import LlamaStage, cut_model
+from cordillera.models.language.parallelize import Precision, check_fit, parallelize, reduce_after
+from cordillera.models.language.stages import cut_model
 from cordillera.planning.schedules import Action, Kind
 from cordillera.training.optimizers import build_adamw
 
@@ -294,19 +294,16 @@ class LanguageEngine:
             return
         self._left[action.stage] -= 1
         is_last = self._left[action.stage] == 0
-        stage = self.stages[action.stage]
-        stage.set_requires_gradient_sync(is_last)
-        stage.set_is_last_backward(is_last)
-        stage.set_reshard_after_backward(is_last or self.mesh.config.reshards)
+        reduce_after(self.stages[action.stage], is_last, self.mesh.config.reshards)
 
     def _add_tied_gradients(self) -> None:
         """The embedding's and the tied head's, where first and last stage are two."""
         if not self.model.tied or self.mesh.config.stages == 1:
             return
         ends = [self.stages[stage] for stage in (0, self.mesh.config.stages - 1) if stage in self.stages]
-        gradients = [_local(stage.embedding.weight.grad) for stage in ends]
+        gradients = [_local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
         if self._rank_of[0] == self._rank_of[-1]:
-            total = sum(gradients)
+            total = torch.stack(gradients).sum(0)
             for gradient in gradients:
                 gradient.copy_(total)
         elif gradients:
@@ -316,8 +313,9 @@ class LanguageEngine:
         """Sum of the squares of the gradients' elements that this rank answers for: each is counted on one rank."""
         place, total = self.mesh.place, 0.0
         for number, name, parameter in self._parameters():
-            names = parameter.device_mesh.mesh_dim_names
-            is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and "tensor" not in names)
+            assert isinstance(parameter, DTensor)
+            is_cut = "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+            is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not is_cut)
             is_tied_copy = number > 0 and name == "embedding.weight"
             if parameter.grad is not None and not is_copy and not is_tied_copy:
                 total += float(torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float64).square())

@@ -72,7 +72,7 @@ def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "fl
     if parallel.recompute != "none":
         for block in stage.blocks:
             part: nn.Module = block if parallel.recompute == "full" else block.feed_forward
-            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision == "float32" else torch.bfloat16, reduce_dtype=torch.float32
     )
@@ -85,6 +85,22 @@ def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "fl
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     stage.to_empty(device=mesh.device_type)
+
+
+def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
+    """Say before a stage's backward whether gradients are reduced over ranks after it.
+
+    Until then they stay whole on each rank and are added up there: one reduction for all microbatches.
+
+    Args:
+        stage: Parallelised.
+        is_last: Whether it is the last backward of a step.
+        reshards: Whether weights are freed after a backward that is not.
+    """
+    assert isinstance(stage, FSDPModule)
+    stage.set_requires_gradient_sync(is_last)
+    stage.set_is_last_backward(is_last)
+    stage.set_reshard_after_backward(is_last or reshards)
 
 
 def _cut_matrices(stage: LlamaStage, mesh: ProcessMesh) -> None:

@@ -79,7 +79,7 @@ class LlamaStage(nn.Module):
         return list(self.layers.values())  # type: ignore[arg-type]
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> Tensor:
         """Of the last stage: ``[vocabulary, hidden]``."""
         return self.embedding.weight if self.head is None else self.head.weight
 
