@@ -28,7 +28,7 @@ from cordillera.distributed.sharding import SHARDINGS
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.models.language.parallelize import Precision, check_fit, parallelize, reduce_after
+from cordillera.models.language.parallelize import Precision, check_fit, parallelize, reduce_after, reduce_now
 from cordillera.models.language.stages import cut_model
 from cordillera.planning.schedules import Action, Kind
 from cordillera.training.optimizers import build_adamw
@@ -139,13 +139,7 @@ class LanguageEngine:
         check_fit(model, parallel)
         self.config, self.model, self.mesh = config, model, mesh
         schedule = parallel.make_schedule(4 * parallel.stages)
-        self._rank_of = schedule.rank_of
-        if schedule.splits_backward and parallel.world > parallel.pipeline * parallel.tensor:
-            raise PlanError(
-                f"{parallel.schedule} splits backwards, and weights over several ranks need whole ones",
-                where="mesh",
-                remedy="replicate, shard and context of 1, or a schedule such as 1f1b or interleaved",
-            )
+        self._rank_of, self._splits_backward = schedule.rank_of, schedule.splits_backward
         held = schedule.stages_of(mesh.place["pipeline"])
         self.stages = cut_model(model, parallel.stages, held)
         for stage in self.stages.values():
@@ -203,6 +197,9 @@ class LanguageEngine:
         divisor = torch.tensor(float(targets), device=self.mesh.device_type)
         self._left = Counter(dict.fromkeys(self.stages, count))
         done = self._runner(count).step(inputs, [divisor] * count, arguments, rows)
+        if self._splits_backward:
+            for stage in self.stages.values():
+                reduce_now(stage)
         self._add_tied_gradients()
         is_counted = done.losses is not None and self.mesh.place["tensor"] == 0
         return float(done.losses.double().sum()) if is_counted else 0.0, targets  # type: ignore[union-attr]
@@ -290,11 +287,13 @@ class LanguageEngine:
 
     def _prepare(self, action: Action) -> None:
         """Gradients stay whole on each rank until a stage's last backward, and are then reduced once."""
-        if action.kind is not Kind.BACKWARD:
+        if action.kind is Kind.FORWARD:
+            return
+        if self._splits_backward:  # weights stay for the second parts
+            reduce_after(self.stages[action.stage], False, False)
             return
         self._left[action.stage] -= 1
-        is_last = self._left[action.stage] == 0
-        reduce_after(self.stages[action.stage], is_last, self.mesh.config.reshards)
+        reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
 
     def _add_tied_gradients(self) -> None:
         """The embedding's and the tied head's, where first and last stage are two."""

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.stages import LlamaStage
@@ -126,3 +127,21 @@ def _cut_matrices(stage: LlamaStage, mesh: ProcessMesh) -> None:
     )
     if stage.is_last:
         stage.vocabulary_group = mesh.tensor.get_group()
+
+
+def reduce_now(stage: LlamaStage) -> None:
+    """Reduce over ranks what split backwards left on each: they go around what would reduce it after them.
+
+    It is done by the whole backward of a token that predicts nothing, to which it belongs.
+
+    Args:
+        stage: Parallelised; every rank that shares its weights calls it.
+    """
+    reduce_after(stage, True, True)
+    weight = next(stage.parameters())
+    if stage.is_first:
+        given = torch.zeros(1, dtype=torch.int64, device=weight.device)
+    else:
+        given = torch.zeros(1, stage.config.hidden, device=weight.device, requires_grad=True)
+    labels = torch.full((1,), IGNORED, device=weight.device)
+    (stage(given, torch.tensor([0, 1]), None, labels).sum() * 0.0).backward()
