@@ -129,7 +129,7 @@ class LlamaStage(nn.Module):
             assert mesh.mesh_dim_names is not None
             cuts = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
             for dimension in ("tensor", "fsdp"):  # the matrix is cut first, then what each rank has of it
-                if dimension in cuts and cuts[dimension].is_shard():
+                if dimension in cuts and not cuts[dimension].is_replicate():
                     along = cuts[dimension].dim  # type: ignore[attr-defined]
                     parts = whole.chunk(mesh[dimension].size(), along)
                     place = mesh.get_local_rank(dimension)
