@@ -206,12 +206,7 @@ class ProcessMesh:
                 remedy=f"start {config.world} processes, or make the product of the sizes {found}",
             )
         self.config, self.rank, self.device_type = config, dist.get_rank(), device_type
-        inner = [part for name in config.order for part in (("shard", "replicate") if name == "data" else (name,))]
-        ranks = torch.arange(found).reshape([sizes[name] for name in reversed(inner)])
-        # whatever lies further out comes first, so that every group's ranks are in rising order: torch sorts them
-        halves = sorted(("shard", "context"), key=inner.index, reverse=True)
-        names = ("pipeline", "replicate", *halves, "tensor")
-        ranks = ranks.permute([list(reversed(inner)).index(name) for name in names]).contiguous()
+        ranks, names = ranks_of(config)
         self.place = dict(zip(names, (ranks == self.rank).nonzero()[0].tolist(), strict=True))
         self._mesh = DeviceMesh(
             device_type, ranks.flatten(2, 3), mesh_dim_names=("pipeline", "replicate", "fsdp", "tensor")
@@ -272,6 +267,24 @@ class ProcessMesh:
                 remedy="look at the other ranks' logs",
             ) from error
         return whole.reshape(self.config.world, -1)
+
+
+def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Which rank has which place.
+
+    Args:
+        config: How the job is cut.
+
+    Returns:
+        Ranks by place, and the names of the five dimensions: those of :data:`DIMENSIONS`, but of shard and context the
+        one whose neighbours lie further apart comes first, so that both together are in rising order. Torch sorts the
+        ranks of a group.
+    """
+    inner = [part for name in config.order for part in (("shard", "replicate") if name == "data" else (name,))]
+    outer = inner[::-1]
+    ranks = torch.arange(config.world).reshape([getattr(config, name) for name in outer])
+    names = ("pipeline", "replicate", *sorted(("shard", "context"), key=outer.index), "tensor")
+    return ranks.permute([outer.index(name) for name in names]).contiguous(), names
 
 
 def _enumerated(groups: torch.Tensor, deadline: timedelta) -> dist.ProcessGroup | None:

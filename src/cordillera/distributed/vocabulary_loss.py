@@ -60,7 +60,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             column = targets[chunk : chunk + rows] - first
             here = (column >= 0) & (column < len(weight))
             column = column.clamp(0, len(weight) - 1)[:, None]
-            target = logits.gather(1, column).squeeze(1) * here
+            target = logits.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
             exponentials = logits.exp_()
             sums = torch.stack([exponentials.sum(1), target])
             if group is not None:

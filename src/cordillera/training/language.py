@@ -25,6 +25,7 @@ from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.pipeline import PipelineRunner
 from cordillera.distributed.sharding import SHARDINGS
+from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
@@ -139,7 +140,7 @@ class LanguageEngine:
         check_fit(model, parallel)
         self.config, self.model, self.mesh = config, model, mesh
         schedule = parallel.make_schedule(4 * parallel.stages)
-        self._rank_of, self._splits_backward = schedule.rank_of, schedule.splits_backward
+        self._splits_backward = schedule.splits_backward
         held = schedule.stages_of(mesh.place["pipeline"])
         self.stages = cut_model(model, parallel.stages, held)
         for stage in self.stages.values():
@@ -224,7 +225,7 @@ class LanguageEngine:
             if self.config.clip is not None and norm > self.config.clip:
                 for _, _, parameter in self._parameters():
                     if parameter.grad is not None:
-                        _local(parameter.grad).mul_(self.config.clip / norm)
+                        local(parameter.grad).mul_(self.config.clip / norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepReport(loss, norm, targets, is_skipped)
@@ -300,8 +301,8 @@ class LanguageEngine:
         if not self.model.tied or self.mesh.config.stages == 1:
             return
         ends = [self.stages[stage] for stage in (0, self.mesh.config.stages - 1) if stage in self.stages]
-        gradients = [_local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
-        if self._rank_of[0] == self._rank_of[-1]:
+        gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
+        if len(gradients) == 2:  # folded like a V: both ends are here
             total = torch.stack(gradients).sum(0)
             for gradient in gradients:
                 gradient.copy_(total)
@@ -317,7 +318,7 @@ class LanguageEngine:
             is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not is_cut)
             is_tied_copy = number > 0 and name == "embedding.weight"
             if parameter.grad is not None and not is_copy and not is_tied_copy:
-                total += float(torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float64).square())
+                total += float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
         return total
 
     def _parameters(self) -> list[tuple[int, str, nn.Parameter]]:
@@ -326,11 +327,6 @@ class LanguageEngine:
             for number, stage in self.stages.items()
             for name, parameter in stage.named_parameters()
         ]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _labelled(one: PackedTokens) -> PackedTokens:

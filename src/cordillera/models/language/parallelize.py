@@ -14,18 +14,12 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.utils.checkpoint import checkpoint
 
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.tensor_parallel import cut_embedding, cut_head, cut_linear, sum_over_ranks
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import LlamaConfig
@@ -69,7 +63,7 @@ def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "fl
     """
     parallel = mesh.config
     if parallel.tensor > 1:
-        _cut_matrices(stage, mesh)
+        _cut_matrices(stage, mesh.tensor)
     if parallel.recompute != "none":
         for block in stage.blocks:
             part: nn.Module = block if parallel.recompute == "full" else block.feed_forward
@@ -104,29 +98,22 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
     stage.set_reshard_after_backward(is_last or reshards)
 
 
-def _cut_matrices(stage: LlamaStage, mesh: ProcessMesh) -> None:
-    """Each block's first matrices by columns and its last by rows, so that a rank needs one sum for each half."""
-    whole = Replicate()
-    plan: dict[str, ParallelStyle] = {"embedding": RowwiseParallel(input_layouts=whole), "head": ColwiseParallel()}
-    for name in stage.layers:
-        within: dict[str, ParallelStyle] = {
-            # one tensor for the matrices that read it, so that their gradients of it are summed over ranks once
-            "attention": PrepareModuleInput(
-                input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
-            ),
-            "feed_forward": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
-            **{f"attention.{part}": ColwiseParallel() for part in ("query", "key", "value")},
-            "attention.output": RowwiseParallel(),
-            **{f"feed_forward.{part}": ColwiseParallel() for part in ("gate", "up")},
-            "feed_forward.down": RowwiseParallel(),
-        }
-        plan |= {f"layers.{name}.{part}": style for part, style in within.items()}
-    held = {name for name, _ in stage.named_modules()}
-    parallelize_module(
-        stage, mesh.tensor, {name: style for name, style in plan.items() if name in held}, src_data_rank=None
-    )
+def _cut_matrices(stage: LlamaStage, mesh: DeviceMesh) -> None:
+    """Each half of a block has matrices cut by outputs, then one by inputs, and needs one sum."""
+    for block in stage.blocks:
+        attention, feed_forward = block.attention, block.feed_forward
+        for linear in (attention.query, attention.key, attention.value, feed_forward.gate, feed_forward.up):
+            cut_linear(linear, mesh, 0)
+        for linear in (attention.output, feed_forward.down):
+            cut_linear(linear, mesh, 1)
+        sum_over_ranks(attention, mesh)
+        sum_over_ranks(feed_forward, mesh)
+    if hasattr(stage, "embedding"):
+        cut_embedding(stage.embedding, mesh)
     if stage.is_last:
-        stage.vocabulary_group = mesh.tensor.get_group()
+        if stage.head is not None:
+            cut_head(stage.head, mesh)
+        stage.vocabulary_group = mesh.get_group()
 
 
 def reduce_now(stage: LlamaStage) -> None:

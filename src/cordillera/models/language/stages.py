@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import summed_cross_entropy
 from cordillera.models.language.llama import (
     Block,
@@ -108,9 +109,8 @@ class LlamaStage(nn.Module):
             x = block(x, offsets, table, core)
         if not self.is_last:
             return x
-        weight = self.head_weight
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        return summed_cross_entropy(self.norm(x), local, labels, self.vocabulary_group, self.loss_rows)
+        weight = local(self.head_weight)
+        return summed_cross_entropy(self.norm(x), weight, labels, self.vocabulary_group, self.loss_rows)
 
     @torch.no_grad()
     def fill(self, weights: Callable[[str, torch.Size], Tensor]) -> None:
@@ -125,7 +125,7 @@ class LlamaStage(nn.Module):
             if not isinstance(parameter, DTensor):
                 parameter.copy_(whole)
                 continue
-            mesh, local = parameter.device_mesh, parameter.to_local()
+            mesh = parameter.device_mesh
             assert mesh.mesh_dim_names is not None
             cuts = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
             for dimension in ("tensor", "fsdp"):  # the matrix is cut first, then what each rank has of it
@@ -134,7 +134,7 @@ class LlamaStage(nn.Module):
                     parts = whole.chunk(mesh[dimension].size(), along)
                     place = mesh.get_local_rank(dimension)
                     whole = parts[place] if place < len(parts) else whole.narrow(along, 0, 0)
-            local.copy_(whole)
+            parameter.to_local().copy_(whole)
 
     def init_weights(self, seed: int = 0) -> None:
         """Draw all weights anew, as :meth:`~cordillera.models.language.llama.Llama.init_weights` of the whole does.
