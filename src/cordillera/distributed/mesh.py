@@ -139,6 +139,8 @@ class ParallelConfig(BaseModel):
         Raises:
             PlanError: If the family has none for so few.
         """
+        if self.pipeline == 1:
+            return one_forward_one_backward(1, microbatches)
         return _FAMILIES[self.schedule][0](self.pipeline, microbatches, self.stages // self.pipeline)
 
     @classmethod
