@@ -187,6 +187,7 @@ def refused(make: Callable[[], object]) -> str:
 def run_refused(rank: int) -> dict[str, str]:
     engine = LanguageEngine(TRAINING, MODEL, ProcessMesh(mesh(replicate=2, context=2)))
     single = PackedTokens(torch.tensor([5, 7]), torch.tensor([0, 1, 2]))
+    good = iteration(0, 1)[0]
     return {
         "world": refused(lambda: ProcessMesh(mesh(shard=3, tensor=2))),
         "model": refused(
@@ -195,6 +196,10 @@ def run_refused(rank: int) -> dict[str, str]:
         "different": refused(lambda: engine.step(iteration(int(rank == 3)))),
         "more": refused(lambda: engine.step(iteration(0, 3 + (rank > 1)))),
         "nothing": refused(lambda: engine.step([single])),
+        "offsets": refused(lambda: engine.step([good, single._replace(offsets=torch.tensor([0, 2, 1]))])),
+        "token": refused(lambda: engine.step([single._replace(tokens=torch.tensor([5, 64])), good])),
+        "labels": refused(lambda: engine.step([good._replace(labels=torch.tensor([-100])), good])),
+        "label": refused(lambda: engine.step([single._replace(labels=torch.tensor([-100, -1])), good])),
     }
 
 
@@ -364,12 +369,25 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_on_all_processes(
 @needs_gloo
 def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
     said = [found["refused"] for found in executed[4].values()]
-    assert all(one == said[0] for one in said)
+    for name in ("world", "model", "different", "more", "nothing"):
+        assert len({one[name] for one in said}) == 1
     assert "replicate 1 x shard 3 x context 1 x tensor 2 take 6 processes, there are 4" in said[0]["world"]
     assert "kv_heads (2) is not divisible by tensor (4)" in said[0]["model"]
     assert "rank 3 was given others than rank 2" in said[0]["different"]
     assert "rank 2 was given others than rank 0" in said[0]["more"]
     assert "1 microbatches without a target" in said[0]["nothing"]
+
+
+@needs_gloo
+def test_a_microbatch_that_is_none_stops_every_process(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
+    first, _, last, _ = (executed[4][rank]["refused"] for rank in range(4))  # ranks 0 and 1 are one copy of the model
+    assert "offsets [0, 2, 1] do not rise from 0 to its 2 tokens" in last["offsets"]
+    assert "token 64 is not in the vocabulary of 64" in first["token"]
+    assert "1 labels for" in first["labels"]
+    assert "label -1 is not in the vocabulary" in first["label"]
+    assert "rank 2 was given a microbatch that is none" in first["offsets"]
+    for name in ("token", "labels", "label"):
+        assert "rank 0 was given a microbatch that is none" in last[name]
 
 
 @needs_gloo

@@ -388,6 +388,7 @@ def refusals(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup], rank
     said["rows"] = refused(lambda: counted.step(batch, batch, rows=[1, 1, 1 + rank]))
     wrong = PipelineRunner(good, stages, squared, others[2], deadline_s=1)
     said["wrong rows"] = refused(lambda: wrong.step(batch, batch, rows=[1, 1, 2]))
+    dist.barrier(group)  # the rank that is not at fault has waited
     uneven = PipelineRunner(good, stages, squared, others[3], deadline_s=1)
     said["shape"] = refused(
         lambda: uneven.step([torch.zeros(1 + (i == 2), 2) for i in range(3)], [torch.zeros(1, 2)] * 3)

@@ -27,7 +27,7 @@ from cordillera.distributed.pipeline import PipelineRunner
 from cordillera.distributed.sharding import SHARDINGS
 from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
-from cordillera.errors import PlanError, TrainingError
+from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import Precision, check_fit, parallelize, reduce_after, reduce_now
 from cordillera.models.language.stages import cut_model
@@ -167,8 +167,9 @@ class LanguageEngine:
             microbatches: Of the whole job, alike on every rank; copies of the model take them in turn.
 
         Raises:
+            DataError: If a microbatch is none: its offsets do not fit its tokens, or a token is not in the vocabulary.
             PlanError: If ranks were given different ones, or the schedule has no place for so few.
-            TrainingError: If there is nothing to predict in them.
+            TrainingError: If there is nothing to predict in them, or another rank found a microbatch that is none.
             PeerError: If another rank is not heard of in time; the processes must then be started anew.
         """
         loss, targets = self.backward(microbatches)
@@ -184,14 +185,18 @@ class LanguageEngine:
             This process's part of the loss, and the targets of the whole iteration.
 
         Raises:
+            DataError: As in :meth:`step`.
             PlanError: As in :meth:`step`.
             TrainingError: As in :meth:`step`.
             PeerError: As in :meth:`step`.
         """
         copies = self.mesh.config.copies
         count = -(-len(microbatches) // copies)
-        own = [_labelled(one) for one in microbatches[self.mesh.copy :: copies]]
-        targets = self._agree(own, len(microbatches))
+        own = list(microbatches[self.mesh.copy :: copies])
+        problem = next(filter(None, map(self._problem, own)), None)
+        if problem is None:
+            own = [_labelled(one) for one in own]
+        targets = self._agree(own, len(microbatches), problem)
         own += [_nothing()] * (count - len(own))
         self.steps += 1
         inputs, arguments, rows = self._cut(own)
@@ -230,19 +235,42 @@ class LanguageEngine:
         self.optimizer.zero_grad()
         return StepReport(loss, norm, targets, is_skipped)
 
-    def _agree(self, own: Sequence[PackedTokens], count: int) -> int:
+    def _problem(self, one: PackedTokens) -> str | None:
+        """What is wrong with a microbatch."""
+        tokens, offsets, labels = one
+        bounds = offsets.tolist()
+        if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
+            return f"offsets {bounds} do not rise from 0 to its {len(tokens)} tokens"
+        if labels is not None and len(labels) != len(tokens):
+            return f"{len(labels)} labels for {len(tokens)} tokens"
+        for name, given in (("token", tokens), ("label", None if labels is None else labels[labels != IGNORED])):
+            if (
+                given is not None
+                and len(given)
+                and not 0 <= int(given.min()) <= int(given.max()) < self.model.vocabulary
+            ):
+                wrong = given[(given < 0) | (given >= self.model.vocabulary)]
+                return f"{name} {int(wrong[0])} is not in the vocabulary of {self.model.vocabulary}"
+        return None
+
+    def _agree(self, own: Sequence[PackedTokens], count: int, problem: str | None) -> int:
         """Hold against the other ranks what this one was given; targets of the whole iteration."""
         digest, targets = zlib.crc32(repr((self.steps, count)).encode()), 0
-        for one in own:
+        for one in own if problem is None else ():
             assert one.labels is not None
-            for tensor in one:
-                digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)  # type: ignore[union-attr]
+            for tensor in (one.tokens, one.offsets, one.labels):
+                digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)
             targets += int((one.labels != IGNORED).sum())
-        found = self.mesh.exchange([self.mesh.copy, digest, targets, count]).long().tolist()
+        numbers = [self.mesh.copy, digest, targets, count, problem is not None]
+        found = self.mesh.exchange(numbers).long().tolist()
+        if problem is not None:
+            raise DataError(problem, where="microbatch")
         first: dict[int, tuple[int, list[int]]] = {}
-        for rank, (copy, *rest) in enumerate(found):
+        for rank, (copy, *rest, is_wrong) in enumerate(found):
+            if is_wrong:
+                raise TrainingError(f"rank {rank} was given a microbatch that is none", remedy="see its own message")
             other, expected = first.setdefault(copy, (rank, rest))
-            if rest != expected or rest[-1] != found[0][-1]:
+            if rest != expected or rest[-1] != found[0][3]:
                 raise PlanError(
                     f"rank {rank} was given others than rank {other if rest != expected else 0}",
                     where="microbatches",
