@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.vocabulary_loss import IGNORED
-from cordillera.errors import CordilleraError, PlanError
+from cordillera.errors import CheckpointError, CordilleraError, PlanError
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.parallelize import check_fit
-from cordillera.models.language.stages import cut_layers
+from cordillera.models.language.stages import cut_layers, cut_model
 from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens, next_tokens
 from tests.distributed.processes import needs_gloo, run_processes
 
@@ -152,8 +152,8 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
             found[f"exact {precision}"] = trained(mesh(shard=size), MODEL, training, [2] * STEPS)
     if size == 1:
         found["half"] = trained(mesh(), MODEL, TRAINING.model_copy(update={"precision": "bfloat16"}), counts(STEPS))
-    if size == 2:
-        found["late"] = run_late(rank)
+    if size in (2, 3):
+        found["late"] = run_late(rank, size)
     if size == 4:
         found |= {"poisoned": run_poisoned(rank), "refused": run_refused(rank)}
     return found
@@ -203,10 +203,18 @@ def run_refused(rank: int) -> dict[str, str]:
     }
 
 
-def run_late(rank: int) -> str:
-    """A process that does not come to a step, and what the other says."""
-    engine = LanguageEngine(TRAINING, MODEL, ProcessMesh(mesh(shard=2).model_copy(update={"deadline_s": 1.0})))
-    return refused(lambda: engine.step(iteration(0))) if rank == 0 else time.sleep(3) or ""
+def run_late(rank: int, size: int) -> dict[str, Any]:
+    """A process that does not come to the gathering of weights, or to a step, and what becomes of the others."""
+    engine = LanguageEngine(TRAINING, MODEL, ProcessMesh(mesh(shard=size).model_copy(update={"deadline_s": 1.0})))
+    if rank == 1:
+        time.sleep(4)
+        return {}
+    if size == 3:
+        return {"step": refused(lambda: engine.step(iteration(0)))}
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        engine.stages[0](*iteration(0)[0][:2], None, iteration(0)[0].tokens)
+    return {"gathering": time.monotonic() - began}
 
 
 def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool = True) -> dict[str, Any]:
@@ -399,7 +407,16 @@ def test_a_microbatch_that_is_none_stops_every_process(executed: dict[int, dict[
 @needs_gloo
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_missed_in_time(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
-    assert "another process did not come within 1 s" in executed[2][0]["late"]
+    assert 0.5 < executed[2][0]["late"]["gathering"] < 4
+    for rank in (0, 2):
+        assert "did not come within 1 s" in executed[3][rank]["late"]["step"]
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    stage = cut_model(MODEL, 2, [1])[1].to_empty(device="cpu")
+    with pytest.raises(CheckpointError, match=r"norm.weight: has shape \[1\], not \[32\]"):
+        stage.fill(lambda name, shape: torch.zeros(1))
+    assert sorted(stage.layers) == ["2", "3"]
 
 
 def test_everything_that_does_not_fit_a_model_is_named() -> None:

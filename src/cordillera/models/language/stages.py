@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import summed_cross_entropy
+from cordillera.errors import CheckpointError
 from cordillera.models.language.llama import (
     Block,
     Core,
@@ -119,9 +120,14 @@ class LlamaStage(nn.Module):
         Args:
             weights: From a weight's name in the model and its whole shape to its values; called for each weight of this
                 stage.
+
+        Raises:
+            CheckpointError: If the values are of another shape.
         """
         for name, parameter in self.named_parameters():
             whole = weights(name, parameter.shape)
+            if whole.shape != parameter.shape:
+                raise CheckpointError(f"has shape {list(whole.shape)}, not {list(parameter.shape)}", where=name)
             if not isinstance(parameter, DTensor):
                 parameter.copy_(whole)
                 continue
