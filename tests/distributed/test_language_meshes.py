@@ -152,6 +152,8 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
             found[f"exact {precision}"] = trained(mesh(shard=size), MODEL, training, [2] * STEPS)
     if size == 1:
         found["half"] = trained(mesh(), MODEL, TRAINING.model_copy(update={"precision": "bfloat16"}), counts(STEPS))
+        dist.destroy_process_group()
+        found["unlaunched"] = ProcessMesh(mesh()).exchange([3.0, 4.0]).tolist()
     if size in (2, 3):
         found["late"] = run_late(rank, size)
     if size == 4:
@@ -402,6 +404,12 @@ def test_a_microbatch_that_is_none_stops_every_process(executed: dict[int, dict[
     assert "rank 2 was given a microbatch that is none" in first["offsets"]
     for name in ("token", "labels", "label"):
         assert "rank 0 was given a microbatch that is none" in last[name]
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_one_process_needs_no_launcher(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
+    assert executed[1][0]["unlaunched"] == [[3.0, 4.0]]
 
 
 @needs_gloo

@@ -74,7 +74,8 @@ class ParallelConfig(BaseModel):
         pipeline: Ranks over which layers are cut.
         order: Dimensions on the ranks, innermost first; ``data`` is shard, and around it replicate.
         schedule: Family of the pipeline's schedules (:mod:`cordillera.planning.schedules`).
-        chunks: Stages that one pipeline rank holds, for ``interleaved`` and ``breadth_first``; the V-shaped have 2.
+        chunks: Stages that one pipeline rank holds, for ``interleaved`` and ``breadth_first``, None for 2; the
+            V-shaped have 2.
         reshard_after_forward: Whether a block's gathered weights are freed between forward and backward; None for yes
             without a pipeline and no with one, where they would be gathered again for every microbatch.
         sharding: How a sequence is cut over the context ranks (:mod:`cordillera.distributed.sharding`).
