@@ -191,6 +191,57 @@ def mean_gradients(schedule: Schedule) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+class Scaled(Block):
+    """A stage that takes something beside its input."""
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return factor * super().forward(x)
+
+
+def ragged(schedule: Schedule, step: int) -> tuple[list[int], list[Tensor], list[tuple[float]]]:
+    """Microbatches of different lengths, some of them empty: rows, inputs, arguments."""
+    rows = [(3, 0, 5, 1)[(i + step) % 4] for i in range(schedule.microbatches)]
+    generator = torch.Generator().manual_seed(step)
+    inputs = [torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in rows]
+    return rows, inputs, [(1.0 + i,) for i in range(schedule.microbatches)]
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return (output**2).sum() / target
+
+
+def executed_ragged(schedule: Schedule, group: dist.ProcessGroup, rank: int) -> dict[str, Any]:
+    stages = {stage: Scaled(stage) for stage in schedule.stages_of(rank)}
+    taken: list[Action] = []
+    runner = PipelineRunner(schedule, stages, summed, group, deadline_s=30, reduction="sum", before=taken.append)
+    losses = []
+    for step in range(2):
+        rows, inputs, arguments = ragged(schedule, step)
+        targets = [torch.tensor(float(i + 1)) for i in range(schedule.microbatches)]
+        done = runner.step(inputs, targets, arguments, rows)
+        losses += [] if done.losses is None else [done.losses]
+    return {
+        "gradients": {s: [p.grad for p in block.parameters()] for s, block in stages.items()},
+        "losses": losses,
+        "taken": taken == [*schedule.actions[rank]] * 2,
+    }
+
+
+def summed_gradients(schedule: Schedule) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """One process, both steps."""
+    model = [Scaled(stage) for stage in range(schedule.stages)]
+    losses = []
+    for step in range(2):
+        values = []
+        for number, (x, (factor,)) in enumerate(zip(*ragged(schedule, step)[1:], strict=True)):
+            for block in model:
+                x = block(x, factor)
+            values.append(summed(x, torch.tensor(float(number + 1))))
+        torch.stack(values).sum().backward()
+        losses.append(torch.stack(values).detach())
+    return [[p.grad for p in block.parameters()] for block in model], losses
+
+
 # ---------------------------------------------------------------------------------------------------- processes
 
 
@@ -230,12 +281,19 @@ def refusals(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup], rank
         "check": refused(lambda: PipelineRunner(blocked, stages, squared, group)),
         "deadline": refused(lambda: PipelineRunner(good, stages, squared, group, deadline_s=math.inf)),
         "microbatches": refused(lambda: runner.step(some, some)),
+        "arguments": refused(lambda: runner.step(some + some[:1], some + some[:1], [()])),
     }
     batch = [torch.zeros(1, 2)] * (3 + rank)
     differs = PipelineRunner(gpipe(2, 3 + rank), stages, squared, others[0], deadline_s=10)
     said["schedule"] = refused(lambda: differs.step(batch, batch))
     said["again"] = refused(lambda: differs.step(batch, batch))
-    uneven = PipelineRunner(good, stages, squared, others[1], deadline_s=1)
+    batch = [torch.zeros(1, 2)] * 3
+    counted = PipelineRunner(good, stages, squared, others[1], deadline_s=10)
+    said["rows"] = refused(lambda: counted.step(batch, batch, rows=[1, 1, 1 + rank]))
+    wrong = PipelineRunner(good, stages, squared, others[2], deadline_s=1)
+    said["wrong rows"] = refused(lambda: wrong.step(batch, batch, rows=[1, 1, 2]))
+    dist.barrier(group)  # the rank that is not at fault has waited
+    uneven = PipelineRunner(good, stages, squared, others[3], deadline_s=1)
     said["shape"] = refused(
         lambda: uneven.step([torch.zeros(1 + (i == 2), 2) for i in range(3)], [torch.zeros(1, 2)] * 3)
     )
@@ -245,7 +303,7 @@ def refusals(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup], rank
 def run_all(rank: int, folder: str) -> dict[str, Any]:
     """Everything that four processes do, two of them or all."""
     groups = {size: dist.new_group(list(members)) for size, members in MEMBERS.items()}
-    others = [dist.new_group(list(MEMBERS[2])) for _ in range(2)]
+    others = [dist.new_group(list(MEMBERS[2])) for _ in range(4)]
     found: dict[str, Any] = {}
     for size, members in MEMBERS.items():
         if rank not in members:
@@ -253,6 +311,8 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
         group, own = groups[size], members.index(rank)
         for schedule in all_of(size):
             found[f"gradients {size} {schedule.name}"] = executed_gradients(schedule, group, own)
+        for schedule in families(size):
+            found[f"ragged {size} {schedule.name}"] = executed_ragged(schedule, group, own)
         for schedule in families(size):
             found[f"times {size} {schedule.name}"] = executed_times(schedule, group)
         if size == 2:
@@ -353,6 +413,21 @@ def test_gradients_are_those_of_one_process_bit_for_bit(executed: dict[int, dict
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("size", MEMBERS)
+def test_microbatches_may_differ_in_length_and_bring_arguments(executed: dict[int, dict[str, Any]], size: int) -> None:
+    for schedule in families(size):
+        gradients, losses = summed_gradients(schedule)
+        found = of_ranks(executed, size, f"ragged {size} {schedule.name}")
+        for rank, one in enumerate(found):
+            assert one["taken"], (schedule.name, rank)
+            for stage, own in one["gradients"].items():
+                torch.testing.assert_close(own, gradients[stage], rtol=1e-12, atol=1e-12)
+        last = found[schedule.rank_of[-1]]
+        torch.testing.assert_close(last["losses"], losses, rtol=1e-12, atol=1e-12)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("size", MEMBERS)
 def test_activations_are_held_as_long_as_the_schedule_says(executed: dict[int, dict[str, Any]], size: int) -> None:
     for schedule in all_of(size):
         for rank, one in enumerate(of_ranks(executed, size, f"gradients {size} {schedule.name}")):
@@ -400,11 +475,14 @@ def test_what_does_not_fit_is_refused_by_name(executed: dict[int, dict[str, Any]
     assert "deadline_s" in last["deadline"]
     assert "inputs: 2 microbatches, the schedule has 3" in first["microbatches"]
     assert "targets: 2 microbatches, the schedule has 3" in last["microbatches"]
+    assert "arguments: 1 microbatches, the schedule has 3" in first["arguments"]
+    assert "stage 0: microbatch 2 gives [1, 2], its rows were to be 2" in first["wrong rows"]
     assert "stage 0: microbatch 2 gives [2, 2] of torch.float32, before it was [1, 2]" in first["shape"]
     assert "rank 0 did not give activations of stage 0, microbatch 2 within 1 s" in last["shape"]
     for rank, said in enumerate((first, last)):
         assert "is for 3 ranks, the group has 2" in said["ranks"]
         assert f"rank {1 - rank} has another" in said["schedule"]
+        assert f"rank {1 - rank} has another, or other rows of microbatches" in said["rows"]
         assert "an earlier step failed" in said["again"]
 
 

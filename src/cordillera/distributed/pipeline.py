@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -155,14 +155,15 @@ def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Ti
 class PipelineRunner:
     """One rank of a pipeline that takes training steps by a schedule.
 
-    A stage is a module of one tensor to one tensor of floating-point numbers on the CPU, of the same shape for every
-    microbatch and step; what a stage passes on is agreed between its rank and the next with the first message.
-    Gradients are added to the parameters' ``.grad`` as the schedule's backwards come, of the mean of the microbatches'
-    losses; clearing them and stepping an optimizer is the caller's. Where a backward is split, ``I`` computes the
-    gradients of intermediate results and ``W`` those of the weights from them, without computing anything twice unless
-    a weight is used in two places of a stage; hooks on intermediate tensors then run in both. The first stage computes
-    no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations are freed by
-    ``B`` and ``W``.
+    A stage is a module of one tensor, and of arguments that its rank has, to one tensor of floating-point numbers on
+    the CPU, of the same shape for every microbatch and step; what a stage passes on is agreed between its rank and the
+    next with the first message. Only the leading dimension may differ, where :meth:`step` is told each microbatch's.
+    Gradients are added to the parameters' ``.grad`` as the schedule's backwards come, of the mean or the sum of the
+    microbatches' losses; clearing them and stepping an optimizer is the caller's. Where a backward is split, ``I``
+    computes the gradients of intermediate results and ``W`` those of the weights from them, without computing anything
+    twice unless a weight is used in two places of a stage; hooks on intermediate tensors then run in both. The first
+    stage computes no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations
+    are freed by ``B`` and ``W``.
 
     A joined pair runs one after the other, each action as soon as its own inputs are there; the schedule without its
     marks (``Action.joined``) is what to simulate beside it.
@@ -175,6 +176,8 @@ class PipelineRunner:
         link: Slow ways to emulate, from rank to rank of the group: a mapping, or a function of both ranks; None, or a
             missing pair, for the way as it is. Each rank heeds those that begin with it.
         deadline_s: The longest that one wait for another rank may take, seconds; more than the longest step.
+        reduction: Of the microbatches' losses: ``mean`` or ``sum``.
+        before: Called with each action before it is taken, when its inputs are there.
 
     Raises:
         PlanError: If schedule, stages and group do not fit together.
@@ -188,6 +191,8 @@ class PipelineRunner:
         group: dist.ProcessGroup | None = None,
         link: Links | None = None,
         deadline_s: float = 300.0,
+        reduction: Literal["mean", "sum"] = "mean",
+        before: Callable[[Action], None] | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise PlanError("there is no process group", where="group", remedy="torch.distributed.init_process_group")
@@ -210,17 +215,28 @@ class PipelineRunner:
                 raise PlanError(f"stage {stage} is not on rank {rank}", where="stages", remedy=f"give {wanted}")
         self.schedule, self.rank = schedule, rank
         self._stages, self._loss, self._failed = dict(stages), loss, False
+        self._divisor = schedule.microbatches if reduction == "mean" else 1
+        self._before = before or (lambda action: None)
         self._mail = _Mail(schedule, rank, group, link, deadline_s)
         self._held: dict[tuple[int, int], _Forward | _Split] = {}
         self._passed: dict[tuple[Kind, int, int], Tensor] = {}  # between two stages of this rank
 
-    def step(self, inputs: Sequence[Tensor] = (), targets: Sequence[Tensor] = ()) -> Step:
+    def step(
+        self,
+        inputs: Sequence[Tensor] = (),
+        targets: Sequence[Tensor] = (),
+        arguments: Sequence[tuple[Any, ...]] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Step:
         """Forwards and backwards of all microbatches; every rank of the group calls it.
 
         Args:
             inputs: One tensor a microbatch, needed on the rank of the first stage. One that requires a gradient gets
                 it added to its ``.grad``.
             targets: One tensor a microbatch, needed on the rank of the last stage.
+            arguments: What this rank's stages take after the tensor, a tuple a microbatch; None for nothing.
+            rows: Leading dimension of what stages pass on, one a microbatch, the same on every rank; it may be 0. None
+                where all are equal.
 
         Raises:
             PlanError: For a wrong number of microbatches, and for stages whose results cannot be passed on.
@@ -230,11 +246,14 @@ class PipelineRunner:
         for name, given, holder in (("inputs", inputs, holders[0]), ("targets", targets, holders[-1])):
             if holder == self.rank and len(given) != count:
                 raise PlanError(f"{len(given)} microbatches, the schedule has {count}", where=name)
+        for name, own in (("arguments", arguments), ("rows", rows)):
+            if own is not None and len(own) != count:
+                raise PlanError(f"{len(own)} microbatches, the schedule has {count}", where=name)
         if self._failed:
             raise PlanError("an earlier step failed", where="step", remedy="make a new group and a new runner")
         self._failed = True  # until the step is done
         try:
-            done = self._run(inputs, targets)
+            done = self._run(inputs, targets, arguments or [()] * count, rows)
         finally:
             self._mail.abandon()
             self._held.clear()
@@ -242,19 +261,30 @@ class PipelineRunner:
         self._failed = False
         return done
 
-    def _run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
+    def _run(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        arguments: Sequence[tuple[Any, ...]],
+        rows: Sequence[int] | None,
+    ) -> Step:
         actions = self.schedule.actions[self.rank]
         starts, ends = np.zeros(len(actions)), np.zeros(len(actions))
         losses: dict[int, Tensor] = {}
-        origin = self._mail.begin()
+        origin = self._mail.begin(rows)
         for i, action in enumerate(actions):
-            starts[i], ends[i] = self._take(action, inputs, targets, losses)
+            starts[i], ends[i] = self._take(action, inputs, targets, arguments[action.microbatch], losses)
         self._mail.finish()
         ordered = torch.stack([losses[i] for i in range(len(losses))]) if losses else None
         return Step(ordered, Recording(self.rank, starts - origin, ends - origin))
 
     def _take(
-        self, action: Action, inputs: Sequence[Tensor], targets: Sequence[Tensor], losses: dict[int, Tensor]
+        self,
+        action: Action,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        losses: dict[int, Tensor],
     ) -> tuple[float, float]:
         """One action, from the arrival of what it needs to the departure of what it gives: its start and end."""
         kind, stage, microbatch = action[:3]
@@ -263,21 +293,24 @@ class PipelineRunner:
         if kind is Kind.FORWARD:
             given = self._from(kind, stage - 1, action) if stage else inputs[microbatch]
             start = time.perf_counter()
+            self._before(action)
             forward = _Forward(given.detach().requires_grad_(stage > 0 or given.requires_grad))
-            result = forward.output = self._stages[stage](forward.input)
+            result = forward.output = self._stages[stage](forward.input, *arguments)
             if stage == last:
                 loss = self._loss(forward.output, targets[microbatch])
                 if not isinstance(loss, Tensor) or loss.dim():
                     raise PlanError("the loss of a microbatch is not a scalar tensor", where="loss")
                 losses[microbatch] = loss.detach()
-                forward.output = loss / self.schedule.microbatches
+                forward.output = loss / self._divisor
             self._held[stage, microbatch] = forward
         elif kind is Kind.WEIGHT:
             start = time.perf_counter()
+            self._before(action)
             self._held.pop((stage, microbatch)).weights()
         else:
             gradient = self._from(Kind.BACKWARD, stage + 1, action) if stage < last else None
             start = time.perf_counter()
+            self._before(action)
             held = self._held.pop((stage, microbatch))
             assert isinstance(held, _Forward)
             if kind is Kind.INPUT:
@@ -407,15 +440,17 @@ class _Mail:
             if throttle is not None:
                 self._throttles[target] = throttle
         self._posted: dict[int, int] = {}
-        self._arriving: dict[_Message, tuple[dist.Work, Tensor]] = {}
+        self._arriving: dict[_Message, tuple[dist.Work | None, Tensor]] = {}
+        self._rows: Sequence[int] | None = None
         self._senders: dict[int, _Sender] = {}
         self._reapers: dict[int, _Reaper] = {}
 
-    def begin(self) -> float:
-        """Wait until every rank is here with the same schedule; the time then."""
-        self._posted = dict.fromkeys(self._incoming, 0)
+    def begin(self, rows: Sequence[int] | None) -> float:
+        """Wait until every rank is here with the same schedule and rows; the time then."""
+        self._posted, self._rows = dict.fromkeys(self._incoming, 0), rows
         others = [other for other in range(self._ranks) if other != self._rank]
-        mine = torch.tensor([self._checksum])
+        checksum = self._checksum if rows is None else zlib.crc32(repr(tuple(rows)).encode(), self._checksum)
+        mine = torch.tensor([checksum])
         theirs = {other: torch.zeros(1, dtype=torch.int64) for other in others}
         received = {other: self._receive(tensor, other, _START) for other, tensor in theirs.items()}
         sent = {other: self._send(mine, other, _START) for other in others}
@@ -427,8 +462,9 @@ class _Mail:
                 self._wait(work, other, verb, None, until)
         origin = time.perf_counter()
         for other, tensor in theirs.items():
-            if int(tensor) != self._checksum:
-                raise PlanError(f"rank {other} has another", where=f"schedule {self._name}, rank {self._rank}")
+            if int(tensor) != checksum:
+                what = "has another" if rows is None else "has another, or other rows of microbatches"
+                raise PlanError(f"rank {other} {what}", where=f"schedule {self._name}, rank {self._rank}")
         for target in {target for target, _ in self._target.values()}:
             reaper = self._reapers[target] = _Reaper(self)
             if target in self._throttles:
@@ -438,7 +474,8 @@ class _Mail:
     def send(self, message: _Message, tensor: Tensor, queued: float) -> None:
         """Give a message away; returns at once."""
         target, index = self._target[message]
-        layout, agreed = _Layout.of(tensor), self._layouts.get(message.boundary)
+        layout, agreed = _Layout.of(tensor), self._layout(message)
+        self._check_rows(message, layout)
         if agreed is None:
             self._layouts[message.boundary] = layout
             header = _Letter(target, _LAYOUT - message.boundary, layout.to_tensor(), queued, message)
@@ -450,6 +487,8 @@ class _Mail:
                 where=f"stage {message.stage}",
                 remedy="the same shape for every microbatch and step, or another runner",
             )
+        if not tensor.numel():  # the other side knows as well
+            return
         letter = _Letter(target, _FIRST + index, tensor, queued, message)
         if target in self._senders:
             self._senders[target].put(letter)
@@ -463,7 +502,8 @@ class _Mail:
         source, index = self._number[message]
         self._post(source, index + _AHEAD, index)
         work, tensor = self._arriving.pop(message)
-        self._wait(work, source, "give", message)
+        if work is not None:
+            self._wait(work, source, "give", message)
         return tensor
 
     def finish(self) -> None:
@@ -492,21 +532,38 @@ class _Mail:
         messages = self._incoming[source]
         for index in range(self._posted[source], min(end + 1, len(messages))):
             message = messages[index]
-            layout = self._layouts.get(message.boundary)
-            if layout is None:
-                if index > needed:
-                    return
+            layout = self._layout(message)
+            if layout is None and index <= needed:
                 layout = self._ask_for_layout(message, source)
+            if layout is None:
+                return
             tensor = torch.empty(layout.shape, dtype=layout.dtype)
-            self._arriving[message] = self._receive(tensor, source, _FIRST + index, message), tensor
+            work = self._receive(tensor, source, _FIRST + index, message) if tensor.numel() else None
+            self._arriving[message] = work, tensor
             self._posted[source] = index + 1
 
-    def _ask_for_layout(self, message: _Message, source: int) -> _Layout:
+    def _layout(self, message: _Message) -> _Layout | None:
+        """What was agreed for a message's boundary, with the message's own rows."""
+        agreed = self._layouts.get(message.boundary)
+        if agreed is None or self._rows is None:
+            return agreed
+        return agreed._replace(shape=(self._rows[message.microbatch], *agreed.shape[1:]))
+
+    def _check_rows(self, message: _Message, layout: _Layout) -> None:
+        if self._rows is not None and layout.shape[:1] != (self._rows[message.microbatch],):
+            raise PlanError(
+                f"microbatch {message.microbatch} gives {list(layout.shape)}, "
+                f"its rows were to be {self._rows[message.microbatch]}",
+                where=f"stage {message.stage}",
+                remedy="as many rows as step() is told",
+            )
+
+    def _ask_for_layout(self, message: _Message, source: int) -> _Layout | None:
         header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64)
         work = self._receive(header, source, _LAYOUT - message.boundary, message)
         self._wait(work, source, "give", message)
-        layout = self._layouts[message.boundary] = _Layout.from_tensor(header)
-        return layout
+        self._layouts[message.boundary] = _Layout.from_tensor(header)
+        return self._layout(message)
 
     def _send(self, tensor: Tensor, target: int, tag: int, message: _Message | None = None) -> dist.Work:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,12 +34,17 @@ def build_adamw(
         eps: Added to the denominator.
         weight_decay: Decoupled decay a step, times the learning rate (Loshchilov and Hutter 2019).
     """
-    parameters = dense_parameters(model).values()
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in dense_parameters(model).values():
+        matrix = parameter.dim() >= 2
+        # tensors of different meshes cannot be updated by one call
+        group = groups.setdefault(
+            (not matrix, getattr(parameter, "device_mesh", None)),
+            {"params": [], "weight_decay": weight_decay if matrix else 0.0},
+        )
+        group["params"].append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])  # matrices first
+    return torch.optim.AdamW([group for _, group in ordered], lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def schedule(

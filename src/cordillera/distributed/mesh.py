@@ -1,0 +1,296 @@
+"""Processes as a mesh: which of them share a layer's matrices, a sequence, the layers, the weights, the data.
+
+A job's processes are numbered along an order of the dimensions, innermost first, as the planner numbers a cluster's
+devices (:mod:`cordillera.planning.mesh`). Llama 3's order is tensor, context, pipeline, data: what communicates most
+lies closest together. Copies of the model are sharded in groups of ``shard`` and replicated over ``replicate`` of such
+groups (Zhao et al. 2023, section 3.2.2); ranks that share a sequence hold different parts of the weights as well.
+
+Source: Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch.distributed.device_mesh import DeviceMesh
+
+from cordillera.distributed.pipeline import PeerError
+from cordillera.errors import PlanError
+from cordillera.planning.schedules import (
+    Schedule,
+    breadth_first,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble,
+    zero_bubble_v,
+)
+
+# torch 2.13 gave it a new name and warns of the old one
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Count = Annotated[int, Field(ge=1)]
+Dimension = Literal["tensor", "context", "pipeline", "data"]
+DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+
+# Of ranks, microbatches and chunks; and the chunks that a family has, where it has no choice.
+_FAMILIES: dict[str, tuple[Callable[[int, int, int], Schedule], int | None]] = {
+    "1f1b": (lambda ranks, count, chunks: one_forward_one_backward(ranks, count), 1),
+    "gpipe": (lambda ranks, count, chunks: gpipe(ranks, count), 1),
+    "interleaved": (interleaved, None),
+    "breadth_first": (breadth_first, None),
+    "zero_bubble": (lambda ranks, count, chunks: zero_bubble(ranks, count), 1),
+    "zero_bubble_ahead": (lambda ranks, count, chunks: zero_bubble(ranks, count, 2), 1),
+    "zero_bubble_v": (lambda ranks, count, chunks: zero_bubble_v(ranks, count), 2),
+    "dual_pipe_v": (lambda ranks, count, chunks: dual_pipe_v(ranks, count), 2),
+}
+Family = Literal[
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "breadth_first",
+    "zero_bubble",
+    "zero_bubble_ahead",
+    "zero_bubble_v",
+    "dual_pipe_v",
+]
+
+
+class ParallelConfig(BaseModel):
+    """How a job is cut over processes. Their number is the product of the first five.
+
+    Attributes:
+        replicate: Groups of copies over which sharded weights are repeated.
+        shard: Copies of the model over which weights, gradients and optimizer state are cut (FSDP).
+        context: Ranks over which every sequence is cut; they hold different parts of the weights as well.
+        tensor: Ranks over which every layer's matrices are cut.
+        pipeline: Ranks over which layers are cut.
+        order: Dimensions on the ranks, innermost first; ``data`` is shard, and around it replicate.
+        schedule: Family of the pipeline's schedules (:mod:`cordillera.planning.schedules`).
+        chunks: Stages that one pipeline rank holds, for ``interleaved`` and ``breadth_first``, None for 2; the
+            V-shaped have 2.
+        reshard_after_forward: Whether a block's gathered weights are freed between forward and backward; None for yes
+            without a pipeline and no with one, where they would be gathered again for every microbatch.
+        sharding: How a sequence is cut over the context ranks (:mod:`cordillera.distributed.sharding`).
+        transport: Of keys and values between them (:mod:`cordillera.distributed.context_parallel`).
+        recompute: What a backward computes again instead of keeping it: nothing, feed-forward nets, whole blocks.
+        deadline_s: The longest that one wait for other ranks may take, seconds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    replicate: Count = 1
+    shard: Count = 1
+    context: Count = 1
+    tensor: Count = 1
+    pipeline: Count = 1
+    order: tuple[Dimension, ...] = ("tensor", "context", "pipeline", "data")
+    schedule: Family = "1f1b"
+    chunks: Count | None = None
+    reshard_after_forward: bool | None = None
+    sharding: Literal["per_sequence", "per_document", "adaptive"] = "per_document"
+    transport: Literal["all_gather", "ring"] = "all_gather"
+    recompute: Literal["none", "selective", "full"] = "none"
+    deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ParallelConfig:
+        if sorted(self.order) != ["context", "data", "pipeline", "tensor"]:
+            raise ValueError(f"order ({', '.join(self.order)}) must name tensor, context, pipeline and data once each")
+        fixed = _FAMILIES[self.schedule][1]
+        if fixed is not None and self.chunks not in (None, fixed):
+            raise ValueError(f"chunks ({self.chunks}) must be {fixed} for the schedule {self.schedule}")
+        return self
+
+    @property
+    def world(self) -> int:
+        """Processes that the job takes."""
+        return self.replicate * self.shard * self.context * self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model, each of which takes other microbatches."""
+        return self.replicate * self.shard
+
+    @property
+    def stages(self) -> int:
+        """Parts into which layers are cut."""
+        if self.pipeline == 1:
+            return 1
+        return self.pipeline * (self.chunks or _FAMILIES[self.schedule][1] or 2)
+
+    @property
+    def reshards(self) -> bool:
+        """What ``reshard_after_forward`` comes to."""
+        return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def make_schedule(self, microbatches: int) -> Schedule:
+        """The pipeline's schedule.
+
+        Args:
+            microbatches: That each copy of the model takes.
+
+        Raises:
+            PlanError: If the family has none for so few.
+        """
+        if self.pipeline == 1:
+            return one_forward_one_backward(1, microbatches)
+        return _FAMILIES[self.schedule][0](self.pipeline, microbatches, self.stages // self.pipeline)
+
+    @classmethod
+    def from_plan(cls, plan: Mapping[str, Any], **others: Any) -> ParallelConfig:
+        """The mesh of a plan that the planner wrote.
+
+        Args:
+            plan: One of the plans in ``plan.json``, with its ``layout`` and ``mesh``.
+            **others: Other attributes than the mesh's.
+
+        Raises:
+            PlanError: If it is not one, or spreads what this cannot.
+        """
+        try:
+            layout, names = plan["layout"], plan["mesh"]["names"]
+            sizes = dict(zip(names, plan["mesh"]["sizes"], strict=True))
+            experts, shards = layout["expert"], layout["shards"]
+            if experts > 1:
+                raise PlanError(f"experts over {experts} ranks: there are none here", where="plan")
+            if sizes["data"] % shards:
+                raise PlanError(f"{shards} shards do not divide {sizes['data']} copies", where="plan")
+            mesh = {name: sizes[name] for name in ("tensor", "context", "pipeline")}
+            mesh |= {"shard": shards, "replicate": sizes["data"] // shards}
+            return cls(**mesh, order=tuple(reversed(names)), **others)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"holds no mesh: {error}", where="plan") from error
+
+
+class ProcessMesh:
+    """This process's place among all processes of a job, and the groups that it communicates in.
+
+    A job of one process needs no launcher: where there is no process group yet, it gets one of its own.
+
+    Args:
+        config: How the job is cut.
+        device_type: ``cpu`` or ``cuda``.
+
+    Attributes:
+        config: Likewise.
+        rank: Of this process in the job.
+        place: Its place in each of :data:`DIMENSIONS`.
+        device_type: Of the tensors.
+        context_group: Ranks that share its sequences.
+        ends_group: The first and the last rank of its pipeline; None where it is neither, and without a pipeline.
+
+    Raises:
+        PlanError: If there are not as many processes as the mesh has places.
+    """
+
+    Config = ParallelConfig
+
+    def __init__(self, config: ParallelConfig, device_type: str = "cpu") -> None:
+        if not dist.is_available():
+            raise PlanError("this build of torch has no torch.distributed", where="mesh")
+        if not dist.is_initialized() and config.world == 1:
+            backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        found = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = {name: getattr(config, name) for name in DIMENSIONS}
+        if found != config.world:
+            raise PlanError(
+                f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} take {config.world} processes, "
+                f"there {'is' if found == 1 else 'are'} {found}",
+                where="mesh",
+                remedy=f"start {config.world} processes, or make the product of the sizes {found}",
+            )
+        self.config, self.rank, self.device_type = config, dist.get_rank(), device_type
+        ranks, names = ranks_of(config)
+        self.place = dict(zip(names, (ranks == self.rank).nonzero()[0].tolist(), strict=True))
+        self._mesh = DeviceMesh(
+            device_type, ranks.flatten(2, 3), mesh_dim_names=("pipeline", "replicate", "fsdp", "tensor")
+        )
+        deadline = timedelta(seconds=config.deadline_s)
+        for name in self._mesh.mesh_dim_names or ():  # DeviceMesh takes no time for the groups that it makes
+            dist.distributed_c10d._set_pg_timeout(deadline, self._mesh.get_group(name))
+        context = ranks.movedim(names.index("context"), -1).reshape(-1, config.context)
+        self.context_group = _enumerated(context, deadline)
+        self.ends_group = _enumerated(ranks[[0, -1]].reshape(2, -1).T, deadline) if config.pipeline > 1 else None
+
+    @property
+    def weights(self) -> DeviceMesh:
+        """Over which weights are sharded, and around it replicated: what ``fully_shard`` takes."""
+        return self._mesh["fsdp"] if self.config.replicate == 1 else self._mesh["replicate", "fsdp"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """Over which matrices are cut."""
+        return self._mesh["tensor"]
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """Ranks of one pipeline, in its order."""
+        return self._mesh.get_group("pipeline")
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the model this process belongs to, from 0."""
+        return self.place["replicate"] * self.config.shard + self.place["shard"]
+
+    def exchange(self, numbers: Sequence[float]) -> torch.Tensor:
+        """Every process's numbers, known to all: ``float64 [world, n]``.
+
+        Args:
+            numbers: Of this process; as many on each.
+
+        Raises:
+            PeerError: If a process does not come in time.
+        """
+        part = torch.tensor(numbers, dtype=torch.float64, device=self.device_type)
+        whole = part.new_empty(self.config.world * len(part))
+        started = time.perf_counter()
+        try:
+            work = _all_gather(whole, part, async_op=True)
+            if self.device_type == "cpu":
+                work.wait(timedelta(seconds=self.config.deadline_s))
+            else:
+                work.wait()  # the process group's own timeout holds
+        except RuntimeError as error:
+            late = time.perf_counter() - started >= self.config.deadline_s
+            raise PeerError(
+                f"another process did not come within {self.config.deadline_s:g} s"
+                if late
+                else "the connection to another process broke",
+                peer=None,
+                where=f"rank {self.rank}",
+                remedy="look at the other ranks' logs",
+            ) from error
+        return whole.reshape(self.config.world, -1)
+
+
+def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Which rank has which place.
+
+    Args:
+        config: How the job is cut.
+
+    Returns:
+        Ranks by place, and the names of the five dimensions: those of :data:`DIMENSIONS`, but of shard and context the
+        one whose neighbours lie further apart comes first, so that both together are in rising order. Torch sorts the
+        ranks of a group.
+    """
+    inner = [part for name in config.order for part in (("shard", "replicate") if name == "data" else (name,))]
+    outer = inner[::-1]
+    ranks = torch.arange(config.world).reshape([getattr(config, name) for name in outer])
+    names = ("pipeline", "replicate", *sorted(("shard", "context"), key=outer.index), "tensor")
+    return ranks.permute([outer.index(name) for name in names]).contiguous(), names
+
+
+def _enumerated(groups: torch.Tensor, deadline: timedelta) -> dist.ProcessGroup | None:
+    """The group of this process among several, each a row of ranks; None where it is in none."""
+    own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=deadline)[0]
+    return own

@@ -1,0 +1,85 @@
+"""The loss of a language model's last layer, without all of its logits at once, over a vocabulary cut over ranks.
+
+Rows are taken a chunk at a time, and a chunk's part of the gradients is computed with its logits, so that only one
+chunk of them exists. Where each rank of a group has the logits of some tokens alone, ranks exchange three numbers a
+row (its maximum, its sum of exponentials, its target's logit) instead of logits (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100  # the label of a row without a target, as in torch
+
+
+def summed_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None, rows: int = 1024
+) -> Tensor:
+    """Sum over rows of the cross entropy of their logits ``hidden @ weight.T``.
+
+    Between forward and backward it holds the weight's gradient, in 32 bits.
+
+    Args:
+        hidden: ``[n, H]``, the same on every rank of the group.
+        weight: ``[V, H]``; of a group each rank has as many consecutive rows of it, in the order of the ranks.
+        labels: ``int64 [n]``, below the whole vocabulary; :data:`IGNORED` where there is no target.
+        group: Whose ranks share the vocabulary; None where it is whole.
+        rows: Of a chunk.
+
+    Returns:
+        A scalar in 32 bits, of 64-bit inputs in 64: the same on every rank.
+    """
+    total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, group, rows)
+    return total
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, rows: int
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        places = (labels != IGNORED).nonzero().squeeze(1)
+        given, targets = hidden[places], labels[places]
+        first = 0 if group is None else dist.get_rank(group) * len(weight)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        dhidden = torch.zeros_like(given)
+        dweight = torch.zeros_like(weight, dtype=wide)
+        for chunk in range(0, len(given), rows):
+            own = given[chunk : chunk + rows]
+            logits = (own @ weight.T).to(wide)  # [n, V]
+            most = logits.amax(1)
+            if group is not None:
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            logits -= most[:, None]
+            column = targets[chunk : chunk + rows] - first
+            here = (column >= 0) & (column < len(weight))
+            column = column.clamp(0, len(weight) - 1)[:, None]
+            target = logits.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
+            exponentials = logits.exp_()
+            sums = torch.stack([exponentials.sum(1), target])
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+            total += (sums[0].log() - sums[1]).sum()
+            gradient = exponentials.div_(sums[0][:, None]).scatter_add_(1, column, -here[:, None].to(wide))
+            narrow = gradient.to(weight.dtype)
+            dhidden[chunk : chunk + rows] = narrow @ weight
+            dweight += narrow.T @ own
+        if group is not None:
+            dist.all_reduce(dhidden, group=group)
+        ctx.save_for_backward(places, dhidden, dweight)
+        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        places, dhidden, dweight = ctx.saved_tensors
+        scattered = dhidden.new_zeros(ctx.shape)
+        scattered[places] = (dhidden * gradient).to(dhidden.dtype)
+        return scattered, (dweight * gradient).to(ctx.dtype), None, None, None

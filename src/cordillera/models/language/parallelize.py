@@ -1,0 +1,134 @@
+"""A stage of a Llama over many processes, applied from outside: the model does not know of it.
+
+The order matters: matrices are cut first, then recomputation is put around whole blocks, then weights are sharded, so
+that a block's weights are gathered once for both its forwards. What cuts a sequence is given with each microbatch.
+
+Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for how matrices are cut;
+Zhao et al. 2023 (FSDP), sections 3 and 4.4.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.tensor_parallel import cut_embedding, cut_head, cut_linear, sum_over_ranks
+from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.errors import PlanError
+from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.stages import LlamaStage
+
+Precision = Literal["float32", "bfloat16"]
+
+
+def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
+    """Refuse a cut that the model's sizes do not allow.
+
+    Args:
+        model: Its sizes.
+        parallel: The cut.
+
+    Raises:
+        PlanError: Names everything that does not fit.
+    """
+    wrong = [
+        f"{name} ({getattr(model, name)}) is not divisible by tensor ({parallel.tensor})"
+        for name in ("heads", "kv_heads", "ffn", "vocabulary")
+        if getattr(model, name) % parallel.tensor
+    ]
+    if model.layers < parallel.stages:
+        wrong.append(
+            f"layers ({model.layers}) are fewer than the stages ({parallel.stages}) of pipeline {parallel.pipeline}"
+        )
+    if wrong:
+        raise PlanError("; ".join(wrong), where="mesh", remedy="smaller sizes of the mesh, or another model")
+
+
+def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "float32") -> None:
+    """Cut a stage over the processes of a mesh. Its weights are not filled.
+
+    Weights stay in 32 bits, and gradients are added up in them over all ranks, without being divided.
+
+    Args:
+        stage: On the meta device; changed.
+        mesh: Of all processes.
+        precision: In which blocks compute.
+    """
+    parallel = mesh.config
+    if parallel.tensor > 1:
+        _cut_matrices(stage, mesh.tensor)
+    if parallel.recompute != "none":
+        for block in stage.blocks:
+            part: nn.Module = block if parallel.recompute == "full" else block.feed_forward
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if precision == "float32" else torch.bfloat16, reduce_dtype=torch.float32
+    )
+    for block in stage.blocks:
+        fully_shard(block, mesh=mesh.weights, reshard_after_forward=parallel.reshards, mp_policy=policy)
+    fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # losses are divided by the tokens of the whole iteration already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    stage.to_empty(device=mesh.device_type)
+
+
+def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
+    """Say before a stage's backward whether gradients are reduced over ranks after it.
+
+    Until then they stay whole on each rank and are added up there: one reduction for all microbatches.
+
+    Args:
+        stage: Parallelised.
+        is_last: Whether it is the last backward of a step.
+        reshards: Whether weights are freed after a backward that is not.
+    """
+    assert isinstance(stage, FSDPModule)
+    stage.set_requires_gradient_sync(is_last)
+    stage.set_is_last_backward(is_last)
+    stage.set_reshard_after_backward(is_last or reshards)
+
+
+def _cut_matrices(stage: LlamaStage, mesh: DeviceMesh) -> None:
+    """Each half of a block has matrices cut by outputs, then one by inputs, and needs one sum."""
+    for block in stage.blocks:
+        attention, feed_forward = block.attention, block.feed_forward
+        for linear in (attention.query, attention.key, attention.value, feed_forward.gate, feed_forward.up):
+            cut_linear(linear, mesh, 0)
+        for linear in (attention.output, feed_forward.down):
+            cut_linear(linear, mesh, 1)
+        sum_over_ranks(attention, mesh)
+        sum_over_ranks(feed_forward, mesh)
+    if hasattr(stage, "embedding"):
+        cut_embedding(stage.embedding, mesh)
+    if stage.is_last:
+        if stage.head is not None:
+            cut_head(stage.head, mesh)
+        stage.vocabulary_group = mesh.get_group()
+
+
+def reduce_now(stage: LlamaStage) -> None:
+    """Reduce over ranks what split backwards left on each: they go around what would reduce it after them.
+
+    It is done by the whole backward of a token that predicts nothing, to which it belongs.
+
+    Args:
+        stage: Parallelised; every rank that shares its weights calls it.
+    """
+    reduce_after(stage, True, True)
+    weight = next(stage.parameters())
+    if stage.is_first:
+        given = torch.zeros(1, dtype=torch.int64, device=weight.device)
+    else:
+        given = torch.zeros(1, stage.config.hidden, device=weight.device, requires_grad=True)
+    labels = torch.full((1,), IGNORED, device=weight.device)
+    (stage(given, torch.tensor([0, 1]), None, labels).sum() * 0.0).backward()

@@ -1,0 +1,367 @@
+"""Training steps of a language model in many processes, the same as in one.
+
+An iteration is a list of packed microbatches, planned alike on every rank. Copies of the model take them in turn;
+labels are shifted within documents before anything is cut; and every token's loss is divided by the targets of the
+whole iteration, so that no mean of means depends on the packing or the mesh (Grattafiori et al. 2024, section 3.3.2:
+gradients are added up over microbatches and over ranks in 32 bits).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
+from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.mesh import ProcessMesh
+from cordillera.distributed.pipeline import PipelineRunner
+from cordillera.distributed.sharding import SHARDINGS
+from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.errors import DataError, PlanError, TrainingError
+from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.parallelize import Precision, check_fit, parallelize, reduce_after, reduce_now
+from cordillera.models.language.stages import cut_model
+from cordillera.planning.schedules import Action, Kind
+from cordillera.training.optimizers import build_adamw
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class PackedTokens(NamedTuple):
+    """A microbatch: documents one after another.
+
+    Attributes:
+        tokens: ``int64 [T]``.
+        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
+        labels: ``int64 [T]``, each token's target, or ``IGNORED``; None for the next token of its document.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+    labels: Tensor | None = None
+
+
+class LanguageConfig(BaseModel):
+    """How weights are changed.
+
+    Attributes:
+        learning_rate: Of AdamW.
+        betas: Decay rates of its two moments.
+        eps: Added to its denominator.
+        weight_decay: Decoupled; spares norms.
+        clip: The largest norm of all gradients together; larger ones are scaled down to it. None for any.
+        precision: In which blocks compute; weights, gradients' sums and moments are in 32 bits.
+        loss_rows: Tokens whose logits exist at a time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    learning_rate: float = Field(3e-4, ge=0, allow_inf_nan=False)
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
+    clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    precision: Precision = "float32"
+    loss_rows: int = Field(1024, ge=1)
+
+
+class StepReport(NamedTuple):
+    """What a step did; the same on every rank.
+
+    Attributes:
+        loss: Mean over the iteration's targets.
+        gradient_norm: Of all gradients together, before they are clipped.
+        targets: Tokens that were predicted.
+        is_skipped: Whether the weights stayed as they are, because a gradient or the loss was not finite.
+    """
+
+    loss: float
+    gradient_norm: float
+    targets: int
+    is_skipped: bool
+
+
+def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
+    """Each token's successor in its document; :data:`IGNORED` for the last of a document.
+
+    Args:
+        tokens: ``int64 [T]``.
+        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
+
+    Returns:
+        ``int64 [T]``.
+    """
+    labels = torch.full_like(tokens, IGNORED)
+    labels[:-1] = tokens[1:]
+    ends = offsets[1:][offsets[1:] > offsets[:-1]]  # an empty document has no last token
+    labels[ends.to(labels.device) - 1] = IGNORED
+    return labels
+
+
+class LanguageEngine:
+    """A Llama's weights and optimizer in many processes, and what changes them.
+
+    Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed;
+    those of a checkpoint are put in by :meth:`LlamaStage.fill` of each of :attr:`stages`.
+
+    Args:
+        config: How weights are changed.
+        model: Sizes.
+        mesh: Of all processes.
+        seed: Of the weights, which do not depend on the mesh.
+
+    Attributes:
+        config: Likewise.
+        mesh: Likewise.
+        stages: That this process holds, by number.
+        optimizer: Of their weights.
+        ledger: Traffic between ranks that share sequences.
+        steps: That were begun.
+        skipped: Of these, those that left the weights as they were.
+
+    Raises:
+        PlanError: If the model's sizes do not allow the mesh.
+    """
+
+    Config = LanguageConfig
+
+    def __init__(self, config: LanguageConfig, model: LlamaConfig, mesh: ProcessMesh, seed: int = 0) -> None:
+        parallel = mesh.config
+        check_fit(model, parallel)
+        self.config, self.model, self.mesh = config, model, mesh
+        schedule = parallel.make_schedule(4 * parallel.stages)
+        self._splits_backward = schedule.splits_backward
+        held = schedule.stages_of(mesh.place["pipeline"])
+        self.stages = cut_model(model, parallel.stages, held)
+        for stage in self.stages.values():
+            parallelize(stage, mesh, config.precision)
+            stage.loss_rows = config.loss_rows
+            stage.init_weights(seed)
+        self.optimizer = build_adamw(
+            nn.ModuleList(self.stages.values()),
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self.ledger = Ledger()
+        self.steps = self.skipped = 0
+        self._context = ContextParallelConfig(transport=parallel.transport, deadline_s=parallel.deadline_s)
+        self._runners: dict[int, PipelineRunner] = {}
+        self._left: Counter[int] = Counter()  # whole backwards of each stage that are to come in this step
+
+    def step(self, microbatches: Sequence[PackedTokens]) -> StepReport:
+        """Change the weights by one iteration, unless a gradient or the loss is not finite.
+
+        Args:
+            microbatches: Of the whole job, alike on every rank; copies of the model take them in turn.
+
+        Raises:
+            DataError: If a microbatch is none: its offsets do not fit its tokens, or a token is not in the vocabulary.
+            PlanError: If ranks were given different ones, or the schedule has no place for so few.
+            TrainingError: If there is nothing to predict in them, or another rank found a microbatch that is none.
+            PeerError: If another rank is not heard of in time; the processes must then be started anew.
+        """
+        loss, targets = self.backward(microbatches)
+        return self.update(loss, targets)
+
+    def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
+        """Add up the gradients of one iteration, without changing weights.
+
+        Args:
+            microbatches: As in :meth:`step`.
+
+        Returns:
+            This process's part of the loss, and the targets of the whole iteration.
+
+        Raises:
+            DataError: As in :meth:`step`.
+            PlanError: As in :meth:`step`.
+            TrainingError: As in :meth:`step`.
+            PeerError: As in :meth:`step`.
+        """
+        copies = self.mesh.config.copies
+        count = -(-len(microbatches) // copies)
+        own = list(microbatches[self.mesh.copy :: copies])
+        problem = next(filter(None, map(self._problem, own)), None)
+        if problem is None:
+            own = [_labelled(one) for one in own]
+        targets = self._agree(own, len(microbatches), problem)
+        own += [_nothing()] * (count - len(own))
+        self.steps += 1
+        inputs, arguments, rows = self._cut(own)
+        divisor = torch.tensor(float(targets), device=self.mesh.device_type)
+        self._left = Counter(dict.fromkeys(self.stages, count))
+        done = self._runner(count).step(inputs, [divisor] * count, arguments, rows)
+        if self._splits_backward:
+            for stage in self.stages.values():
+                reduce_now(stage)
+        self._add_tied_gradients()
+        is_counted = done.losses is not None and self.mesh.place["tensor"] == 0
+        return float(done.losses.double().sum()) if is_counted else 0.0, targets  # type: ignore[union-attr]
+
+    def update(self, loss: float, targets: int) -> StepReport:
+        """Change the weights by the gradients that were added up, and clear them.
+
+        Args:
+            loss: This process's part, of :meth:`backward`.
+            targets: Likewise.
+
+        Raises:
+            PeerError: If another rank is not heard of in time.
+        """
+        # every rank adds up the same numbers in the same order, so all of them come to the same decision
+        loss, square = self.mesh.exchange([loss, self._square()]).sum(0).tolist()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        is_skipped = not (math.isfinite(norm) and math.isfinite(loss))
+        if is_skipped:
+            self.skipped += 1
+        else:
+            if self.config.clip is not None and norm > self.config.clip:
+                for _, _, parameter in self._parameters():
+                    if parameter.grad is not None:
+                        local(parameter.grad).mul_(self.config.clip / norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepReport(loss, norm, targets, is_skipped)
+
+    def _problem(self, one: PackedTokens) -> str | None:
+        """What is wrong with a microbatch."""
+        tokens, offsets, labels = one
+        bounds = offsets.tolist()
+        if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
+            return f"offsets {bounds} do not rise from 0 to its {len(tokens)} tokens"
+        if labels is not None and len(labels) != len(tokens):
+            return f"{len(labels)} labels for {len(tokens)} tokens"
+        for name, given in (("token", tokens), ("label", None if labels is None else labels[labels != IGNORED])):
+            if (
+                given is not None
+                and len(given)
+                and not 0 <= int(given.min()) <= int(given.max()) < self.model.vocabulary
+            ):
+                wrong = given[(given < 0) | (given >= self.model.vocabulary)]
+                return f"{name} {int(wrong[0])} is not in the vocabulary of {self.model.vocabulary}"
+        return None
+
+    def _agree(self, own: Sequence[PackedTokens], count: int, problem: str | None) -> int:
+        """Hold against the other ranks what this one was given; targets of the whole iteration."""
+        digest, targets = zlib.crc32(repr((self.steps, count)).encode()), 0
+        for one in own if problem is None else ():
+            assert one.labels is not None
+            for tensor in (one.tokens, one.offsets, one.labels):
+                digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)
+            targets += int((one.labels != IGNORED).sum())
+        numbers = [self.mesh.copy, digest, targets, count, problem is not None]
+        found = self.mesh.exchange(numbers).long().tolist()
+        if problem is not None:
+            raise DataError(problem, where="microbatch")
+        first: dict[int, tuple[int, list[int]]] = {}
+        for rank, (copy, *rest, is_wrong) in enumerate(found):
+            if is_wrong:
+                raise TrainingError(f"rank {rank} was given a microbatch that is none", remedy="see its own message")
+            other, expected = first.setdefault(copy, (rank, rest))
+            if rest != expected or rest[-1] != found[0][3]:
+                raise PlanError(
+                    f"rank {rank} was given others than rank {other if rest != expected else 0}",
+                    where="microbatches",
+                    remedy="give every rank the whole iteration, in the same order",
+                )
+        total = sum(rest[1] for _, rest in first.values())
+        if not total:
+            raise TrainingError(
+                f"{count} microbatches without a target", where="microbatches", remedy="documents of 2 tokens or more"
+            )
+        return total
+
+    def _cut(self, own: Sequence[PackedTokens]) -> tuple[list[Tensor], list[tuple[object, ...]], list[int]]:
+        """This rank's tokens of each microbatch, what its stages take beside them, and how many they are."""
+        parallel, device = self.mesh.config, self.mesh.device_type
+        inputs: list[Tensor] = []
+        arguments: list[tuple[object, ...]] = []
+        for tokens, offsets, labels in own:
+            assert labels is not None
+            if parallel.context == 1:
+                inputs.append(tokens.to(device))
+                arguments.append((offsets, None, labels.to(device), None))
+                continue
+            # one for each microbatch: of a pipeline several are under way, and a backward may compute its forward again
+            core = ContextParallelAttention(self._context, self.mesh.context_group, self.ledger)
+            core.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
+            inputs.append(core.shard(tokens.to(device)))
+            arguments.append((offsets, core.positions().to(device), core.shard(labels.to(device)), core))
+        return inputs, arguments, [len(tokens) for tokens in inputs]
+
+    def _runner(self, microbatches: int) -> PipelineRunner:
+        if microbatches not in self._runners:
+            self._runners[microbatches] = PipelineRunner(
+                self.mesh.config.make_schedule(microbatches),
+                self.stages,
+                torch.div,  # the sum of a microbatch's losses by the targets of all
+                self.mesh.pipeline_group,
+                deadline_s=self.mesh.config.deadline_s,
+                reduction="sum",
+                before=self._prepare,
+            )
+        return self._runners[microbatches]
+
+    def _prepare(self, action: Action) -> None:
+        """Gradients stay whole on each rank until a stage's last backward, and are then reduced once."""
+        if action.kind is Kind.FORWARD:
+            return
+        if self._splits_backward:  # weights stay for the second parts
+            reduce_after(self.stages[action.stage], False, False)
+            return
+        self._left[action.stage] -= 1
+        reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
+
+    def _add_tied_gradients(self) -> None:
+        """The embedding's and the tied head's, where first and last stage are two."""
+        if not self.model.tied or self.mesh.config.stages == 1:
+            return
+        ends = [self.stages[stage] for stage in (0, self.mesh.config.stages - 1) if stage in self.stages]
+        gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
+        if len(gradients) == 2:  # folded like a V: both ends are here
+            total = torch.stack(gradients).sum(0)
+            for gradient in gradients:
+                gradient.copy_(total)
+        elif gradients:
+            dist.all_reduce(gradients[0], group=self.mesh.ends_group)
+
+    def _square(self) -> float:
+        """Sum of the squares of the gradients' elements that this rank answers for: each is counted on one rank."""
+        place, total = self.mesh.place, 0.0
+        for number, name, parameter in self._parameters():
+            assert isinstance(parameter, DTensor)
+            is_cut = "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+            is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not is_cut)
+            is_tied_copy = number > 0 and name == "embedding.weight"
+            if parameter.grad is not None and not is_copy and not is_tied_copy:
+                total += float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
+        return total
+
+    def _parameters(self) -> list[tuple[int, str, nn.Parameter]]:
+        return [
+            (number, name, parameter)
+            for number, stage in self.stages.items()
+            for name, parameter in stage.named_parameters()
+        ]
+
+
+def _labelled(one: PackedTokens) -> PackedTokens:
+    return one if one.labels is not None else one._replace(labels=next_tokens(one.tokens, one.offsets))
+
+
+def _nothing() -> PackedTokens:
+    """What a copy of the model takes where others take a microbatch: one token that predicts nothing."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return PackedTokens(zero, torch.tensor([0, 1]), zero + IGNORED)
