@@ -8,14 +8,28 @@ import itertools
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 import typer
+from _executed_schedules import (
+    BACKWARD,
+    FORWARD,
+    MICROBATCHES,
+    SLOW,
+    families,
+    simulated_seconds,
+    take_turns,
+    timelines,
+)
 from _machine import fingerprint
+from _processes import run_processes
 from _results import RESULTS, write_json
 from _scaleacross_peers import Calculon, PeerUnavailable
 from _timing import Spread
@@ -61,6 +75,7 @@ class Part(str, enum.Enum):
     speed = "speed"
     grid = "grid"
     solver = "solver"
+    executed = "executed"
 
 
 class Case(NamedTuple):
@@ -396,11 +411,58 @@ def _solver(console: Console, quick: bool) -> dict[str, Any]:
     return {"evidence": "simulated", "of": len(SMALL), "summaries": summaries, "small": found, "large": large}
 
 
+def _executed(console: Console, quick: bool) -> dict[str, Any]:
+    rounds, rows = 1 if quick else 7, []
+    for ranks in MICROBATCHES:
+        schedules = families(ranks)[-1 if quick else 0 :]
+        simulated = [simulated_seconds(schedule) for schedule in schedules]
+        deadline = 120 + 3 * (1 + rounds) * sum(simulated)
+        with tempfile.TemporaryDirectory() as folder:
+            work = partial(take_turns, schedules=schedules, rounds=rounds)
+            ended = run_processes(ranks, Path(folder), work, deadline)
+        if ended.codes != [0] * ranks:
+            raise RuntimeError(f"{ranks} processes ended with {ended.codes} within {deadline:.0f} s\n{ended.said}")
+        for schedule, expected in zip(schedules, simulated, strict=True):
+            steps = timelines(schedule, [ended.found[rank][schedule.name] for rank in range(ranks)])
+            seconds = [step.seconds for step in steps]
+            spread = Spread.of(seconds)
+            rows.append(
+                {
+                    "family": schedule.name,
+                    "processes": ranks,
+                    "microbatches": schedule.microbatches,
+                    "simulated": expected,
+                    "executed": spread.to_json(),
+                    "rounds": seconds,
+                    "ratio": spread.median / expected,
+                }
+            )
+    table = Table(title="steps executed on processes (emulated links) beside simulated", title_justify="left")
+    for heading in ("family", "processes", "simulated", "executed, median", "ratio"):
+        table.add_column(heading, justify="left" if heading == "family" else "right")
+    for row in rows:
+        table.add_row(
+            row["family"], str(row["processes"]), f"{row['simulated']:.3f} s", f"{row['executed']['median']:.3f} s",
+            f"{row['ratio']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    off = [row["ratio"] - 1 for row in rows]
+    console.print(f"executed over simulated: {min(off):+.1%} to {max(off):+.1%} (10 % asked)")
+    return {
+        "evidence": "emulated",
+        "seconds_of_a_rank": {"forward": FORWARD, "backward": BACKWARD},
+        "slow_boundary": {"latency_s": SLOW.latency_s, "bytes_per_s": SLOW.bytes_per_s},
+        "off": {"least": min(off), "most": max(off)},
+        "rows": rows,
+    }
+
+
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.accuracy: _accuracy,
     Part.speed: _speed,
     Part.grid: _grid,
     Part.solver: _solver,
+    Part.executed: _executed,
 }
 
 
@@ -409,7 +471,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
-    """Measure the planner: against measured steps and Calculon, its own speed, and joint search against baselines."""
+    """Measure the planner: against measured and executed steps, Calculon, CP-SAT and baselines, and its own speed."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
@@ -420,6 +482,9 @@ def main(
             continue
         if chosen is Part.solver and importlib.util.find_spec("ortools") is None:
             console.print("solver: left out, OR-tools is not installed")
+            continue
+        if chosen is Part.executed and not (dist.is_available() and dist.is_gloo_available()):
+            console.print("executed: left out, torch was built without Gloo")
             continue
         began = time.perf_counter()
         figures = PARTS[chosen](console, quick)

@@ -19,7 +19,7 @@ from _wlb_sharding import Share, per_document, per_sequence
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Iteration, Microbatch, Packer, PackingConfig, global_batches
 from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
 from cordillera.data.packing_statistics import PackingStatistics, packed, tune
@@ -33,12 +33,13 @@ LENGTHS = Path(
 )
 MICROBATCHES, CONTEXT = 4, 131_072
 BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # of a microbatch's tokens
-WORK = Workload.of_break_even(32_768)
+WORK = DocumentWork.of_break_even(32_768)
 MOST_DELAY = 0.6  # iterations
 TARGETS = {"imbalance": 1.03, "imbalance_p95": 1.15, "delay": MOST_DELAY, "seconds": 5e-3}
 STAGES, CONTEXT_RANKS = 4, 2
-ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}  # whether documents go on in the next sequence
-PLAIN = "arrival order"  # computes the same as ours: a gain is not the attention that cuts leave out
+ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}
+# These compute the same as ours, so that no gain over them is attention that cuts leave out.
+WHOLE = ("arrival order", "fixed length, window 1")
 TARGET_GAIN = 1.25
 
 
@@ -142,9 +143,10 @@ def _packing(console: Console, quick: bool) -> dict[str, Any]:
     console.print(
         f"without delay, on {solver['batches']} batches: greedy {solver['greedy']:.4f}, exact {solver['exact']:.4f}"
     )
-    headline = rows["2 queues, 1.5 contexts"]
-    reached = {key: headline[key] <= target for key, target in TARGETS.items()}
-    console.print(f"targets of two queues at 1.5 contexts: {reached}")
+    reached = {
+        bound: {key: rows[f"2 queues, {bound}"][key] <= target for key, target in TARGETS.items()} for bound in BOUNDS
+    }
+    console.print(f"targets of two queues: {reached}")
     return {
         "evidence": "simulated work (break-even length), plans and planning seconds measured",
         "stream": {"tuned_on": len(stream.sample), "held_out": len(stream.held_out), "documents": len(documents)},
@@ -246,8 +248,9 @@ def _pipeline(console: Console, quick: bool) -> dict[str, Any]:
                 f"{work[base] / work[name]:.3f}",
             )  # fmt: skip
     console.print(table)
-    together = gains[ours[0]][PLAIN]["both"]
-    console.print(f"together {together:.2f} times {PLAIN} ({TARGET_GAIN} asked)")
+    together = {name: min(bases[base]["both"] for base in WHOLE) for name, bases in gains.items()}
+    for name, gain in together.items():
+        console.print(f"{name}: {gain:.2f} times the best baseline of whole documents ({TARGET_GAIN} asked)")
     return {
         "evidence": "simulated",
         "stages": STAGES,
@@ -258,9 +261,9 @@ def _pipeline(console: Console, quick: bool) -> dict[str, Any]:
         "configs": {name: config.model_dump() for name, config in configs.items()},
         "rows": rows,
         "gains": gains,
-        "plain": PLAIN,
+        "together": together,
         "target": TARGET_GAIN,
-        "reached": together >= TARGET_GAIN,
+        "reached": {name: gain >= TARGET_GAIN for name, gain in together.items()},
         "notes": ["where documents are cut, their parts do not see each other: less work is done for as many tokens"],
     }
 

@@ -119,6 +119,19 @@ def test_schedules_by_rules_are_quoted_as_measured() -> None:
         assert f"{worst:.2%} above CP-SAT's bound with {words}".replace("%", " %", 1) in text
 
 
+def test_executed_schedules_are_quoted_as_measured() -> None:
+    text = " ".join(_page("docs/systems/scaleacross.md").split())
+    result = json.loads((ROOT / "benchmarks/results/scaleacross-executed.json").read_text())
+    off = [row["ratio"] - 1 for row in result["rows"]]
+    assert not result["quick"]
+    assert {row["processes"] for row in result["rows"]} == {2, 4}
+    assert all(abs(one) <= 0.10 for one in off)
+    rounds = {row["executed"]["count"] for row in result["rows"]}
+    assert len(rounds) == 1
+    quoted = f"{100 * min(off):+.1f} to {100 * max(off):+.1f} % off simulated (medians of {rounds.pop()} steps"
+    assert quoted in text
+
+
 def _grid_row(point: dict[str, Any]) -> str:
     changes = point["changes"]
     change = f"1:{changes['region.oversubscription']:g}"
@@ -134,3 +147,26 @@ def _grid_row(point: dict[str, Any]) -> str:
         f"{point['times_best_single']:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+PACKINGS = {
+    "arrival order, documents cut": "arrival order, documents cut",
+    "arrival order": "arrival order, whole documents",
+    **{f"fixed length, window {window}": f"fixed length, greedy over {window}" for window in (1, 2, 4, 8)},
+    "two queues, no variable length": "two queues, no variable length",
+    "2 queues, 1.5 contexts": "two queues, up to 1.5 contexts",
+    "2 queues, 2 contexts": "two queues, up to 2 contexts",
+}
+
+
+def test_packing_is_quoted_as_measured() -> None:
+    page = _page("docs/systems/wlb.md")
+    for name, row in json.loads((ROOT / "benchmarks/results/wlb-packing.json").read_text())["rows"].items():
+        if name in PACKINGS:
+            balance = f"{row['imbalance']:.3f} | {row['imbalance_p95']:.3f}"
+            time = f"{row['delay']:.2f} | {1e3 * row['seconds']:.2f} ms"
+            assert f"| {PACKINGS[name]} | {balance} | {time} |" in page
+    gains = json.loads((ROOT / "benchmarks/results/wlb-pipeline.json").read_text())["gains"]["2 queues, 1.5 contexts"]
+    for name, gain in gains.items():
+        assert f"| {PACKINGS[name]} | {gain['packing']:.2f} | {gain['both']:.2f} |" in page
+    assert f"For equal work it is {gains['arrival order, documents cut']['both_by_work']:.2f} times" in page

@@ -7,6 +7,7 @@ which says where its values are from and how far off they were.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.errors import PlanError
-from cordillera.topology import Device
+from cordillera.topology import Device, write
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Shape = tuple[int, int, int, int]  # rows, columns, inner, count
 
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.
 _TILE_ROWS, _TILE_COLUMNS, _LOST_WAVES = 128, 256, 0.5
 _OPTIMIZER_TRAFFIC = 40  # bytes a weight and step: Adam's moments, master weights, gradients, the norm, the cast
+_NEAR = math.log(2)  # of all sides' ratios multiplied: measured products as near as this correct the formula
 _SHORT = 192  # below this width or inner length a kernel has no long loop in which loads hide behind arithmetic
 
 
@@ -88,20 +91,40 @@ def calibration_for(device: Device) -> Calibration:
     return Calibration(provenance=f"not fitted on {device.name}: constants of A100")
 
 
+def whole(rows: float, columns: float, inner: float, count: float) -> Shape:
+    """A product's shape in whole numbers, as it can be measured.
+
+    Args:
+        rows: Of the result.
+        columns: Of the result; a mean over layers may have a fraction.
+        inner: Length of the sums.
+        count: Equal products; below 1 where a device has a part of one.
+    """
+    return max(1, round(rows)), max(1, round(columns)), max(1, round(inner)), max(1, round(count))
+
+
 class Products:
-    """Matrix products as they were measured on a device; the cost model of shapes near them is corrected by it.
+    """Matrix products as they were measured on a device; the cost model takes them, and corrects shapes near them.
 
     Args:
         seconds: Of each ``(rows, columns, inner, count)``, see :meth:`CostModel.product`.
         source: Where they are from, for people.
+        device: On which they were measured.
+        dtype: In which: one of :attr:`DTYPES`.
     """
 
-    COLUMNS = ("rows", "columns", "inner", "count", "seconds")
+    COLUMNS = ("rows", "columns", "inner", "count", "seconds", "dtype", "device")
+    DTYPES = ("bfloat16", "float16")  # the cost model's products are of 16-bit numbers
 
-    def __init__(self, seconds: Mapping[tuple[int, int, int, int], float], source: str) -> None:
+    def __init__(
+        self, seconds: Mapping[Shape, float], source: str, device: str = "unknown", dtype: str = "bfloat16"
+    ) -> None:
         if not seconds:
             raise PlanError("holds no products", where=source, remedy=f"columns are {', '.join(self.COLUMNS)}")
-        self.seconds, self.source = dict(seconds), source
+        self.seconds, self.source, self.device, self.dtype = dict(seconds), source, device, dtype
+
+    def __str__(self) -> str:
+        return f"{len(self.seconds):,} matrix products measured on {self.device} in {self.dtype} ({self.source})"
 
     @classmethod
     def read(cls, path: str | Path) -> Products:
@@ -115,36 +138,66 @@ class Products:
         """
         try:
             with open(path, newline="", encoding="utf-8-sig") as file:
-                table = list(csv.DictReader(file))
+                reader = csv.DictReader(file)
+                table, header = list(reader), reader.fieldnames or ()
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise PlanError(f"cannot be read: {error}", where=str(path)) from error
-        found = {}
+        missing = [name for name in cls.COLUMNS if name not in header]
+        if header and missing:
+            raise PlanError(
+                f"has no column {missing[0]!r}", where=str(path), remedy=f"columns are {', '.join(cls.COLUMNS)}"
+            )
+        found: dict[Shape, tuple[float, int]] = {}
+        kind: tuple[str, str] | None = None
         for number, row in enumerate(table, 2):
+            where = f"{path}, row {number}"
             try:
-                *shape, seconds = (float(row[name]) for name in cls.COLUMNS)
-            except (KeyError, TypeError, ValueError) as error:
-                message = f"is no product: {', '.join(cls.COLUMNS)} are needed"
-                raise PlanError(message, where=f"{path}, row {number}") from error
-            if not (min(shape) >= 1 and 0 < seconds < math.inf and all(side == int(side) for side in shape)):
-                message = "sides are whole numbers from 1, seconds positive and finite"
-                raise PlanError(message, where=f"{path}, row {number}")
-            rows, columns, inner, count = map(int, shape)
-            found[rows, columns, inner, count] = seconds
-        return cls(found, str(path))
+                shape, seconds, own = cls._parsed(row)
+            except ValueError as error:
+                raise PlanError(str(error), where=where) from error
+            if kind is not None and own != kind:
+                message = f"{own[0]} on {own[1]}, the rows before are {kind[0]} on {kind[1]}"
+                raise PlanError(message, where=where, remedy="a file for each")
+            if shape in found:
+                raise PlanError(f"is the product of row {found[shape][1]} again", where=where, remedy="keep one")
+            found[shape], kind = (seconds, number), own
+        dtype, device = kind or ("", "")
+        return cls({shape: seconds for shape, (seconds, _) in found.items()}, str(path), device, dtype)
+
+    @classmethod
+    def _parsed(cls, row: Mapping[str, str | None]) -> tuple[Shape, float, tuple[str, str]]:
+        """Shape, seconds, and dtype and device of a row; a ValueError says what is wrong."""
+        cells = [row[name] or "" for name in cls.COLUMNS]
+        try:
+            *sides, seconds = map(float, cells[:5])
+        except ValueError:
+            raise ValueError(f"is no product: {', '.join(cls.COLUMNS[:5])} are needed as numbers") from None
+        if not all(1 <= side < 2**53 and side == int(side) for side in sides):
+            raise ValueError("sides are whole numbers from 1")
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"seconds are positive and finite, not {cells[4]}")
+        if cells[5] not in cls.DTYPES:
+            raise ValueError(f"dtype {cells[5]!r}: plans are of {' or '.join(cls.DTYPES)}")
+        if not cells[6].strip():
+            raise ValueError("names no device")
+        rows, columns, inner, count = map(int, sides)
+        return (rows, columns, inner, count), seconds, (cells[5], cells[6])
 
     def write(self, path: str | Path) -> None:
-        """Write what :meth:`read` reads.
+        """Write what :meth:`read` reads, beside and renamed.
 
         Args:
             path: Of the file.
+
+        Raises:
+            PlanError: If it cannot be written.
         """
-        try:
-            with open(path, "w", newline="", encoding="utf-8") as file:
-                table = csv.writer(file, lineterminator="\n")
-                table.writerow(self.COLUMNS)
-                table.writerows((*shape, f"{seconds:.4e}") for shape, seconds in sorted(self.seconds.items()))
-        except OSError as error:
-            raise PlanError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(self.COLUMNS)
+        for shape, seconds in sorted(self.seconds.items()):
+            table.writerow((*shape, f"{seconds:.4e}", self.dtype, self.device))
+        write(path, text.getvalue())
 
 
 class CostModel:
@@ -158,10 +211,11 @@ class CostModel:
     Attributes:
         device: As given.
         calibration: As given.
+        products: As given.
     """
 
     def __init__(self, device: Device, calibration: Calibration, products: Products | None = None) -> None:
-        self.device, self.calibration = device, calibration
+        self.device, self.calibration, self.products = device, calibration, products
         self._flops = device.matrix_flops_per_s * calibration.matrix
         self._stream = device.memory_bytes_per_s * calibration.memory
         self._tiles = _LOST_WAVES * device.processors * _TILE_ROWS * _TILE_COLUMNS
@@ -176,8 +230,8 @@ class CostModel:
         """A matrix product ``[rows, inner] x [inner, columns]`` of 16-bit numbers, ``count`` times in one kernel.
 
         The larger of arithmetic and memory traffic; their sum where a side is too short for one to hide the other.
-        Where products were measured, this times what the nearest of them (in the logarithms of its sides) took over
-        what it would have taken by the formula: a measured shape takes what was measured.
+        A measured shape takes what was measured; one near it (sides that differ by less than 2 times, multiplied) is
+        corrected by what the nearest took over what it would have taken by the formula; others are left to the formula.
 
         Args:
             rows: Of the result.
@@ -192,12 +246,13 @@ class CostModel:
         return seconds * self._measured(rows, columns, inner, count) if self._shapes else seconds
 
     def _measured(self, *shape: float) -> float:
-        """Measured over calculated for the nearest measured product."""
+        """Measured over calculated for the nearest measured product; 1 if none is near."""
         ratio = self._corrected.get(shape)
         if ratio is None:
             sides = [math.log(side) for side in shape]
             away = [sum(abs(a - b) for a, b in zip(sides, one, strict=True)) for one in self._shapes]
-            ratio = self._corrected[shape] = self._ratios[away.index(min(away))]
+            nearest = min(away)
+            ratio = self._corrected[shape] = self._ratios[away.index(nearest)] if nearest < _NEAR else 1.0
         return ratio
 
     def _formula(self, rows: float, columns: float, inner: float, count: float) -> float:

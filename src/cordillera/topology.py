@@ -8,6 +8,7 @@ few that send keep their full rate and many share it.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from bisect import bisect_right
@@ -427,6 +428,26 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
         raise PlanError(f"is not TOML: {error}", where=str(source)) from error
     content.setdefault("name", Path(source).stem)
     return content
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a file beside its place and rename it, so that readers see the old one or the new one; folders are made.
+
+    Args:
+        path: Of the file.
+        text: Its content.
+
+    Raises:
+        PlanError: If it cannot be written.
+    """
+    path = Path(path)
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise PlanError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
 
 def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
+import os
+import signal
+import statistics
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import scaleacross
+import torch.distributed as dist
+from _executed_schedules import families, take_turns
+from _processes import run_processes
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
+
+
+_ENDLESS = """
+from functools import partial
+from pathlib import Path
+from _executed_schedules import families, take_turns
+from _processes import run_processes
+run_processes(2, Path({folder!r}), partial(take_turns, schedules=families(2)[:1], rounds=10_000), 100)
+"""
 
 
 def run(part: str, folder: Path) -> dict[str, object]:
@@ -44,6 +63,68 @@ def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
         assert one["above_solver"] == pytest.approx(one["tuned"] / one["solver"] - 1)
     assert summary["worst_above_solver"] == max(one["above_solver"] for one in small) <= 0.03
     assert summary["equal"] <= summary["proven"] <= summary["cases"]
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@pytest.mark.slow
+def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
+    # in this process: those that it starts would load all of the benchmark's program again
+    scaleacross.main([scaleacross.Part.executed], quick=True, results=tmp_path)
+    content = json.loads((tmp_path / "scaleacross-executed.json").read_text())
+    assert content["quick"] is True
+    assert content["evidence"] == "emulated"
+    rows = content["rows"]
+    assert {row["processes"] for row in rows} == {2, 4}
+    assert len({(row["family"], row["processes"]) for row in rows}) == len(rows)
+    for row in rows:
+        assert row["executed"]["count"] == len(row["rounds"]) > 0
+        assert row["executed"]["median"] == statistics.median(row["rounds"])
+        assert row["ratio"] == pytest.approx(row["executed"]["median"] / row["simulated"])
+        assert row["ratio"] > 0.98  # a step that sleeps cannot be shorter; how much longer is for a quiet machine
+    assert content["off"] == {
+        "least": min(row["ratio"] for row in rows) - 1,
+        "most": max(row["ratio"] for row in rows) - 1,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+def test_processes_that_pass_their_deadline_are_ended(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ended = run_processes(2, tmp_path, partial(take_turns, schedules=families(2)[:1], rounds=10_000), 8)
+    assert ended.codes == [None, None]
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_one_that_began_them(tmp_path: Path, how: signal.Signals) -> None:
+    program = [sys.executable, "-c", _ENDLESS.format(folder=str(tmp_path))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *sys.path])}
+    children: list[Path] = []
+    with subprocess.Popen(program, env=environment, stderr=subprocess.DEVNULL) as parent:
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        try:
+            until = time.monotonic() + 60
+            while not (tmp_path / "store").exists():  # both are under way
+                assert parent.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            children = [Path("/proc", pid) for pid in listed.read_text().split()]
+            assert len(children) >= 2
+        finally:
+            parent.send_signal(how)
+            try:
+                parent.wait(30)
+            finally:
+                parent.kill()
+    until = time.monotonic() + 30
+    while any(child.exists() for child in children):
+        assert time.monotonic() < until, children
+        time.sleep(0.05)
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")

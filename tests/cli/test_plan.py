@@ -17,6 +17,15 @@ from typing import Any
 
 import pytest
 
+SMALL = """
+batch = 8
+sequence = 64
+[model]
+layers = 2
+hidden = 32
+heads = 4
+vocabulary = 64
+"""
 ROW = "{layers},1024,16,1024,64,{mb},{tp},{dp},1,{ms}\n"
 HEADER = "layers,hidden,heads,sequence,batch,microbatch,tensor,data,pipeline,milliseconds\n"
 
@@ -72,6 +81,65 @@ def test_constants_are_fitted_and_used(cli: Any, tmp_path: Path) -> None:
     result = cli("plan", "gpt-22b", "a100-node", "--calibration", "mine/calibration.json", "--only", "network")
     assert result.code == 0, result.err
     assert "constants: steps.csv on a100-node" in result.out
+
+
+def test_products_are_measured_interrupted_continued_and_used(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cordillera.cost import Products
+    from cordillera.kernels import products
+
+    Path("small.toml").write_text(SMALL)
+    measure, calls = products.measure, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(products, "measure", interrupted)
+    command = ["plan", "small.toml", "a100-node", "--measure", "products.csv"]
+    result = cli(*command)
+    assert result.code == 130, result.err
+    assert "3 matrix products measured on " in result.out
+    assert "give the same command again to go on" in result.out
+    assert len(Products.read("products.csv").seconds) == 3
+    search = ["plan", "small.toml", "a100-node", "--only", "network", "--products", "products.csv", "--out"]
+    assert cli(*search, "some").code == 0
+    result = cli(*command)
+    assert result.code == 0, result.err
+    table = Products.read("products.csv")
+    assert f"{len(table.seconds):,} matrix products measured on {table.device} in bfloat16" in result.out
+    assert f"{len(table.seconds) - 3} of them now" in result.out
+    assert not Path("plans").exists()
+    result = cli(*search, "all")
+    assert result.code == 0, result.err
+    line = f"100.0 % of the time of matrix products rests on {table}"
+    assert line in result.out
+    assert line in Path("all/plan.html").read_text()
+    some, everything = (json.loads(Path(f"{name}/plan.json").read_text())["products"] for name in ("some", "all"))
+    assert everything["device"] == table.device
+    assert everything["rows"] == len(table.seconds)
+    assert everything["measured_share"]["best"] == everything["measured_share"]["production"] == 1
+    assert some["rows"] == 3
+    assert 0 <= some["measured_share"]["best"] < 1
+
+
+def test_a_plan_without_measured_products_says_nothing_of_them(cli: Any) -> None:
+    Path("small.toml").write_text(SMALL)
+    result = cli("plan", "small.toml", "a100-node", "--only", "network", "--out", "p")
+    assert result.code == 0, result.err
+    assert "of the time of matrix products" not in result.out + Path("p/plan.html").read_text()
+    assert json.loads(Path("p/plan.json").read_text())["products"] is None
+
+
+def test_a_wrong_table_is_refused_with_its_row(cli: Any) -> None:
+    Path("products.csv").write_text("rows,columns,inner,count,seconds,dtype,device\n8,8,8,1,0,bfloat16,A100\n")
+    for option in ("--products", "--measure"):
+        result = cli("plan", "gpt-22b", "a100-node", option, "products.csv")
+        assert result.code == 2
+        assert "products.csv, row 2: seconds are positive and finite, not 0" in result.err
+        assert result.err.count("error:") == 1
+    assert not Path("plans").exists()
 
 
 def test_a_bad_day_is_told_in_the_text_and_in_the_file(cli: Any) -> None:
@@ -164,6 +232,9 @@ def _drain(screen: int) -> None:
         (["dlrm-dcnv", "a100-node"], "did you mean dlrm-dcnv2?"),
         (["dlrm-dcnv2", "a100-node", "--devices", "16"], "16 devices are asked for, the cluster has 8"),
         (["gpt-22b", "a100-node", "--calibration", "absent.json"], "absent.json: cannot be read"),
+        (["gpt-22b", "a100-node", "--products", "absent.csv"], "absent.csv: cannot be read"),
+        (["dlrm-dcnv2", "a100-node", "--measure", "p.csv"], "--measure: is not known for recommendation models"),
+        (["gpt-22b", "--measure", "p.csv"], "needs a workload and a cluster"),
         (["a100-node", "--calibrate", "absent.csv"], "absent.csv: cannot be read"),
         (["gpt-22b", "a100-node", "--calibrate", "absent.csv"], "needs the cluster alone"),
     ],

@@ -46,6 +46,15 @@ def test_content_gives_no_control_token_and_is_kept(chat: ChatFormat, contents: 
         assert content.strip() in text
 
 
+@pytest.mark.parametrize(
+    "content", ["start|> more", " start|>\n more", "more <|im_start", "start", "s", "> [INST", "<s"]
+)
+def test_content_completes_no_token_that_a_template_begins_or_ends(content: str) -> None:
+    for template in ("<|im_{{ messages[0].content }}|>", "[{{ messages[0].content }}]", "<{{ messages[0].content }}>"):
+        pieces = _jinja(template).pieces([Message("user", content)])
+        assert pieces == [template.replace("{{ messages[0].content }}", content)]
+
+
 def test_chatml_is_what_smollm2_s_template_gives() -> None:
     template = (
         "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -86,6 +95,14 @@ def test_a_template_is_kept_in_its_sandbox() -> None:
 def test_templates_may_write_json_and_break_out_of_loops() -> None:
     chat = _jinja("{% for m in messages %}{{ m.content | tojson }}{% break %}{% endfor %}")
     assert chat.pieces([Message("user", "<é'\n")]) == ['"<é\'\\n"']
+
+
+def test_marks_of_what_the_assistant_wrote_change_nothing() -> None:
+    plain = "{% for m in messages %}{{ m.role }}:\n  {{ m.content }}\n{% endfor %}"
+    marked = plain.replace("{{ m.content }}", "{%- generation -%} {{ m.content }} {%+ endgeneration %}")
+    spaces = plain.replace("{{ m.content }}", "{%- if true -%} {{ m.content }} {%+ endif %}")
+    messages = [Message("user", "a"), Message("assistant", "b")]
+    assert _jinja(marked).pieces(messages) == _jinja(spaces).pieces(messages)
 
 
 def test_bad_messages_are_refused() -> None:

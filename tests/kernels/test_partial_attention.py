@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import platform
 import signal
@@ -330,6 +331,24 @@ def coordinates(count: int, offsets: list[int]) -> tuple[Tensor, Tensor]:
     row = torch.arange(count)
     document = torch.bucketize(row, torch.tensor(offsets[1:]), right=True)
     return document, row - torch.tensor(offsets)[document]
+
+
+@pytest.mark.parametrize("backend", ["math", "flash"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_any_layout_in_memory_will_do(backend: str, order: tuple[int, ...]) -> None:
+    """Views with transposed strides, parts of wider tensors, and gradients that are one number for all."""
+    plain = [rows(150, 2, 8, seed) for seed in range(3)]
+    back = torch.tensor(order).argsort().tolist()
+    wide = [torch.cat([x, x], 2).permute(order).contiguous().permute(back) for x in plain]
+    found = []
+    for inputs in (plain, [x[..., 8:] for x in wide]):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, _ = partial_attention(*leaves, "causal", backend=backend)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        transposed = torch.autograd.grad(out.transpose(0, 2).contiguous().pow(2).sum(), leaves)
+        found.append([out.detach(), *grads, *transposed])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
 
 
 def test_positions_of_many_rows_are_masked_in_parts() -> None:

@@ -146,3 +146,13 @@ def test_files_hold_what_they_should(tmp_path: Path) -> None:
 def test_changes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="is not a change"):
         commands.parse_change(text)
+
+
+def test_where_no_layout_follows_the_rules_the_baseline_gives_them_up() -> None:
+    cluster = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1})
+    longest = workload.load("llama3-70b").model_copy(update={"sequence": 2**20, "batch": 8})
+    explorer = Explorer(longest, cluster)
+    assert not explorer._baselines().plans
+    base = explorer.production()
+    assert base.layout.context > 1  # sequences have to be cut
+    assert explorer.explore(keep=2, improve=0).best.seconds <= base.seconds

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, Products
 from cordillera.errors import PlanError
-from cordillera.planning import operators, workload
+from cordillera.planning import commands, explorer, operators, workload
 from cordillera.planning.estimate import Job
 from cordillera.planning.mesh import Mesh
 from cordillera.planning.workload import Layout
 
 NODE = topology.load("a100-node")
 PLAIN = CostModel(NODE.device, Calibration())
-
-
-def test_a_measured_shape_takes_what_was_measured_and_one_near_it_as_much_more() -> None:
-    formula = PLAIN.product(4096, 8192, 8192)
-    table = Products({(4096, 8192, 8192, 1): 2 * formula, (64, 64, 64, 8): 1e-3}, "a test")
-    cost = CostModel(NODE.device, Calibration(), table)
-    assert cost.product(4096, 8192, 8192) == pytest.approx(2 * formula)
-    assert cost.product(64, 64, 64, 8) == pytest.approx(1e-3)
-    assert cost.product(5000, 9000, 8000) == pytest.approx(2 * PLAIN.product(5000, 9000, 8000))
-    assert cost.linear(4096, 8192, 8192)[0] == pytest.approx(2 * formula)
 
 
 def test_a_table_of_the_formula_changes_nothing() -> None:
@@ -48,36 +36,61 @@ def test_the_list_holds_what_a_layer_and_the_head_need() -> None:
     assert (tokens, 2 * ffn // 8, hidden, 1) in listed  # gate and up, forward, cut over eight
     assert (hidden, ffn, tokens, 1) in listed  # down, the weights' gradient, uncut
     assert (2 * tokens, job.model.vocabulary // 4, hidden, 1) in listed
+    assert (tokens // 4, hidden, ffn, 1) in listed  # a quarter of a sequence
 
 
-def test_tables_are_read_as_they_are_written(tmp_path: Path) -> None:
-    table = Products({(8, 16, 32, 1): 1.25e-4, (8, 16, 32, 4): 3e-4}, "a test")
-    table.write(tmp_path / "products.csv")
-    assert Products.read(tmp_path / "products.csv").seconds == table.seconds
+def test_the_share_is_that_of_the_time_of_the_products_that_were_measured() -> None:
+    """Counted here by hand for a layer without recomputation and for one that computes its forward twice."""
+    job = workload.load("gpt-22b")
+    listed = operators.shapes(job, NODE.device, 8)
+    hidden, tokens = job.model.hidden, job.sequence
+    up = PLAIN.linear(tokens, 4 * hidden // 8, hidden)
+    for recompute, forwards in (("none", 1), ("full", 2)):
+        layout = Layout(tensor=8, sequence_parallel=True, recompute=recompute)
+        everything = Products({shape: PLAIN.product(*shape) for shape in listed}, "a test")
+        assert operators.measured_share(job, layout, CostModel(NODE.device, Calibration(), everything)) == 1
+        assert operators.measured_share(job, layout, PLAIN) == 0
+        parts = []
+        for shape in ((tokens, 4 * hidden // 8, hidden, 1), (tokens, hidden, 4 * hidden // 8, 1)):
+            # a table of the formula's own time: the nearest rows then change nothing
+            one = Products({shape: PLAIN.product(*shape)}, "a test")
+            parts.append(operators.measured_share(job, layout, CostModel(NODE.device, Calibration(), one)))
+        down = PLAIN.linear(tokens, hidden, 4 * hidden // 8)
+        # up's forward and down's input gradient are one shape, as are down's forward and up's input gradient
+        times = [forwards * up[0] + down[1], forwards * down[0] + up[1]]
+        assert parts[0] / parts[1] == pytest.approx(times[0] / times[1])
+        assert 0 < parts[1] < 1
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("rows,columns,inner,count,seconds\n", "holds no products"),
-        ("rows,columns,inner,count\n1,2,3,4\n", "row 2: is no product"),
-        ("rows,columns,inner,count,seconds\n8,8,8,1,nan\n", "row 2: sides are whole"),
-        ("rows,columns,inner,count,seconds\n8,8,8,1,1e-3\n8,8.5,8,1,1e-3\n", "row 3: sides are whole"),
-        ("rows,columns,inner,count,seconds\n0,8,8,1,1e-3\n", "row 2: sides are whole"),
-        ("rows,columns,inner,count,seconds\n8,8,8,1,inf\n", "positive and finite"),
-    ],
-)
-def test_wrong_tables_are_refused(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "products.csv").write_text(text)
-    with pytest.raises(PlanError, match=says):
-        Products.read(tmp_path / "products.csv")
-    with pytest.raises(PlanError, match="cannot be read"):
-        Products.read(tmp_path / "none.csv")
+def test_a_table_far_from_a_shape_leaves_it_to_the_formula() -> None:
+    job = workload.load("gpt-22b")
+    table = Products({(16, 16, 16, 1): 1.0}, "a test")
+    layout = Layout(tensor=8, sequence_parallel=True)
+    steps = [
+        Job(job, Mesh.of(NODE, layout), layout, cost).estimate().seconds
+        for cost in (PLAIN, CostModel(NODE.device, Calibration(), table))
+    ]
+    assert steps[0] == steps[1]
 
 
-def test_products_are_measured_on_this_machine() -> None:
-    torch = pytest.importorskip("torch")
-    from cordillera.kernels.products import measure
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt-22b", "moe-400b"])
+def test_the_list_covers_every_layout_that_a_search_tries(name: str) -> None:
+    job, cluster = workload.load(name), topology.load("two-buildings")
+    host = min(cluster.sizes[0])
+    listed = operators.shapes(job, cluster.device, host)
+    cost = CostModel(cluster.device, Calibration(), Products(dict.fromkeys(listed, 1.0), "a test"))
+    seen = {}
+    for layout in explorer.layouts(job, cluster, 64):
+        if not layout.problems(job):
+            seen[layout.tensor, layout.context, layout.microbatch, layout.recompute] = layout
+    assert len(seen) > 8
+    for layout in seen.values():
+        assert operators.measured_share(job, layout, cost) == 1, layout
 
-    small, large = measure([(16, 16, 16, 2), (512, 512, 512, 1)], dtype=torch.float32)
-    assert 0 < small < large
+
+def test_a_smaller_host_needs_fewer_products() -> None:
+    eight = set(commands.products_needed("gpt-22b", "a100-node"))
+    assert eight == set(operators.shapes(workload.load("gpt-22b"), NODE.device, 8))
+    assert set(commands.products_needed("gpt-22b", "a100-node", ["host.members=4"])) < eight
+    with pytest.raises(PlanError, match="not known for recommendation models"):
+        commands.products_needed("dlrm-dcnv2", "a100-node")

@@ -29,7 +29,7 @@ def programs() -> dict[str, Path]:
     for folder in folders():
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_"):
-                found.setdefault(path.stem, path)
+                found.setdefault(path.stem.replace("_", "-"), path)
     return found
 
 

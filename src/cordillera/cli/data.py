@@ -108,7 +108,9 @@ def _asset_table(file: Path) -> Table:
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in asset_facts(file).items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+        table.add_row(
+            name, f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else value
+        )
     return table
 
 

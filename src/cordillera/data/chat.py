@@ -14,6 +14,9 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from cordillera.errors import DataError
 
+# Transformers marks what the assistant wrote by blocks of its own, which change no text.
+_MARKS = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
+
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
@@ -141,6 +144,8 @@ class JinjaChat(ChatFormat):
         self.source, self.bos, self.eos, self.where = template, bos, eos, where
         # A token of one character cannot be broken: templates cannot use it, it stays text.
         self.names = sorted((name for name in special_tokens if len(name) > 1), key=len, reverse=True)
+        self._heads = tuple({name[:size] for name in self.names for size in range(1, len(name))})
+        self._tails = tuple({name[size:] for name in self.names for size in range(1, len(name))})
         self._find = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -148,7 +153,7 @@ class JinjaChat(ChatFormat):
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(template)
+            self._template = environment.from_string(_MARKS.sub(_condition, template))
         except TemplateError as error:
             raise DataError(f"the chat template is not valid ({error})", where=where) from error
 
@@ -186,9 +191,9 @@ class JinjaChat(ChatFormat):
         begin = content.index(core)
         end = begin + len(core)
         inside = any(core in name for name in self.names)
-        if inside or any(core.endswith(name[:size]) for name in self.names for size in range(1, len(name))):
+        if inside or core.endswith(self._heads):
             content = content[:end] + mark + content[end:]
-        if inside or any(core.startswith(name[size:]) for name in self.names for size in range(1, len(name))):
+        if inside or core.startswith(self._tails):
             content = content[:begin] + mark + content[begin:]
         return content
 
@@ -201,6 +206,10 @@ class JinjaChat(ChatFormat):
             begin = found.end()
         if plain := text[begin:].replace(mark, ""):
             yield plain
+
+
+def _condition(mark: re.Match[str]) -> str:
+    return f"{{%{mark[1]} {'endif' if mark[2] else 'if true'} {mark[3]}%}}"
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

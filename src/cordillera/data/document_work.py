@@ -47,7 +47,7 @@ class Sample(NamedTuple):
         return cls(len(lengths), sum(lengths), sum(d * d for d in lengths), seconds)
 
 
-class Workload(BaseModel):
+class DocumentWork(BaseModel):
     """``W(d) = document + token d + squared d**2`` of a document of ``d`` tokens (WLB-LLM, section 4.1).
 
     Attributes:
@@ -70,13 +70,13 @@ class Workload(BaseModel):
     error: float | None = None
 
     @model_validator(mode="after")
-    def _costs_something(self) -> Workload:
+    def _costs_something(self) -> DocumentWork:
         if not (self.token or self.squared):
             raise ValueError("tokens cost nothing: token or squared must be above 0")
         return self
 
     @classmethod
-    def of_break_even(cls, tokens: float, provenance: str = "an assumption") -> Workload:
+    def of_break_even(cls, tokens: float, provenance: str = "an assumption") -> DocumentWork:
         """``W(d) = d + d**2 / b``, in the linear work of a token.
 
         Args:
@@ -91,7 +91,7 @@ class Workload(BaseModel):
         return cls(token=1.0, squared=1.0 / tokens, provenance=f"break-even length {tokens:g}: {provenance}")
 
     @classmethod
-    def of_model(cls, hidden: int, ffn: int, heads: int, kv_heads: int) -> Workload:
+    def of_model(cls, hidden: int, ffn: int, heads: int, kv_heads: int) -> DocumentWork:
         """By counting the operations of a Llama's layer, where nothing was measured.
 
         Kernels of attention run further below the peak than matrix products do, so the true break-even length is
@@ -113,7 +113,7 @@ class Workload(BaseModel):
         )
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample], provenance: str, ridge: float = 0.0) -> Workload:
+    def fit(cls, samples: Sequence[Sample], provenance: str, ridge: float = 0.0) -> DocumentWork:
         """Least squares of relative errors, with constants that are not negative.
 
         Args:
@@ -183,7 +183,7 @@ class Workload(BaseModel):
         write_atomically(Path(path), self.model_dump_json(indent=2) + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> Workload:
+    def read(cls, path: str | Path) -> DocumentWork:
         """Read a JSON file.
 
         Args:

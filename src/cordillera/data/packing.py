@@ -11,11 +11,12 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.errors import DataError
 from cordillera.partition import NOWHERE, two_key_greedy
 
@@ -117,7 +118,7 @@ class Packer:
         workload: As given.
     """
 
-    def __init__(self, config: PackingConfig, workload: Workload) -> None:
+    def __init__(self, config: PackingConfig, workload: DocumentWork) -> None:
         self.config, self.workload = config, workload
         self._iteration = self._arrived = 0
         self._queues: list[deque[Document]] = [deque() for _ in config.thresholds]
@@ -157,16 +158,19 @@ class Packer:
             new = []
 
     def _received(self, lengths: Iterable[int]) -> list[Document]:
-        documents = [
-            Document(number, int(length), self._iteration) for number, length in enumerate(lengths, self._arrived)
-        ]
-        for number, length, _ in documents:
+        documents = []
+        for number, value in enumerate(lengths, self._arrived):
+            try:
+                length = index(value)
+            except TypeError:
+                raise DataError(f"{value!r} is not a number of tokens", where=f"document {number}") from None
             if not 1 <= length <= self.config.bound:
                 raise DataError(
                     f"{length} tokens do not fit into microbatches of 1 to {self.config.bound}",
                     where=f"document {number}",
                     remedy="leave empty documents out; cut long ones, or raise the bound",
                 )
+            documents.append(Document(number, length, self._iteration))
         self._arrived += len(documents)
         return documents
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Document, Iteration, Microbatch, global_batches
 from cordillera.errors import DataError
 from cordillera.partition import NOWHERE, Bins, exact, longest_processing_time
@@ -60,7 +60,7 @@ def _sequences(lengths: Iterable[int], context: int, cut: bool) -> Iterator[list
 
 
 def fixed_length(
-    lengths: Iterable[int], microbatches: int, context: int, window: int, workload: Workload
+    lengths: Iterable[int], microbatches: int, context: int, window: int, workload: DocumentWork
 ) -> Iterator[Iteration]:
     """Whole documents into sequences of at most the context, the heaviest first, over windows of global batches.
 
@@ -104,7 +104,7 @@ def exactly(
     microbatches: int,
     context: int,
     bound: int,
-    workload: Workload,
+    workload: DocumentWork,
     seconds: float = 60.0,
     gap: float = 1e-3,
 ) -> Iterator[Iteration]:

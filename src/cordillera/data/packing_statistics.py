@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cordillera.data.document_work import Workload
+from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Iteration, Packer, PackingConfig
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
@@ -38,7 +38,7 @@ class PackingStatistics:
     longest: int
 
     @classmethod
-    def of(cls, iterations: Sequence[Iteration], workload: Workload) -> PackingStatistics:
+    def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
         """Of at least one iteration with documents.
 
         Args:
@@ -64,7 +64,7 @@ class PackingStatistics:
         return asdict(self)
 
 
-def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: Workload) -> list[Iteration]:
+def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: DocumentWork) -> list[Iteration]:
     """All iterations of a stream, those of the drain too.
 
     Args:
@@ -79,7 +79,7 @@ def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: Wo
 def tune(
     batches: Sequence[Sequence[int]],
     config: PackingConfig,
-    workload: Workload,
+    workload: DocumentWork,
     queues: int = 2,
     delay: float = 0.6,
     candidates: Sequence[int] | None = None,

@@ -89,7 +89,8 @@ def prepare_text(
     for path in paths:
         if not path.is_file():
             raise DataError("there is no such file", where=str(path))
-    key = _key(config, tokenizer, paths, (language, quality))
+    ends = _ends(tokenizer, tokenizer.adds_bos if config.bos is None else config.bos, config.eos)
+    key = _key(config, tokenizer, ends, paths, (language, quality))
     folder = cache_folder(config.cache_dir) / "text" / f"{paths[0].name.split('.')[0]}-{key}"
     if (folder / "meta.json").exists():
         return TextDataset(folder, verify=verify)
@@ -99,21 +100,25 @@ def prepare_text(
     partial = folder.with_name(f".{folder.name}.partial")
     with _only_one(folder):
         if not (folder / "meta.json").exists():
-            _write(config, tokenizer, paths, cleaner, partial)
+            _write(config, tokenizer, ends, paths, cleaner, partial)
             with disk_errors(folder):
                 os.replace(partial, folder)
     return TextDataset(folder, verify=verify)
 
 
-def _write(config: TextConfig, tokenizer: Tokenizer, paths: tuple[Path, ...], cleaner: Cleaner, partial: Path) -> None:
+_Ends = tuple[list[int], list[int]]
+
+
+def _write(
+    config: TextConfig, tokenizer: Tokenizer, ends: _Ends, paths: tuple[Path, ...], cleaner: Cleaner, partial: Path
+) -> None:
     if (partial / "meta.json").exists():  # stopped between the last file and the renaming
         return
     writer = ShardWriter(partial, tokenizer.vocab_size, config.shard_tokens)
     try:
         kept = cleaner.clean(lambda: read_documents(paths, text_field=config.text_field, unit=config.unit))
         rest = itertools.islice(kept, writer.documents, None)
-        bos = tokenizer.adds_bos if config.bos is None else config.bos
-        before, after = _ends(tokenizer, bos, config.eos)
+        before, after = ends
         with _encoders(config, tokenizer) as encode:
             for tokens in encode(_batches(rest)):
                 writer.append([*before, *tokens, *after])
@@ -141,7 +146,7 @@ def _said(report: dict[str, Any]) -> str:
     return f"{report['documents']} were read" + (f", dropped: {', '.join(reasons)}" if reasons else "")
 
 
-def _ends(tokenizer: Tokenizer, bos: bool, eos: bool) -> tuple[list[int], list[int]]:
+def _ends(tokenizer: Tokenizer, bos: bool, eos: bool) -> _Ends:
     before = tokenizer.bos_id if bos else None
     after = tokenizer.document_end_id if eos else None
     for wanted, token, name in ((bos, before, "bos"), (eos, after, "eos")):
@@ -155,13 +160,15 @@ def _ends(tokenizer: Tokenizer, bos: bool, eos: bool) -> tuple[list[int], list[i
 def _key(
     config: TextConfig,
     tokenizer: Tokenizer,
+    ends: _Ends,
     paths: tuple[Path, ...],
     functions: tuple[Callable[[str], Any] | None, ...],
 ) -> str:
-    choices = config.model_dump(mode="json", exclude={"path", "tokenizer", "processes", "cache_dir"})
+    choices = config.model_dump(mode="json", exclude={"path", "tokenizer", "bos", "eos", "processes", "cache_dir"})
     choices |= {
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint,
+        "ends": ends,
         "files": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "functions": [
             f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(type(function)))}"

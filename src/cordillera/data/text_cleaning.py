@@ -200,25 +200,30 @@ class NearDuplicates:
         return False
 
 
-def repeated_share(text: str, words: int) -> float:
-    """Share of a text's characters in n-grams that stand earlier in it; no character counts twice.
+def repeated_shares(text: str, sizes: Iterable[int]) -> Iterator[float]:
+    """For each size of n-gram the share of a text's characters in n-grams that stand earlier in it.
+
+    No character counts twice; words are what white space divides, and white space does not count.
 
     Args:
-        text: Words are what white space divides; white space does not count.
-        words: Of an n-gram.
+        text: Any.
+        sizes: Words of an n-gram.
     """
-    found = text.split()
-    if len(found) <= words:
-        return 0.0
-    grams = _combined(_hashes(" ".join(found), " "), words)
-    again = np.ones(len(grams), bool)
-    again[np.unique(grams, return_index=True)[1]] = False
-    starts = np.zeros(len(found) + 1, np.int64)
-    starts[:-words] += again
-    starts[words:] -= again
-    covered = np.cumsum(starts[:-1]) > 0
-    lengths = np.fromiter(map(len, found), np.int64, len(found))
-    return float(lengths[covered].sum() / lengths.sum())
+    words = text.split()
+    hashes = _hashes(" ".join(words), " ")
+    lengths = np.fromiter(map(len, words), np.int64, len(words))
+    for size in sizes:
+        if len(words) <= size:
+            yield 0.0
+            continue
+        grams = _combined(hashes, size)
+        order = np.argsort(grams, kind="stable")
+        ordered = grams[order]
+        again = order[1:][ordered[1:] == ordered[:-1]]
+        starts = np.zeros(len(words) + 1, np.int64)
+        starts[again] += 1
+        starts[again + size] -= 1
+        yield float(lengths[np.cumsum(starts[:-1]) > 0].sum() / lengths.sum())
 
 
 class _LineCounter:
@@ -385,7 +390,8 @@ class Cleaner:
         if not text.strip():
             return LINES
         config = self.config
-        if any(repeated_share(text, n) > share for n, share in config.repeated_ngrams.items()):
+        shares = repeated_shares(text, config.repeated_ngrams)
+        if any(found > most for found, most in zip(shares, config.repeated_ngrams.values(), strict=True)):
             return NGRAMS
         if self.language is not None and self.language(text) not in (config.languages or ()):
             return LANGUAGE

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -134,7 +135,7 @@ class Tokenizer:
         Raises:
             DataError: an id that the vocabulary lacks.
         """
-        skipped = set(self.special_tokens.values()) if skip_special else set()
+        skipped = self._special_ids if skip_special else frozenset()
         parts = []
         for token in ids:
             content = self.token_bytes[token] if 0 <= token < len(self.token_bytes) else None
@@ -145,6 +146,10 @@ class Tokenizer:
             if token not in skipped:
                 parts.append(content)
         return b"".join(parts)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.special_tokens.values())
 
     def _special(self, token: int | None, name: str) -> int:
         if token is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -85,6 +85,32 @@ class MeasuredLatency(BaseModel):
         low = rates[i, j] * (1 - b) + rates[i, after_j] * b
         high = rates[after_i, j] * (1 - b) + rates[after_i, after_j] * b
         return float((_padded_pairs(queries, keys, self.tile) / np.exp(low * (1 - a) + high * a)).sum())
+
+    @classmethod
+    def from_seconds(
+        cls,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        seconds: Sequence[Sequence[float]],
+        provenance: str,
+        tile: int = 128,
+    ) -> MeasuredLatency:
+        """A table of what :func:`cordillera.kernels.attention_rates.measure` found.
+
+        Args:
+            queries: As they were given to it.
+            keys: Likewise.
+            seconds: What it returned.
+            provenance: Device, dtype, heads, head dimension, version of torch.
+            tile: Queries that a kernel computes at once.
+        """
+        k_lengths = np.array(keys)
+        rates = [
+            _padded_pairs(np.minimum(q_length, k_lengths), k_lengths, tile) / np.array(row)
+            for q_length, row in zip(queries, seconds, strict=True)
+        ]
+        table = tuple(tuple(map(float, row)) for row in rates)
+        return cls(queries=tuple(queries), keys=tuple(keys), pairs_per_s=table, tile=tile, provenance=provenance)
 
     @classmethod
     def read(cls, path: str | Path) -> MeasuredLatency:

@@ -9,7 +9,9 @@ mask that prevents attention between documents of one sequence). Keys and values
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ try:
 except ImportError:  # a build without it
     varlen = None  # type: ignore[assignment]
 
+# Older versions want as many heads of keys as of queries.
+_VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -42,8 +46,11 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
     if q.is_cuda and q.dtype in _FLASH_DTYPES and varlen is not None:
         longest = int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
         starts = offsets.to(q.device, torch.int32)
-        grouped = q.shape[1] != k.shape[1]
-        out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        if grouped and not _VARLEN_GROUPS:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+            grouped = {}
+        out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
         assert isinstance(out, Tensor)  # a pair only when asked for
         return out
     parts = []

@@ -62,6 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
     """
     from cordillera.kernels.partial_attention import merge
 
+    q, k, v = _side_by_side(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=wide)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=wide)
@@ -97,7 +98,7 @@ def backward(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
-    dout, out = dout.to(q.dtype), out.to(q.dtype)
+    dout, out, q, k, v = _side_by_side(dout.to(q.dtype), out.to(q.dtype), q, k, v)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # the kernel's own for a row without keys, in a mask
     for piece in _pieces(relation, len(q), len(k), halve=True):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -116,6 +117,11 @@ def backward(
         for total, grad in zip(totals, grads, strict=True):
             total += grad.transpose(1, 2)
     return dq, dk, dv
+
+
+def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Entries of a head next to one another: the kernel takes them so without looking."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def _rows(x: Tensor, start: int, step: int, batch: int, length: int) -> Tensor:

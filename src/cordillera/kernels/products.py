@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from cordillera.cost import Products, Shape
+from cordillera.errors import PlanError
+from cordillera.run import describe_environment
+
+_ENOUGH_S = 2.0  # of rounds, after which more of them say nothing new
+_USABLE = 0.9  # of the memory that is free at the beginning
+_SAVE_S = 1.0  # that may pass from one writing of a table to the next
+
 
 def measure(
-    shapes: Sequence[tuple[int, int, int, int]],
-    device: str = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-    rounds: int = 5,
+    shapes: Sequence[Shape], device: str = "cpu", dtype: torch.dtype = torch.bfloat16, rounds: int = 5
 ) -> Iterator[float]:
     """The median of some rounds for each product, after one to warm up.
 
@@ -21,7 +30,7 @@ def measure(
         shapes: ``(rows, columns, inner, count)``: ``count`` products ``[rows, inner] x [inner, columns]`` in a kernel.
         device: ``cpu`` or ``cuda``.
         dtype: Of all matrices.
-        rounds: Of each product.
+        rounds: Of each product; fewer where they take more than two seconds.
 
     Yields:
         Seconds, product after product.
@@ -29,20 +38,117 @@ def measure(
     Raises:
         RuntimeError: If the device is not there or its memory too small.
     """
-    for rows, columns, inner, count in shapes:
-        left = torch.randn(count, rows, inner, device=device).to(dtype)  # zeros would take less power, and less time
-        right = torch.randn(count, inner, columns, device=device).to(dtype)
-        out = torch.empty(count, rows, columns, dtype=dtype, device=device)
-        seconds = []
-        for _ in range(1 + rounds):
-            if device != "cpu":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            if count == 1:
-                torch.mm(left[0], right[0], out=out[0])
-            else:
-                torch.bmm(left, right, out=out)
-            if device != "cpu":
-                torch.cuda.synchronize()
+    for shape in shapes:
+        yield _median(shape, device, dtype, rounds)
+
+
+def _median(shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> float:
+    rows, columns, inner, count = shape
+    # zeros would take less power, and less time
+    left = torch.randn(count, rows, inner, device=device, dtype=dtype)
+    right = torch.randn(count, inner, columns, device=device, dtype=dtype)
+    out = torch.empty(count, rows, columns, dtype=dtype, device=device)
+    seconds: list[float] = []
+    for i in range(1 + rounds):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        if count == 1:
+            torch.mm(left[0], right[0], out=out[0])
+        else:
+            torch.bmm(left, right, out=out)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        if i:
             seconds.append(time.perf_counter() - began)
-        yield statistics.median(seconds[1:])
+        if sum(seconds) > _ENOUGH_S:
+            break
+    return statistics.median(seconds)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What :func:`measure_table` did.
+
+    Attributes:
+        products: In the file; None if it was interrupted before the first.
+        new: Products that were measured now.
+        too_large: Products that the device's memory does not hold.
+        left: Products that are still to be measured, as it was interrupted.
+    """
+
+    products: Products | None
+    new: int
+    too_large: int
+    left: int
+
+
+def measure_table(
+    shapes: Sequence[Shape],
+    path: str | Path,
+    device: str | None = None,
+    watch: Callable[[Shape, int, int], object] | None = None,
+) -> Measured:
+    """Measure products in bfloat16 and write them to a file that ``cordillera plan --products`` takes.
+
+    Products that are in the file are not measured again, so that an interrupted measurement goes on where it was. An
+    interrupt (Ctrl-C) ends it; what was measured until then is written, as it is every second.
+
+    Args:
+        shapes: As in :func:`measure`.
+        path: Of the CSV file; see :class:`cordillera.cost.Products`.
+        device: ``cpu`` or ``cuda``; None for the GPU if there is one.
+        watch: Called before each product with it, how many are done and how many there are.
+
+    Raises:
+        PlanError: If the file holds what was measured elsewhere or in another dtype, or cannot be read or written.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device != "cpu" else str(describe_environment()["processor"])
+    found: dict[Shape, float] = {}
+    if Path(path).exists():
+        before = Products.read(path)
+        if (before.device, before.dtype) != (name, "bfloat16"):
+            message = f"was measured on {before.device} in {before.dtype}, not on {name} in bfloat16"
+            raise PlanError(message, where=str(path), remedy="measure into another file")
+        found.update(before.seconds)
+    room = _USABLE * _free_bytes(device)
+    asked = [shape for shape in dict.fromkeys(shapes) if shape not in found]
+    fitting = [shape for shape in asked if _bytes(shape) <= room]
+    known, saved = len(found), time.monotonic()
+
+    def save() -> Products | None:
+        if not found:
+            return None
+        products = Products(found, str(path), name)
+        if len(found) > known:
+            products.write(path)
+        return products
+
+    with contextlib.suppress(KeyboardInterrupt):
+        for shape in fitting:
+            if watch is not None:
+                watch(shape, len(found) - known, len(fitting))
+            (found[shape],) = measure([shape], device)
+            if time.monotonic() - saved > _SAVE_S:
+                save()
+                saved = time.monotonic()
+    new = len(found) - known
+    return Measured(save(), new, len(asked) - len(fitting), len(fitting) - new)
+
+
+def _bytes(shape: Shape) -> int:
+    """Of both factors and the result, in 16 bits."""
+    rows, columns, inner, count = shape
+    return 2 * count * (rows * columns + rows * inner + columns * inner)
+
+
+def _free_bytes(device: str) -> float:
+    """Memory that can be had; infinity where the system does not say."""
+    if device != "cpu":
+        return float(torch.cuda.mem_get_info()[0])
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return math.inf

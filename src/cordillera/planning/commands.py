@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cordillera import topology as clusters
-from cordillera.cost import Calibration, CostModel, calibration_for
+from cordillera.cost import Calibration, CostModel, Products, Shape, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration as calibrations
-from cordillera.planning import export, faults, recommender_export
+from cordillera.planning import export, faults, operators, recommender_export
 from cordillera.planning import workload as workloads
 from cordillera.planning.explorer import ALL, Dimension, Exploration, Explorer, Plan
 from cordillera.planning.recommender import Recommender
@@ -78,14 +77,10 @@ class PlannedRecommender:
     files: dict[str, Path]
 
 
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise PlanError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
+    edits = dict(parse_change(text) for text in changes)
+    topology = clusters.load(cluster)
+    return topology.changed(edits) if edits else topology
 
 
 def plan(
@@ -101,6 +96,7 @@ def plan(
     jitter: float | None = None,
     lose: Iterable[str] = (),
     calibration: str | Path | None = None,
+    products: str | Path | None = None,
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Planned | PlannedRecommender:
@@ -120,22 +116,22 @@ def plan(
         jitter: Of latencies; see :func:`cordillera.planning.faults.jittered`.
         lose: Domains without which a plan is searched again: ``building``, ``building:1``.
         calibration: A JSON file of constants; None for those that ship for the device.
+        products: A CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to
+            go by the constants alone.
         compare: Search each dimension alone too, and show the plans beside.
         progress: Called with a sentence now and then.
 
     Raises:
         PlanError: For files that are wrong and jobs that are not possible.
     """
-    work, topology = workloads.load(workload), clusters.load(cluster)
-    edits = dict(parse_change(text) for text in changes)
-    if edits:
-        topology = topology.changed(edits)
+    work, topology = workloads.load(workload), _changed(cluster, changes)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)
     for domain in domains:
         faults.survivors(topology, domain)  # what is no domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
+    table = Products.read(products) if products is not None else None
     # both kinds of workload have an explorer, plans and a report with the same interface
     explorer: Any
     report: Any
@@ -144,11 +140,14 @@ def plan(
             raise PlanError(
                 "are not known for recommendation models", where="--slow, --jitter and --lose", remedy="--what-if is"
             )
+        if table is not None:
+            raise _no_products("--products")
         made: Any = PlannedRecommender
         explorer = RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
         report = recommender_export
     else:
-        made, explorer = Planned, Explorer(work, topology, constants, devices=devices, progress=progress)
+        made = Planned
+        explorer = Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
         report = export
     base = explorer.production()
     found = explorer.explore(only)
@@ -182,11 +181,32 @@ def plan(
     else:
         written = export.to_json(explorer, found, base, cases)
         page = export.page(explorer, found, base, compared, changed, cases)
-    _write(files["plan.json"], json.dumps(written, indent=2) + "\n")
-    _write(files["plan.html"], page)
-    _write(files["trace.json"], report.chrome_trace(best.step.timeline))
+    clusters.write(files["plan.json"], json.dumps(written, indent=2) + "\n")
+    clusters.write(files["plan.html"], page)
+    clusters.write(files["trace.json"], report.chrome_trace(best.step.timeline))
     planned: Planned | PlannedRecommender = made(explorer, found, base, cases, files)
     return planned
+
+
+def _no_products(option: str) -> PlanError:
+    return PlanError("is not known for recommendation models", where=option, remedy="--calibration is")
+
+
+def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[Shape]:
+    """The matrix products to measure, on one of the cluster's devices, for ``products`` of :func:`plan`.
+
+    Args:
+        workload: Shipped name or path of a TOML file.
+        cluster: Shipped name or path of a TOML file.
+        changes: Of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over eight.
+
+    Raises:
+        PlanError: For files that are wrong, and for recommendation models.
+    """
+    work, topology = workloads.load(workload), _changed(cluster, changes)
+    if isinstance(work, Recommender):
+        raise _no_products("--measure")
+    return operators.shapes(work, topology.device, min(topology.sizes[0]))
 
 
 def read_calibration(path: str | Path) -> Calibration:
@@ -242,7 +262,7 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
     cost = CostModel(topology.device, fitted)
     predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
     file = Path(folder) / "calibration.json"
-    _write(file, fitted.model_dump_json(indent=2) + "\n")
+    clusters.write(file, fitted.model_dump_json(indent=2) + "\n")
     return Calibrated(fitted, calibrations.accuracy(rows, predicted), list(zip(rows, predicted, strict=True)), file)
 
 

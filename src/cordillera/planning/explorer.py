@@ -38,10 +38,12 @@ ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor"
 _FIXED = {"interleaved", "1f1b"}  # schedules where scheduling is not searched
 _DEGREES = {"tensor", "context", "pipeline", "data"}
 _DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # of the degrees
+MICROBATCHES = (1, 2, 4, 8)  # sequences of one
 _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
 _LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
+_FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
 
@@ -197,6 +199,16 @@ def _divisors(number: int, limit: int) -> list[int]:
     return [one for one in range(1, min(number, limit) + 1) if number % one == 0]
 
 
+def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
+    """Degrees of tensor and context parallelism that are tried, which say what a device computes for a layer.
+
+    Args:
+        workload: What is trained.
+        host: Devices of a host, within which tensor parallelism stays.
+    """
+    return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
+
+
 def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
     """Every layout of some devices: tensor, context and expert degrees of powers of two, pipelines of any length.
 
@@ -206,12 +218,11 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
         devices: How many are used.
     """
     model = workload.model
-    contexts = _powers(max(1, workload.sequence // _SHORTEST_PART))
     experts = _powers(model.experts.count) if model.experts is not None else [1]
     recomputes: tuple[Recompute, ...] = ("none", "full") if model.fused_attention else ("none", "selective", "full")
     degrees = [
         (tensor, context, pipeline)
-        for tensor, context in product(_powers(min(topology.sizes[0])), contexts)
+        for tensor, context in inner_degrees(workload, min(topology.sizes[0]))
         if devices % (tensor * context) == 0
         for pipeline in _divisors(devices // (tensor * context), model.layers)
     ]
@@ -219,7 +230,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
         data = devices // (tensor * context * pipeline)
         most = model.layers // pipeline
         chunked = set(_powers(most)) | (set(_divisors(most, most)) if model.layers % pipeline == 0 else set())
-        for chunks, microbatch, recompute in product(sorted(chunked), (1, 2, 4, 8), recomputes):
+        for chunks, microbatch, recompute in product(sorted(chunked), MICROBATCHES, recomputes):
             if (pipeline == 1 and chunks > 1) or workload.batch % (data * microbatch):
                 continue
             for expert in experts:
@@ -348,13 +359,15 @@ class Explorer:
         Copies of the model across buildings (data parallelism outermost), tensor parallelism that fills a host, one
         sequence a microbatch, four chunks a pipeline rank where layers allow, interleaved 1F1B, the library's own
         network settings. The length of the pipeline and what is recomputed are the best under these rules, as an
-        engineer would find them.
+        engineer would find them. Where nothing fits under the rules for degrees and chunks, these are given up.
 
         Raises:
             PlanError: If nothing fits.
         """
         if self._production is None:
             found = self._baselines()
+            if not found.plans:
+                found = self._baselines(by_the_rules=False)
             if not found.plans:
                 found.enough = self._enough(more=math.isfinite(found.least_memory))
             self._production = found.best
@@ -367,21 +380,32 @@ class Explorer:
         else:
             numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
         for one in numbers[:16]:
-            if Explorer(self.workload, self.topology, self.cost.calibration, devices=one)._baselines().plans:
+            other = Explorer(
+                self.workload, self.topology, self.cost.calibration, products=self.cost.products, devices=one
+            )
+            if other._baselines().plans:
                 return one
         return None
 
-    def _baselines(self) -> Exploration:
+    def _baselines(self, by_the_rules: bool = True) -> Exploration:
         """The layouts that follow the rules of the production-like plan, with their schedule, best first."""
         found = Exploration()
-        network = production_network(self.topology)
+        network, shared = production_network(self.topology), {}  # type: ignore[var-annotated]
         tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
+        jobs = []
         for layout in self._possible(found):
-            if (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1):
+            if by_the_rules and (
+                (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1)
+                or layout.chunks != self._fixed_chunks(layout)
+            ):
                 continue
-            if layout.chunks != self._fixed_chunks(layout):
-                continue
-            plan = self._simulated(self.job(layout, PRODUCTION_ORDER, network), _FIXED, found)
+            job = self.job(layout, PRODUCTION_ORDER, network, shared)
+            if by_the_rules or self._holds(job, found):
+                jobs.append(job)
+        if not by_the_rules:
+            jobs = sorted(jobs, key=lambda job: job.estimate().seconds)[:_FREELY]
+        for job in jobs:
+            plan = self._simulated(job, _FIXED, found)
             if plan is not None:
                 found.plans.append(plan)
         found.plans.sort(key=lambda plan: plan.seconds)
@@ -505,10 +529,7 @@ class Explorer:
                     continue
                 seen.add(way)
                 job = self.job(layout, order, network, shared)
-                needed = self._least_memory(job)
-                if needed > self._limit:
-                    found.dropped["needs more memory than a device has"] += 1
-                    found.least_memory = min(found.least_memory, needed)
+                if not self._holds(job, found):
                     break  # whatever the order
                 found.estimated += 1
                 ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
@@ -579,6 +600,14 @@ class Explorer:
                 plan = simulated(job)
                 if plan is not None and plan.seconds < (better or best).seconds:
                     better = plan
+
+    def _holds(self, job: Job, found: Exploration) -> bool:
+        """Whether devices have the memory under some schedule; if not, that is noted."""
+        needed = self._least_memory(job)
+        if needed > self._limit:
+            found.dropped["needs more memory than a device has"] += 1
+            found.least_memory = min(found.least_memory, needed)
+        return needed <= self._limit
 
     def _least_memory(self, job: Job) -> float:
         """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from cordillera.planning.explorer import Exploration, Explorer, Plan
 from cordillera.planning.faults import Case
+from cordillera.planning.operators import measured_share
 from cordillera.planning.schedules import Kind
 from cordillera.planning.simulator import Timeline
 from cordillera.topology import Topology
@@ -324,6 +325,37 @@ def reasons(best: Plan, base: Plan) -> list[str]:
     return found
 
 
+def measured(explorer: Explorer, plan: Plan) -> str:
+    """What a plan's matrix products rest on, as a sentence; empty where none were measured.
+
+    Args:
+        explorer: With the cost model.
+        plan: Of its search.
+    """
+    products = explorer.cost.products
+    if products is None:
+        return ""
+    share = measured_share(explorer.workload, plan.layout, explorer.cost)
+    rest = "" if share == 1 else "; the rest on the formula"
+    return f"{100 * share:.1f} % of the time of matrix products rests on {products}{rest}"
+
+
+def _products(explorer: Explorer, plans: Mapping[str, Plan]) -> dict[str, Any] | None:
+    """The measured products and the share of each plan's that rests on them, for ``plan.json``."""
+    products = explorer.cost.products
+    if products is None:
+        return None
+    return {
+        "source": products.source,
+        "device": products.device,
+        "dtype": products.dtype,
+        "rows": len(products.seconds),
+        "measured_share": {
+            name: measured_share(explorer.workload, plan.layout, explorer.cost) for name, plan in plans.items()
+        },
+    }
+
+
 def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[Case] = ()) -> dict[str, Any]:
     """The content of ``plan.json``: the best plans, each with what a run needs to take it.
 
@@ -337,6 +369,7 @@ def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[
         "workload": explorer.workload.model_dump(mode="json"),
         "cluster": explorer.topology.model_dump(mode="json"),
         "calibration": explorer.cost.calibration.model_dump(mode="json"),
+        "products": _products(explorer, {"best": found.best, "production": base}),
         "devices": explorer.devices,
         "searched": list(found.searched),
         "estimated": found.estimated,
@@ -449,6 +482,8 @@ def page(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in cards.items()
     )
     note = "<p><b>The search was interrupted: this is the best plan until then.</b></p>" if found.interrupted else ""
+    table_used = measured(explorer, best)
+    products = f"<p>{escape(table_used)}.</p>" if table_used else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(work.name)} on {escape(topology.name)}</title><style>{style}</style></head><body><main>
@@ -469,6 +504,6 @@ All times are <b>simulated</b>.</p>{note}
 <th>Step</th><th>MFU</th><th>Memory</th></tr></thead><tbody>{table}</tbody></table>
 <h2>What was left out</h2><p>{found.estimated:,} layouts were estimated and {found.simulated:,} steps simulated in
 {found.seconds:.1f} s.</p><table><thead><tr><th>Reason</th><th>Times</th></tr></thead><tbody>{dropped}</tbody></table>
-<h2>Constants of the cost model</h2><p>{escape(explorer.cost.calibration.provenance)}.</p>
+<h2>Constants of the cost model</h2><p>{escape(explorer.cost.calibration.provenance)}.</p>{products}
 </main></body></html>
 """

@@ -228,7 +228,10 @@ def replan(
     for devices in reversed(numbers):
         if ranked and _AS_GOOD * before / devices > min(ranked)[0]:
             break
-        one = Explorer(explorer.workload, topology, explorer.cost.calibration, devices=devices, progress=progress)
+        cost = explorer.cost
+        one = Explorer(
+            explorer.workload, topology, cost.calibration, products=cost.products, devices=devices, progress=progress
+        )
         estimate = one.outlook(chunks)
         if math.isfinite(estimate):
             ranked.append((estimate, -devices, one))

@@ -398,8 +398,8 @@ def deal(workload: Recommender, size: int, room: float, worth: float, grain: flo
         dearest = sorted(range(len(shards)), key=lambda at: (-shards[at][0], at))
         largest = sorted(range(len(shards)), key=lambda at: (-shards[at][1], at))
         for order in (dearest, largest):  # where the first leaves no place for the last
-            costs_of, sizes = [shards[at][0] for at in order], [shards[at][1] for at in order]
-            places = list_scheduling(costs_of, size, sizes, room * (1 + 1e-9))
+            loads, sizes = [shards[at][0] for at in order], [shards[at][1] for at in order]
+            places = list_scheduling(loads, size, sizes, room * (1 + 1e-9))
             if NOWHERE not in places:
                 return Dealt(workload, tuple(shards[at][2] for at in order), places, size)
     raise PlanError(f"tables over {size:,} devices: parts leave gaps into which the last do not fit")

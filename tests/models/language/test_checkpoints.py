@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,8 @@ def test_weights_are_cast_and_can_be_loaded_into_a_model_that_is_there(make_llam
     assert _same(other, model)
     with pytest.raises(CheckpointError, match="rope_theta is 500000"):
         load_into(make_llama(rope_theta=10_000.0), tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="no memory to load into"):
+        load_into(make_llama().to("meta"), tmp_path / "hf")
 
 
 def test_a_checkpoint_is_whole_or_not_there(
@@ -222,7 +225,7 @@ def test_a_checkpoint_is_whole_or_not_there(
 
 # What files can have wrong. Each case damages a good folder; the error must name the file, and the tensor if it is one.
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def _edit_json(name: str, **changes: Any) -> Damage:
@@ -294,6 +297,20 @@ def _only_pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
+def _cut_heads(folder: Path) -> None:
+    """Four ranks for two heads of keys, without copies."""
+    ranks = [torch.load(folder / f"consolidated.0{i}.pth", weights_only=True) for i in range(2)]
+    for i in range(4):
+        cut = {
+            name: tensor
+            if tensor.dim() == 1
+            else tensor.chunk(2, int(name.endswith(("wo.weight", "w2.weight"))))[i % 2]
+            for name, tensor in ranks[i // 2].items()
+        }
+        (folder / f"consolidated.0{i}.pth").unlink(missing_ok=True)
+        torch.save(cut, folder / f"consolidated.0{i}.pth")
+
+
 K_PROJ, NORM = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.input_layernorm.weight"
 SHARD, INDEX = "model-00002-of-00005.safetensors", "model.safetensors.index.json"
 
@@ -302,10 +319,11 @@ SINGLE_CASES: dict[str, tuple[Damage, str]] = {
     "only pickled": (_only_pickled, "pytorch_model.bin may hold code"),
     "truncated": (_truncate("model.safetensors"), "model.safetensors: is truncated or damaged"),
     "config missing": (_remove("config.json"), "holds no config.json"),
-    "config no json": (lambda f: (f / "config.json").write_text("{") and None, "config.json: cannot be read"),
-    "config no object": (lambda f: (f / "config.json").write_text("[]") and None, "does not hold an object"),
+    "config no json": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read"),
+    "config no object": (lambda f: (f / "config.json").write_text("[]"), "does not hold an object"),
     "config key missing": (_edit_json("config.json", hidden_size=...), "config.json: hidden_size is missing"),
     "other model": (_edit_json("config.json", model_type="mistral"), "model_type is 'mistral'"),
+    "absurd layers": (_edit_json("config.json", num_hidden_layers=10**9), "config.json: layers: .* 1000000000"),
     "quantised": (_edit_json("config.json", quantization_config={"bits": 4}), "quantization_config"),
     "biases": (_edit_json("config.json", attention_bias=True), "attention_bias is True"),
     "kv heads": (_edit_json("config.json", num_key_value_heads=3), r"kv_heads \(3\) must divide heads \(4\)"),
@@ -371,6 +389,7 @@ CONSOLIDATED_CASES: dict[str, tuple[Damage, str]] = {
         _edit_json("params.json", ffn_dim_multiplier=...),
         r"tensor layers.0.feed_forward.w1.weight has shape \(24, 32\).*\n.*no ffn_dim_multiplier",
     ),
+    "heads cut in two": (_cut_heads, r"tensor layers.0.attention.wk.weight of shape \(16, 32\) cannot .* for 4 ranks"),
     "not a number": (_edit_json("params.json", dim="wide"), "params.json: invalid literal"),
     "tensor absent": (_edit_tensors(SECOND, lambda t: t.pop(WK)), f"{SECOND}: tensor {WK} is not there"),
     "wrong shape": (_edit_tensors(SECOND, _put(WK, lambda t: t[:4])), f"{SECOND}: tensor {WK} has shape"),
@@ -425,6 +444,27 @@ def test_what_is_wrong_is_said_before_work_starts(
         load(tmp_path / "hf")
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("layout", ["sharded", "consolidated"])
+def test_damaged_bytes_never_end_in_another_error(good: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """Flipped bytes are refused, or change nothing but values."""
+    draw = random.Random(layout)
+    refused = 0
+    for number in range(60):
+        folder = shutil.copytree(good[layout], tmp_path / str(number))
+        file = draw.choice(sorted(folder.iterdir()))
+        content = bytearray(file.read_bytes())
+        for _ in range(3):  # most of what is not values lies at the beginning, or at the end
+            place = draw.randrange(min(len(content), 800))
+            content[draw.choice([place, -1 - place])] = draw.choice(b"09-{\x00\xff")
+        file.write_bytes(content)
+        try:
+            load(folder)
+        except CordilleraError:
+            refused += 1
+    assert refused > 20
+
+
 def test_copies_that_differ_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     save_consolidated(make_llama(**CUT), tmp_path / "meta", 4)
     _edit_tensors("consolidated.03.pth", _put(WK, lambda t: t + 1))(tmp_path / "meta")
@@ -469,6 +509,8 @@ def _write_gguf(model: Llama, path: Path, **changes: Any) -> Path:
     writer.add_head_count_kv(changes.pop("kv_heads", config.kv_heads))
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
+    if "split" in changes:
+        writer.add_uint16("split.count", changes.pop("split"))
     if "scaling" in changes:
         writer.add_rope_scaling_type(gguf.RopeScalingType(changes.pop("scaling")))
     tensors: dict[str, Tensor] = {"token_embd": model.embedding.weight, "output_norm": model.norm.weight}
@@ -526,6 +568,8 @@ def test_quantised_gguf_is_dequantised(make_llama: MakeLlama, tmp_path: Path, ki
     ("changes", "said"),
     [
         ({"architecture": "qwen2"}, "the architecture is 'qwen2'"),
+        ({"kv_heads": [2, 2]}, "field llama.attention.head_count_kv is damaged"),
+        ({"split": 3}, "is one of 3 files of a split model"),
         ({"scaling": "yarn"}, "rope_type 'yarn' is not known"),
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
         ({"stretch": 1.5}, "rope_freqs.weight stretches"),

@@ -12,6 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from cordillera.errors import DataError
@@ -138,6 +142,13 @@ def test_scores_depend_on_the_distance_of_positions_only(a: int, b: int, shift: 
     torch.testing.assert_close(score(a, a), (q * k).sum(), rtol=1e-5, atol=1e-5)
 
 
+def test_heads_of_16_bits_are_turned_in_32() -> None:
+    """Cosines of 16 bits would be wrong in the third digit, at far positions as well as near ones."""
+    table = rope_table(LlamaConfig(), torch.tensor([0, 1, 777, 100_000]))
+    x = torch.randn(4, 2, 128).bfloat16()
+    assert torch.equal(rotate(x, table), rotate(x.float(), table).bfloat16())
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
@@ -149,11 +160,14 @@ def test_logits_equal_those_of_transformers(
     save_hugging_face(model, tmp_path / "ours")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype)
     tokens, offsets = _tokens([40])
-    with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0]
-        found = model(tokens, offsets)
+    expected = theirs(tokens[None]).logits[0]
+    found = model(tokens, offsets)
     assert expected.std() > 0.3
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    for logits in (expected, found):
+        F.cross_entropy(logits[:-1], tokens[1:]).backward()
+    gradients = (theirs.model.layers[0].self_attn.k_proj.weight.grad, model.layers[0].attention.key.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=tolerance)
 
     # And the other way round, from a folder that transformers wrote.
     theirs.save_pretrained(tmp_path / "theirs")
@@ -271,6 +285,25 @@ def test_weights_are_drawn_from_the_seed_after_the_meta_device() -> None:
     loss = F.cross_entropy(first(tokens, offsets)[:-1], tokens[1:])
     assert abs(loss.item() - math.log(2048)) < 0.1  # it knows nothing yet
     assert abs(first.layers[0].attention.output.weight.std().item() - 0.02 / math.sqrt(8)) < 5e-4
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_sharded_parameters_are_drawn_as_whole_ones_are() -> None:
+    """DTensor's own random numbers would depend on the mesh."""
+    whole = Llama(PRESETS["llama-debug"])
+    whole.init_weights(1)
+    with torch.device("meta"):
+        sharded = Llama(PRESETS["llama-debug"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        sharded.to_empty(device="cpu")
+        sharded.init_weights(1)
+        for a, b in zip(sharded.parameters(), whole.parameters(), strict=True):
+            assert isinstance(a, DTensor)
+            assert torch.equal(a.full_tensor(), b)
+    finally:
+        dist.destroy_process_group()
 
 
 @settings(max_examples=30, deadline=None)

@@ -104,7 +104,8 @@ class Extension:
         self._runs = list(_runs(bounds, totals))
         device = cache.keys[0].device
         added = torch.tensor([b - a for a, b in pairwise(bounds)], dtype=torch.int64)
-        shift = torch.tensor(cache.lengths) - torch.tensor(bounds[:-1])  # from the place in the row to the position
+        starts = torch.tensor(bounds[:-1], dtype=torch.int64)
+        shift = torch.tensor(cache.lengths, dtype=torch.int64) - starts  # from the place in the row to the position
         self._sequence = torch.arange(len(totals)).repeat_interleave(added).to(device)  # [T]
         self.positions = (torch.arange(bounds[-1]) + shift.repeat_interleave(added)).to(device)
 

@@ -61,7 +61,7 @@ class LlamaConfig(BaseModel):
     """A Llama's shapes; the defaults are those of 8B.
 
     Attributes:
-        layers: Blocks.
+        layers: Blocks, at most 10,000: more is a damaged file.
         hidden: Width of the residual stream.
         heads: Of queries.
         kv_heads: Of keys and values; divides ``heads``.
@@ -78,7 +78,7 @@ class LlamaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["llama"] = "llama"
-    layers: Count = 32
+    layers: int = Field(32, ge=1, le=10_000)
     hidden: Count = 4096
     heads: Count = 32
     kv_heads: Count = 8
@@ -203,9 +203,9 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     Returns:
         ``[T, heads, D]``, in the dtype of ``x``.
     """
-    cos, sin = (part.to(x.dtype)[:, None] for part in table)  # [T, 1, D / 2]
+    cos, sin = (part[:, None] for part in table)  # [T, 1, D / 2]; stays in 32 bits beside 16-bit heads
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -364,10 +364,17 @@ class Llama(nn.Module):
         ``0.02 / sqrt(2 layers)`` (Radford et al. 2019, section 2.3), so that its variance does not grow with depth.
 
         Args:
-            seed: The same seed gives the same weights, on devices of one kind.
+            seed: The same seed gives the same weights, on devices of one kind, whatever dtype they are cast to and
+                however parameters are cut over devices.
         """
+        from torch.distributed.tensor.experimental import implicit_replication
+
         for name, parameter in self.named_parameters():
-            draw_weight(parameter, name, self.config, seed)
+            # Drawn whole on each device, which then takes its part: random numbers of parts would differ with the cut.
+            whole = torch.empty(parameter.shape, device=parameter.device)
+            draw_weight(whole, name, self.config, seed)
+            with implicit_replication():
+                parameter.copy_(whole)
 
 
 @torch.no_grad()

@@ -100,7 +100,8 @@ def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
         threads: That read tensors at the same time.
 
     Raises:
-        CheckpointError: as :func:`load`; also when the checkpoint is of another architecture than the model.
+        CheckpointError: as :func:`load`; also when the checkpoint is of another architecture than the model, or the
+            model is on the meta device.
         DependencyError: GGUF without the library ``gguf``.
     """
     source = open_checkpoint(path)
@@ -112,6 +113,10 @@ def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
             f"{name} is {theirs[name]}, that of the model is {ours[name]}",
             where=str(path),
             remedy="load a checkpoint of the same architecture, or make the model from its config",
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CheckpointError(
+            "the model has no memory to load into", where=str(path), remedy="call model.to_empty(device=...) before"
         )
     _fill(model, source, threads)
 

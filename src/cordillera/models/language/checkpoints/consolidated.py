@@ -132,7 +132,8 @@ class Consolidated(Source):
         if name.endswith(_SHARED):
             shape = (shape[0] * self._copies, shape[1])
         dim = 1 if name.endswith(_BY_INPUT) else 0
-        if shape[dim] % ranks:
+        whole = self.config.head_width if name.endswith((*_ROTATED, *_SHARED)) else 1  # heads are not cut
+        if shape[dim] % (ranks * whole):
             raise CheckpointError(
                 f"tensor {_NAMES(name)} of shape {shape} cannot have been cut for {ranks} ranks",
                 where=str(self.path),
@@ -190,7 +191,7 @@ class Consolidated(Source):
             "context": params.get("context_length", 131072 if scaling else 8192),
             "tied": tied,
             "norm_eps": params.get("norm_eps", 1e-5),
-            "rope_theta": params.get("rope_theta", 10_000.0),
+            "rope_theta": params.get("rope_theta", 10_000.0),  # Llama 2 did not say; 3 does
             "rope_scaling": scaling,
         }
         return make_config(where, values), copies
@@ -251,13 +252,14 @@ def _open(file: Path) -> dict[str, Tensor]:
             where=str(file),
             remedy="get the checkpoint from its publisher",
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # the reader trips over damaged bytes in any way there is
+        said = str(error).splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"is truncated or damaged ({str(error).splitlines()[0]})",
-            where=str(file),
-            remedy="download the file again",
+            f"is truncated or damaged ({said[0]})", where=str(file), remedy="download the file again"
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         raise CheckpointError(
             "does not hold tensors by name", where=str(file), remedy="get the checkpoint from its publisher"
         )

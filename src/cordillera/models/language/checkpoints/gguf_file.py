@@ -107,23 +107,33 @@ class GGUFFile(Source):
             out.copy_(weight)
 
     def _read_config(self, reader: Any) -> LlamaConfig:
-        def field(key: str, usual: Any = None) -> Any:
-            if key in reader.fields:
+        def field(key: str, usual: Any = None, kind: type | tuple[type, ...] = (int, float)) -> Any:
+            if key not in reader.fields and usual is not None:
+                return usual
+            try:
                 value = reader.fields[key].contents()
-                # Thirty-two bits hold 1e-5 as 9.99999975e-06; the shortest decimal is what was meant.
-                return float(str(np.float32(value))) if isinstance(value, float) else value
-            if usual is None:
-                raise CheckpointError(f"field {key} is missing", where=str(self.path), remedy="download it again")
-            return usual
+            except (KeyError, ValueError, IndexError):
+                value = None
+            if not isinstance(value, kind):
+                what = f"field {key} is {'missing' if key not in reader.fields else 'damaged'}"
+                raise CheckpointError(what, where=str(self.path), remedy="download the file again")
+            # Thirty-two bits hold 1e-5 as 9.99999975e-06; the shortest decimal is what was meant.
+            return float(str(np.float32(value))) if isinstance(value, float) else value
 
-        if field("general.architecture") != "llama":
-            architecture = field("general.architecture")
+        architecture = field("general.architecture", kind=str)
+        if architecture != "llama":
             raise CheckpointError(
                 f"the architecture is {architecture!r}, not 'llama'",
                 where=str(self.path),
                 remedy="load a checkpoint of a Llama model",
             )
-        kind = field("llama.rope.scaling.type", "none")
+        if field("split.count", 1) > 1:
+            raise CheckpointError(
+                f"is one of {field('split.count')} files of a split model",
+                where=str(self.path),
+                remedy="join them with llama-gguf-split --merge",
+            )
+        kind = field("llama.rope.scaling.type", "none", str)
         if kind != "none":
             raise CheckpointError(
                 f"rope_type {kind!r} is not known; files of Llama 3.1 and later name none",

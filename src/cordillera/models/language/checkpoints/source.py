@@ -143,7 +143,9 @@ def check_dtypes(tensors: Mapping[str, Stored]) -> None:
             )
 
 
-def missing(name: str, where: Path, remedy: str = "the file is incomplete: download or convert it again") -> Exception:
+def missing(
+    name: str, where: Path, remedy: str = "the file is incomplete: download or convert it again"
+) -> CheckpointError:
     """The error for a tensor that should be in a file.
 
     Args:

@@ -1,0 +1,178 @@
+"""Schedules executed on processes of this machine, with stages that sleep and a slow boundary in the middle.
+
+Shared by ``cordillera bench scaleacross --part executed`` and the tests of :mod:`cordillera.distributed.pipeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cordillera.distributed.pipeline import PipelineRunner, Recording, Throttle, recorded_timeline
+from cordillera.planning.schedules import (
+    Kind,
+    Schedule,
+    breadth_first,
+    dual_pipe_v,
+    gpipe,
+    greedy,
+    interleaved,
+    one_forward_one_backward,
+    warmup_for_latency,
+    zero_bubble,
+    zero_bubble_v,
+)
+from cordillera.planning.simulator import StageSeconds, Timeline, Way, simulate
+
+MICROBATCHES = {2: 6, 4: 8}
+
+FORWARD, BACKWARD = 0.040, 0.080  # seconds of a whole rank
+BATCH, WIDTH = 16, 64
+SLOW = Throttle(latency_s=0.030, bytes_per_s=BATCH * WIDTH * 8 / 0.020)
+
+
+def families(ranks: int) -> list[Schedule]:
+    """Ten families of schedules.
+
+    Args:
+        ranks: 2 or 4.
+    """
+    m = MICROBATCHES[ranks]
+    latencies = [SLOW.latency_s if i == ranks // 2 - 1 else 0.0 for i in range(ranks - 1)]
+    costs = {Kind.FORWARD: FORWARD, Kind.INPUT: BACKWARD / 2, Kind.WEIGHT: BACKWARD / 2}
+    return [
+        gpipe(ranks, m),
+        one_forward_one_backward(ranks, m),
+        one_forward_one_backward(ranks, m, warmup_for_latency(latencies, FORWARD, BACKWARD)),
+        interleaved(ranks, m, 2),
+        breadth_first(ranks, m, 2),
+        zero_bubble(ranks, m, 1),
+        zero_bubble(ranks, m, 2),
+        zero_bubble_v(ranks, m),
+        dual_pipe_v(ranks, m),
+        greedy(range(ranks), m, costs, latencies=latencies),
+    ]
+
+
+def without_marks(schedule: Schedule) -> Schedule:
+    """Joined pairs one after the other, as they are executed."""
+    actions = tuple(tuple(action._replace(joined=False) for action in own) for own in schedule.actions)
+    return replace(schedule, actions=actions)
+
+
+class Pause(torch.autograd.Function):
+    """The identity, which takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class Sleeper(nn.Module):
+    """A stage that sleeps for its forward, for its input's gradient and for its weight's."""
+
+    def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.seconds = forward_s, input_s, weight_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward_s, input_s, weight_s = self.seconds
+        return Pause.apply(x, forward_s, input_s) + Pause.apply(self.weight, 0.0, weight_s)
+
+
+def across_the_middle(ranks: int, source: int, target: int) -> Throttle | None:
+    """The way between two ranks: slow if it leads from one half of them to the other."""
+    return SLOW if (source < ranks // 2) != (target < ranks // 2) else None
+
+
+def simulated_seconds(schedule: Schedule) -> float:
+    """Of a step."""
+    chunks = schedule.stages // schedule.ranks
+
+    def way(source: int, target: int) -> Way:
+        throttle = across_the_middle(schedule.ranks, source, target)
+        return throttle.way(BATCH * WIDTH * 8) if throttle else Way()
+
+    seconds = StageSeconds.equal(schedule.stages, FORWARD / chunks, BACKWARD / chunks)
+    return simulate(without_marks(schedule), seconds, way).seconds
+
+
+class SleepingPipeline:
+    """One rank of a schedule whose stages sleep.
+
+    Args:
+        schedule: Of a family.
+        group: Of as many processes.
+    """
+
+    def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None) -> None:
+        chunks = schedule.stages // schedule.ranks
+        seconds = FORWARD / chunks, BACKWARD / 2 / chunks, BACKWARD / 2 / chunks
+        self._runner = PipelineRunner(
+            schedule,
+            {stage: Sleeper(*seconds) for stage in schedule.stages_of(dist.get_rank(group))},
+            lambda output, target: output.mean() - target,
+            group,
+            link=partial(across_the_middle, schedule.ranks),
+            deadline_s=30,
+        )
+        one = torch.zeros((BATCH, WIDTH), dtype=torch.float64)
+        self._inputs = [one.clone().requires_grad_() for _ in range(schedule.microbatches)]
+        self._targets = [torch.zeros((), dtype=torch.float64)] * schedule.microbatches
+
+    def step(self) -> dict[str, Tensor]:
+        """Take a step; when this rank's actions started and ended."""
+        recording = self._runner.step(self._inputs, self._targets).recording
+        return {"starts": torch.tensor(recording.starts), "ends": torch.tensor(recording.ends)}
+
+
+def timelines(schedule: Schedule, found: Sequence[Sequence[dict[str, Tensor]]]) -> list[Timeline]:
+    """The steps of :meth:`SleepingPipeline.step` as the simulator gives its own.
+
+    Args:
+        schedule: What was executed.
+        found: Of each rank, its steps.
+    """
+    return [
+        recorded_timeline(
+            schedule, [Recording(r, one["starts"].numpy(), one["ends"].numpy()) for r, one in enumerate(step)]
+        )
+        for step in zip(*found, strict=True)
+    ]
+
+
+def take_turns(rank: int, folder: str, schedules: Sequence[Schedule], rounds: int) -> dict[str, Any]:
+    """One process of all: a step of every schedule in turn, several rounds after one that does not count.
+
+    Args:
+        rank: Of the process.
+        folder: Not used.
+        schedules: Names are distinct.
+        rounds: Steps of each that count.
+
+    Returns:
+        Steps by schedule.
+    """
+    pipelines = {schedule.name: SleepingPipeline(schedule, None) for schedule in schedules}
+    for pipeline in pipelines.values():
+        pipeline.step()
+    found: dict[str, Any] = {name: [] for name in pipelines}
+    for _ in range(rounds):
+        for name, pipeline in pipelines.items():
+            found[name].append(pipeline.step())
+    return found

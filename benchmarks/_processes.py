@@ -1,0 +1,85 @@
+"""Gloo processes that benchmarks and tests start: each does the same work and leaves what it found in a file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its processes: they end themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _process(rank: int, size: int, folder: str, work: Callable[[int, str], dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+        torch.save(work(rank, folder), f"{folder}/{rank}.pt")
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+@dataclass
+class Ended:
+    """What processes left.
+
+    Attributes:
+        found: By rank, of those that ended well.
+        codes: Their exit codes.
+        said: What went wrong in each.
+    """
+
+    found: dict[int, dict[str, Any]]
+    codes: list[int | None]
+    said: str
+
+
+def run_processes(size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
+    """Processes that end by the deadline or are ended."""
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_process, args=(rank, size, str(folder), work), daemon=True) for rank in range(size)
+    ]
+    until = time.monotonic() + deadline
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+    finally:
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+    found = {
+        rank: torch.load(folder / f"{rank}.pt", weights_only=True)
+        for rank in range(size)
+        if (folder / f"{rank}.pt").exists()
+    }
+    return Ended(found, codes, "\n".join(path.read_text() for path in sorted(folder.glob("*.txt"))))

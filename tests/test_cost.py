@@ -1,0 +1,94 @@
+"""What work costs: products measured on a device in place of the formula's, and the files that hold them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cordillera import topology
+from cordillera.cost import Calibration, CostModel, Products
+from cordillera.errors import PlanError
+
+DEVICE = topology.load("a100-node").device
+PLAIN = CostModel(DEVICE, Calibration())
+HEADER = "rows,columns,inner,count,seconds,dtype,device\n"
+ROW = "8,8,8,1,1e-3,bfloat16,A100\n"
+SIDE = st.integers(1, 2**17)
+
+
+def test_a_measured_shape_takes_what_was_measured_and_one_near_it_as_much_more() -> None:
+    formula = PLAIN.product(4096, 8192, 8192)
+    table = Products({(4096, 8192, 8192, 1): 2 * formula, (64, 64, 64, 8): 1e-3}, "a test")
+    cost = CostModel(DEVICE, Calibration(), table)
+    assert cost.product(4096, 8192, 8192) == pytest.approx(2 * formula)
+    assert cost.product(64, 64, 64, 8) == pytest.approx(1e-3)
+    assert cost.product(5000, 9000, 8000) == pytest.approx(2 * PLAIN.product(5000, 9000, 8000))
+    assert cost.linear(4096, 8192, 8192)[0] == pytest.approx(2 * formula)
+
+
+@given(st.tuples(SIDE, SIDE, SIDE, st.integers(1, 64)), st.floats(1e-7, 10), st.sampled_from((1, 3, 16)))
+def test_a_product_is_corrected_by_its_neighbour_and_by_none_that_is_far(
+    shape: tuple[int, int, int, int], seconds: float, times: int
+) -> None:
+    cost = CostModel(DEVICE, Calibration(), Products({shape: seconds}, "a test"))
+    rows, columns, inner, count = shape
+    found = cost.product(rows * times, columns, inner, count) / PLAIN.product(rows * times, columns, inner, count)
+    assert found == pytest.approx(seconds / PLAIN.product(*shape) if times == 1 else 1.0)
+    assert cost.product(*shape) == pytest.approx(seconds)
+
+
+@given(st.dictionaries(st.tuples(SIDE, SIDE, SIDE, SIDE), st.floats(1e-9, 1e3), min_size=1, max_size=20))
+def test_tables_are_read_as_they_are_written(seconds: dict[tuple[int, int, int, int], float]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "of/mine", "products.csv")
+        Products(seconds, "a test", 'An "odd", device', "float16").write(path)
+        found = Products.read(path)
+        assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert found.seconds == pytest.approx(seconds, rel=1e-4)
+    assert (found.device, found.dtype, found.source) == ('An "odd", device', "float16", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no products"),
+        (HEADER, "holds no products"),
+        ("rows,columns,inner,count\n1,2,3,4\n", "has no column 'seconds'"),
+        ("rows,columns,inner,count,seconds\n8,8,8,1,1e-3\n", "has no column 'dtype'"),
+        (HEADER + "8,8,8,1\n", "row 2: is no product"),
+        (HEADER + "8,8,8,one,1e-3,bfloat16,A100\n", "row 2: is no product"),
+        (HEADER + ROW + "8,8.5,8,1,1e-3,bfloat16,A100\n", "row 3: sides are whole"),
+        (HEADER + "0,8,8,1,1e-3,bfloat16,A100\n", "row 2: sides are whole"),
+        (HEADER + "nan,8,8,1,1e-3,bfloat16,A100\n", "row 2: sides are whole"),
+        (HEADER + "inf,8,8,1,1e-3,bfloat16,A100\n", "row 2: sides are whole"),
+        *(
+            (HEADER + ROW + f"9,8,8,1,{bad},bfloat16,A100\n", f"row 3: seconds are positive and finite, not {bad}")
+            for bad in ("nan", "inf", "0", "-1e-3")
+        ),
+        (HEADER + "8,8,8,1,1e-3,float32,A100\n", "row 2: dtype 'float32': plans are of bfloat16 or float16"),
+        (HEADER + "8,8,8,1,1e-3,,A100\n", "row 2: dtype ''"),
+        (HEADER + "8,8,8,1,1e-3,bfloat16, \n", "row 2: names no device"),
+        (HEADER + ROW + "9,8,8,1,1e-3,float16,A100\n", "row 3: float16 on A100, the rows before are bfloat16 on A100"),
+        (HEADER + ROW + "9,8,8,1,1e-3,bfloat16,H100\n", "bfloat16 on H100, the rows before are bfloat16 on A100"),
+        (HEADER + ROW + "9,8,8,1,1e-3,bfloat16,A100\n" + ROW, "row 4: is the product of row 2 again"),
+        ("\0\xff", "products.csv: "),
+    ],
+)  # fmt: skip
+def test_wrong_tables_are_refused_by_row(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "products.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(PlanError) as caught:
+        Products.read(tmp_path / "products.csv")
+    assert says in str(caught.value)
+    assert "products.csv" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.csv: cannot be read"):
+        Products.read(tmp_path / "none.csv")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match="cannot be written"):
+        Products({(8, 8, 8, 1): 1e-3}, "a test").write(tmp_path / "file" / "products.csv")
