@@ -392,8 +392,8 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
         return
     residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
     deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
-    # a stream for each weight, so that a device can draw those that it holds and no others
-    generator = torch.Generator(weight.device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    # A stream for each weight, so that a device can draw those that it holds and no others. Generators heed 32 bits.
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     weight.normal_(0.0, deviation, generator=generator)
 
 
