@@ -72,7 +72,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    done = run_processes(4, tmp_path_factory.mktemp("traffic"), work, 60)
+    done = run_processes(4, tmp_path_factory.mktemp("traffic"), work, 120)
     assert done.codes == [0] * 4, done.said
     return done
 
@@ -95,7 +95,7 @@ def test_the_ledger_is_what_the_formulas_say(ended: Ended, name: str) -> None:
         for kind, field in KINDS.items():
             one = traffic.get(kind, Traffic())
             assert (one.calls, one.bytes) == (getattr(counts, field), getattr(sent, field)), (rank, kind)
-            assert 0 <= one.exposed_seconds <= one.seconds < 60
+            assert 0 <= one.exposed_seconds <= one.seconds < 120
             assert (one.seconds > 0) == (one.calls > 0)
         assert sum(one.bytes_across_hosts for one in traffic.values()) == across[rank], rank
 
