@@ -33,6 +33,7 @@ CASES: dict[str, tuple[LlamaConfig, int, int, bool, int]] = {
     "uneven": (UNEVEN, 4, 1, True, 1),
     "uneven hybrid": (UNEVEN, 2, 2, False, 2),
 }
+BESIDE_PLAIN = ("hybrid", "uneven")  # computed again without a ledger
 KINDS = {GATHERED: "all_gathers", SCATTERED: "reduce_scatters", REDUCED: "all_reduces"}
 
 
@@ -61,10 +62,12 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         ledger = Ledger()
-        recorded, plain = gradients(case, ledger), gradients(case, None)
+        recorded = gradients(case, ledger)
+        plain = gradients(case, None) if name in BESIDE_PLAIN else []
         found[name] = {
             "traffic": {kind: asdict(traffic) for kind, traffic in ledger.traffic.items()},
-            "equal": all(map(torch.equal, recorded, plain)),
+            "equal": [torch.equal(one, other) for one, other in zip(recorded, plain, strict=False)],
+            "weights": len(recorded),
             "norms": [float(gradient.norm()) for gradient in recorded],
         }
     return found
@@ -101,10 +104,10 @@ def test_the_ledger_is_what_the_formulas_say(ended: Ended, name: str) -> None:
 
 
 @needs_gloo
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BESIDE_PLAIN)
 def test_recording_changes_no_gradient(ended: Ended, name: str) -> None:
     for found in ended.found.values():
-        assert found[name]["equal"]
+        assert found[name]["equal"] == [True] * found[name]["weights"]
         assert all(norm > 0 for norm in found[name]["norms"])
 
 
