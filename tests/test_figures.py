@@ -198,3 +198,39 @@ def test_packing_is_quoted_as_measured() -> None:
     for name, gain in gains.items():
         assert f"| {PACKINGS[name]} | {gain['packing']:.2f} | {gain['both']:.2f} |" in page
     assert f"For equal work it is {gains['arrival order, documents cut']['both_by_work']:.2f} times" in page
+
+
+def test_sharded_weights_are_quoted_as_tracked() -> None:
+    page = _page("docs/systems/fsdp.md")
+    result = json.loads((ROOT / "benchmarks/results/fsdp-memory.json").read_text())
+    assert not result["quick"]
+    assert {row["world"] for row in result["rows"]} == {8, 64, 512}
+    for row in result["rows"]:
+        assert row["parameter_bytes"] == row["law_bytes"]
+        assert row["collectives"] == row["collectives_by_formula"]
+        sizes = [f"{row[f'{key}_bytes'] / 2**20:,.1f}" for key in ("parameter", "law", "published")]
+        counts = f"{row['collectives']['all_gathers']} + {row['collectives']['reduce_scatters']}"
+        assert f"| {' | '.join([row['model'], row['wrapping'], str(row['world']), *sizes, counts])} |" in page
+    text = " ".join(page.split())
+    assert f"in all {len(result['rows'])} cases" in text
+    below = [1 - row["published_bytes"] / row["parameter_bytes"] for row in result["rows"] if row["model"] == "8B"]
+    assert f"it is {100 * min(below):.1f} to {100 * max(below):.1f} % too low" in text
+    assert all(row["published_bytes"] == row["law_bytes"] for row in result["rows"] if row["model"] != "8B")
+    buffers = max(row["gather_buffer_bytes"] for row in result["rows"] if row["wrapping"] == "every block")
+    assert f"up to {buffers / 2**20:,.1f} MiB with a unit a block" in text
+
+
+def test_traffic_of_weights_is_quoted_as_measured() -> None:
+    page = _page("docs/systems/fsdp.md")
+    result = json.loads((ROOT / "benchmarks/results/fsdp-traffic.json").read_text())
+    assert not result["quick"]
+    size = result["weight_bytes"]
+    for name, row in result["rows"].items():
+        assert row["equal"]
+        across = row["across_hosts_bytes"]
+        shares = [sum(row["sent_bytes"][0].values()) / size, max(across) / size, sum(across) / size]
+        assert f"| {name} | {' | '.join(f'{share:.3f}' for share in shares)} |" in page
+    text, times = " ".join(page.split()), result["times_hybrid"]["fully sharded"]
+    assert f"{size / 2**20:.1f} MiB of weights" in text
+    busiest, everyone = (f"{100 / times[key]:.0f} %" for key in ("busiest", "all"))
+    assert f"{busiest} of full sharding's bytes over the busiest rank's link, and {everyone} of them" in text

@@ -16,6 +16,7 @@ class Traffic:
         messages: That it had to send.
         seconds: From the start of each call to the end of the wait for it, on the host.
         exposed_seconds: That the host waited. On CUDA the host does not wait, and this is nearly nothing.
+        bytes_across_hosts: Of ``bytes``, those to a rank on another host, where hosts are known.
     """
 
     calls: int = 0
@@ -23,6 +24,7 @@ class Traffic:
     messages: int = 0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
+    bytes_across_hosts: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -31,6 +33,7 @@ class Traffic:
             self.messages + other.messages,
             self.seconds + other.seconds,
             self.exposed_seconds + other.exposed_seconds,
+            self.bytes_across_hosts + other.bytes_across_hosts,
         )
 
 
