@@ -29,7 +29,7 @@ from cordillera.distributed.links import Links
 from cordillera.errors import DataError, PlanError
 from cordillera.kernels.partial_attention import Backend, merge, partial_attention
 
-_HOME = 1  # tag of partial outputs; steps of the ring have even ones
+_HOME, _TURN = 1, 3  # tags of partial outputs and of turns; steps of the ring have even ones
 
 
 class ContextCacheConfig(BaseModel):
@@ -162,8 +162,9 @@ class ContextCache:
         transport = self._choose(turn)
         told = f"{turn} {transport} {tokens.tolist()}"
         digest = torch.tensor([zlib.crc32(told.encode())], device=self.shape.device)
-        digests = self._links.all_gather("turns", digest).tolist()
-        others = [rank for rank in range(self.size) if digests[rank] != digests[self.rank]]
+        # in messages of their own, so that a rank that does not come is named to all others
+        digests = self._links.all_to_all("turns", [digest] * self.size, _TURN)
+        others = [rank for rank in range(self.size) if not torch.equal(digests[rank], digest)]
         if others:
             raise PlanError(
                 f"rank {self.rank} and rank {others[0]} were given different tokens or hold different ones",

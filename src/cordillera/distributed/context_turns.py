@@ -130,14 +130,16 @@ def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
     if not ranks:
         raise PlanError("there are no ranks", where="turn")
     totals = [sum(counts) for counts in held]
+    step = sum(totals) // max(1, sum(length > 0 for length in lengths))  # rises by one with each when decoding
     chunks: list[list[Chunk]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
         even, left = divmod(length, 2 * ranks)
         own = [counts[document] for counts in held]
         extra = [0] * ranks
         for _ in range(left):
-            # of ranks that hold as much, the one with least of this sequence, so that no sequence settles on one rank
-            fewest = min(range(ranks), key=lambda rank: (totals[rank], own[rank], rank))
+            # of ranks that hold as much, the one with least of this sequence, so that no sequence settles on one rank;
+            # of those, the one that the paper's rule names or the next
+            fewest = min(range(ranks), key=lambda rank: (totals[rank], own[rank], (rank - document - step) % ranks))
             extra[fewest] += 1
             totals[fewest] += 1
             own[fewest] += 1

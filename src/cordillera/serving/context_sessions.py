@@ -69,7 +69,7 @@ class ContextSessions:
             ``[n, vocabulary]``, the same on every rank: logits after the last token of each conversation that had any.
 
         Raises:
-            DataError: If rows and conversations differ in number, an id is no token, no token is given, or a conversation
+            DataError: If rows and conversations differ in number, an id is no token, none is given, or a conversation
                 would pass the capacity.
             PlanError: If ranks were given different tokens.
             PeerError: If a rank does not come in time; the conversations are then of no more use.
