@@ -189,10 +189,15 @@ def run_into_faults(rank: int, model: Llama, leave: Callable[[], None]) -> dict[
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What four processes found."""
-    ended = run_processes(4, tmp_path_factory.mktemp("sessions"), run_all, 120)
+    ended = run_processes(4, tmp_path_factory.mktemp("sessions"), run_all, 300)
     assert ended.codes == [0, 0, 0, -signal.SIGKILL], ended.said
     return ended.found
 
@@ -263,8 +268,9 @@ def test_bytes_are_those_of_the_formulas(executed: dict[int, dict[str, Any]], si
                     "queries": sum(first["local"][source] for source in by) * q,
                     "partial outputs": (new - first["local"][rank]) * home,
                 }
-                last = max(reading["bytes"]["last rows"], 1)
-                assert last % (others * SHAPE.hidden * element) == 0
+                ends, part = sum(length > 0 for length in first["new"]), others * SHAPE.hidden * element
+                last = reading["bytes"]["last rows"]
+                assert last in range(-(-ends // size) * part, (ends + 1) * part, part)
                 assert reading["bytes"] == {
                     "turns": others * 8,
                     "last rows": last,
@@ -344,7 +350,7 @@ def run_smollm2(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.peer
 @pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
 def test_smollm2_over_two_ranks_says_what_one_process_says(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, run_smollm2, 120)
+    ended = run_processes(2, tmp_path, run_smollm2, 300)
     assert ended.codes == [0, 0], ended.said
     first, second = ended.found[0], ended.found[1]
     assert first["replies"] == second["replies"]

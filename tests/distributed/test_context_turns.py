@@ -52,7 +52,7 @@ def test_work_of_a_long_turn_is_even(length: int, ranks: int) -> None:
     assert int(plan.work.max() - plan.work.min()) <= 2 * (length + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(history=histories, ranks=st.integers(1, 4), gap=st.integers(0, 2))
 def test_blocks_are_the_causal_mask_within_sequences(history: list[list[int]], ranks: int, gap: int) -> None:
     """Against positions that are followed rank by rank through all turns."""
