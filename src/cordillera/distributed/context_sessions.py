@@ -333,17 +333,17 @@ class _Reading:
         turn, rank, size = self._turn, self._cache.rank, self._cache.size
         here = stored.flatten(0, 1)
         held = q
-        pieces: list[tuple[Tensor, Tensor]] = [self._piece(q, here, rank)] * size
+        pieces: dict[int, tuple[Tensor, Tensor]] = {}
         for step in range(size):
             source, following = (rank - step) % size, (rank - step - 1) % size
             arriving = None
             if step + 1 < size:
                 arriving = self._links.pass_on("queries", held, turn.plan.tokens[following], 2 * step)
-            if step:
-                pieces[source] = self._piece(held, here, source)
+            pieces[source] = self._piece(held, here, source)
             if arriving is not None:
                 held = arriving.wait()
-        parts = [torch.cat([_bytes(out), _bytes(lse[..., None])], -1) for out, lse in pieces]
+        in_order = [pieces[source] for source in range(size)]
+        parts = [torch.cat([_bytes(out), _bytes(lse[..., None])], -1) for out, lse in in_order]
         home = self._links.all_to_all("partial outputs", parts, _HOME)
         width = q.shape[-1] * q.element_size()
         wide = pieces[rank][1].dtype

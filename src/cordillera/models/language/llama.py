@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=1)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Extension(Protocol):
+class CacheStep(Protocol):
     """One addition to a :class:`Cache`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Extension(Protocol):
 class Cache(Protocol):
     """Keys and values of earlier tokens, in one place or many."""
 
-    def extend(self, offsets: Tensor) -> Extension:
+    def extend(self, offsets: Tensor) -> CacheStep:
         """Prepare for new tokens whose documents begin at ``offsets``, ``int64 [B + 1]``."""
 
 
