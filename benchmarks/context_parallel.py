@@ -1,4 +1,4 @@
-"""Ways to spread documents over ranks, timed in real processes: ``cordillera bench context-parallel``."""
+"""Documents and conversations over ranks, in real processes: ``cordillera bench context-parallel``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from _context_sessions import sessions
 from _machine import fingerprint
 from _results import RESULTS, write_json
 from _timing import Spread, Timing, times_faster
@@ -52,6 +53,7 @@ class Part(str, enum.Enum):
     """What can be measured."""
 
     sharding = "sharding"
+    sessions = "sessions"
 
 
 def _tensors(lengths: list[int]) -> list[Tensor]:
@@ -198,7 +200,7 @@ def _milliseconds(spread: Spread) -> str:
     return f"{spread.median * 1e3:.0f} ({spread.low * 1e3:.0f} to {spread.high * 1e3:.0f})"
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.sharding: _sharding}
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.sharding: _sharding, Part.sessions: sessions}
 
 
 def main(
@@ -206,7 +208,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few and small: shows that it works, its figures mean nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
-    """Measure attention over ranks: every document cut for all ranks against the sequence cut as one."""
+    """Measure attention over ranks: ways to cut documents, and conversations against one process."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160

@@ -12,10 +12,8 @@ Source: all-gather as in Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3
 
 from __future__ import annotations
 
-import time
 import zlib
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,16 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.pipeline import PeerError
+from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.links import Arrival, Links
 from cordillera.distributed.sharding import ShardPlan
 from cordillera.errors import PlanError
 from cordillera.kernels.attention_relation import Block, blocks_between
 from cordillera.kernels.partial_attention import Backend, attention_backward, merge, partial_attention
-
-# torch 2.13 gave them new names and warns of the old ones
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ContextParallelConfig(BaseModel):
@@ -75,13 +69,9 @@ class ContextParallelAttention:
     def __init__(
         self, config: ContextParallelConfig, group: dist.ProcessGroup | None = None, ledger: Ledger | None = None
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise PlanError("there is no process group", where="group", remedy="torch.distributed.init_process_group")
         self.config, self.ledger = config, Ledger() if ledger is None else ledger
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise PlanError("this process is not a member", where="group")
-        self._links = _Links(self.rank, self.size, group, self.ledger, config.deadline_s)
+        self._links = Links(group, self.ledger, config.deadline_s)
+        self.rank, self.size = self._links.rank, self._links.size
         self._share: _Share | None = None
         self._checked: Tensor | None = None
 
@@ -173,14 +163,14 @@ class _Share:
 
     plan: ShardPlan
     rank: int
-    links: _Links
+    links: Links
     backend: Backend
     rows: Tensor  # [T]: where tokens in document order are among the ranks' equally long, padded parts
     longest: int  # of those parts
 
     @classmethod
     def of(
-        cls, plan: ShardPlan, rank: int, links: _Links, config: ContextParallelConfig, device: torch.device
+        cls, plan: ShardPlan, rank: int, links: Links, config: ContextParallelConfig, device: torch.device
     ) -> _Share:
         longest = max(plan.tokens)
         padded = [torch.arange(count) + rank * longest for rank, count in enumerate(plan.tokens)]
@@ -252,7 +242,9 @@ class _Ring(torch.autograd.Function):
         plan, rank, links = share.plan, share.rank, share.links
         held = torch.cat([k, v], 1)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        gradients: _Arrival | None = None  # of the keys and values that are here, from the ranks that had them before
+        gradients: Arrival[Tensor] | None = (
+            None  # of the keys and values that are here, from the ranks that had them before
+        )
         for step in range(plan.size):
             source, following = (rank - step) % plan.size, (rank - step - 1) % plan.size
             arriving = None
@@ -281,116 +273,3 @@ class _Ring(torch.autograd.Function):
 def _filled_up(x: Tensor, rows: int) -> Tensor:
     """Filled up with zeros to a number of rows."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
-
-
-@dataclass
-class _Arrival:
-    """A message from the rank before, on its way."""
-
-    tensor: Tensor
-    works: list[tuple[dist.Work, int]]  # with the rank that is waited for
-    links: _Links
-    name: str
-    traffic: Traffic
-    sent: Tensor  # kept until it is away
-    started: float = field(default_factory=time.perf_counter)
-
-    def wait(self) -> Tensor:
-        """What has arrived."""
-        began = time.perf_counter()
-        for work, peer in self.works:
-            self.links.wait(work, f"rank {peer}", peer, self.name)
-        ended = time.perf_counter()
-        spent = Traffic(seconds=ended - self.started, exposed_seconds=ended - began)
-        self.links.ledger.record(self.name, self.traffic + spent)
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class _Links:
-    """From one rank to the others of its group; writes down what is sent."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    ledger: Ledger
-    deadline_s: float
-
-    def all_gather(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' equally long parts, one after another."""
-        whole = part.new_empty(self.size * len(part), *part.shape[1:])
-        return self._collective(name, _all_gather, whole, part, part)
-
-    def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's of as many equally long parts as there are ranks, summed over the ranks."""
-        part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
-        return self._collective(name, _reduce_scatter, part, whole, part)
-
-    def _collective(self, name: str, function: Any, result: Tensor, given: Tensor, part: Tensor) -> Tensor:
-        if self.size == 1 or not part.numel():
-            return result.copy_(given)
-        started = time.perf_counter()
-        try:
-            work = function(result, given.contiguous(), group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self._broken("another rank", None, name) from error
-        self.wait(work, "another rank", None, name)
-        seconds, others = time.perf_counter() - started, self.size - 1
-        self.ledger.record(name, Traffic(1, others * part.nbytes, others, seconds, seconds))
-        return result
-
-    def pass_on(self, name: str, held: Tensor, rows: int, tag: int) -> _Arrival:
-        """Begin to send to the rank after this one and to receive from the rank before it.
-
-        Nothing is sent where there is nothing: the other side has the same plan.
-
-        Args:
-            name: For the ledger.
-            held: What to send, ``[n, ...]``.
-            rows: How many come.
-            tag: Of both messages.
-        """
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        held = held.contiguous()
-        tensor = held.new_empty(rows, *held.shape[1:])
-        operations, peers = [], []
-        # together, as NCCL wants them: alone, each could wait for the other
-        if held.numel():
-            operations.append(dist.P2POp(dist.isend, held, group=self.group, tag=tag, group_peer=after))
-            peers.append(after)
-        if tensor.numel():
-            operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, tag=tag, group_peer=before))
-            peers.append(before)
-        try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:
-            raise self._broken(f"rank {before} or {after}", before, name) from error
-        # NCCL gives one handle for all
-        waits = list(zip(works, peers, strict=False))
-        return _Arrival(tensor, waits, self, name, Traffic(1, held.nbytes, int(held.numel() > 0)), held)
-
-    def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """For a message or collective, no longer than the deadline."""
-        started = time.perf_counter()
-        try:
-            if dist.get_backend(self.group) == "gloo":
-                work.wait(timedelta(seconds=self.deadline_s))
-            else:
-                work.wait()  # with a time NCCL would make the host wait for the device
-        except RuntimeError as error:
-            if time.perf_counter() - started >= self.deadline_s:
-                raise PeerError(
-                    f"{whom} did not exchange {name} within {self.deadline_s:g} s",
-                    peer=peer,
-                    where=f"rank {self.rank}",
-                    remedy="look at that rank's log, or give a longer deadline_s",
-                ) from error
-            raise self._broken(whom, peer, name) from error
-
-    def _broken(self, whom: str, peer: int | None, name: str) -> PeerError:
-        return PeerError(
-            f"the connection to {whom} broke while {name} were exchanged",
-            peer=peer,
-            where=f"rank {self.rank}",
-            remedy="look at that rank's log",
-        )

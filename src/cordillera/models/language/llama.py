@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -22,11 +22,31 @@ from torch.nn import functional as F
 
 from cordillera.kernels.document_attention import document_attention
 
-if TYPE_CHECKING:
-    from cordillera.models.language.kv_cache import KVCache
-
 Count = Annotated[int, Field(ge=1)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class CacheStep(Protocol):
+    """One addition to a :class:`Cache`.
+
+    Attributes:
+        positions: ``int64 [T]``, of each new token in its sequence.
+    """
+
+    positions: Tensor
+
+    def core(self, layer: int) -> Core:
+        """What takes the place of the core of a layer, by its number ``layer``."""
+
+    def commit(self) -> None:
+        """Make it count."""
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens, in one place or many."""
+
+    def extend(self, offsets: Tensor) -> CacheStep:
+        """Prepare for new tokens whose documents begin at ``offsets``, ``int64 [B + 1]``."""
 
 
 class RopeScaling(BaseModel):
@@ -314,7 +334,7 @@ class Llama(nn.Module):
         self.head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
 
     def forward(
-        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """Logits of the token that follows each token.
 
@@ -331,7 +351,7 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, offsets, positions, cache))
 
     def hidden(
-        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+        self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """What the head reads, ``[T, hidden]``, for those who need few logits, or all of them but not at once.
 
