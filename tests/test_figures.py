@@ -234,3 +234,14 @@ def test_traffic_of_weights_is_quoted_as_measured() -> None:
     assert f"{size / 2**20:.1f} MiB of weights" in text
     busiest, everyone = (f"{100 / times[key]:.0f} %" for key in ("busiest", "all"))
     assert f"{busiest} of full sharding's bytes over the busiest rank's link, and {everyone} of them" in text
+
+
+def test_conversations_over_ranks_are_quoted_as_measured() -> None:
+    page = _page("docs/systems/context-parallel.md")
+    runs = json.loads((ROOT / "benchmarks/results/context_parallel-sessions.json").read_text())["runs"]
+    assert all(run["tokens_identical"] and run["bytes_as_formulas"] for run in runs)
+    assert f"logits within {max(run['largest_logit_difference'] for run in runs):.1e}" in page
+    for ranks in (2, 3, 4):
+        by = {run["transport"]: run for run in runs if run["ranks"] == ranks}
+        sent = " | ".join(f"{by[name]['attention_bytes'] / 1e6:.1f} MB" for name in ("pass_kv", "pass_q", "auto"))
+        assert f"| {ranks} | {', '.join(map(str, by['auto']['kv_held']))} | {sent} |" in page
