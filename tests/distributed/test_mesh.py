@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import permutations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from cordillera.errors import PlanError
 from cordillera.planning.mesh import ORDERS, Mesh
 from cordillera.planning.workload import Layout
 from cordillera.topology import load
-from tests.distributed.processes import needs_gloo
 
 SIZES = st.integers(1, 3)
 
@@ -120,20 +116,3 @@ def test_every_family_has_a_schedule_of_the_meshs_stages(schedule: Any) -> None:
     assert not config.reshards
     assert ParallelConfig(shard=4, schedule=schedule).stages == 1
     ParallelConfig(schedule=schedule).make_schedule(1).check()
-
-
-_LAUNCHED = """
-from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-mesh = ProcessMesh(ParallelConfig(replicate=2, deadline_s=60))
-print(mesh.exchange([mesh.copy]).tolist(), flush=True)
-"""
-
-
-@needs_gloo
-def test_processes_of_a_launcher_need_no_group_of_their_own(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_LAUNCHED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[[0.0], [1.0]]"] * 2

@@ -10,8 +10,6 @@ Source: Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2.
 
 from __future__ import annotations
 
-import atexit
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -175,8 +173,7 @@ class ParallelConfig(BaseModel):
 class ProcessMesh:
     """This process's place among all processes of a job, and the groups that it communicates in.
 
-    Where there is no process group yet, processes of torch's launcher (``torchrun``) get one of all of them, each with
-    a GPU of its own, and a job of one process needs no launcher.
+    A job of one process needs no launcher: where there is no process group yet, it gets one of its own.
 
     Args:
         config: How the job is cut.
@@ -199,15 +196,9 @@ class ProcessMesh:
     def __init__(self, config: ParallelConfig, device_type: str = "cpu") -> None:
         if not dist.is_available():
             raise PlanError("this build of torch has no torch.distributed", where="mesh")
-        if not dist.is_initialized():
+        if not dist.is_initialized() and config.world == 1:
             backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-            if dist.is_torchelastic_launched():
-                if device_type == "cuda":
-                    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-                dist.init_process_group(backend, timeout=timedelta(seconds=config.deadline_s))
-                atexit.register(_leave)  # a process that ends with gloo's threads at work is aborted
-            elif config.world == 1:
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         found = dist.get_world_size() if dist.is_initialized() else 1
         sizes = {name: getattr(config, name) for name in DIMENSIONS}
         if found != config.world:
@@ -279,11 +270,6 @@ class ProcessMesh:
                 remedy="look at the other ranks' logs",
             ) from error
         return whole.reshape(self.config.world, -1)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
