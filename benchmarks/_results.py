@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from _machine import fingerprint
+from rich.console import Console
 
 if TYPE_CHECKING:
     from cordillera.training.trainer import Report, Trainer
@@ -40,6 +45,48 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
     beside.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
     os.replace(beside, path)
     return path
+
+
+def make_console() -> Console:
+    """A console whose tables keep their columns where output is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console
+
+
+def write_part(
+    console: Console,
+    folder: Path,
+    system: str,
+    part: str,
+    quick: bool,
+    measure: Callable[[], dict[str, Any]],
+    **conditions: str,
+) -> None:
+    """Measure a part of a benchmark and write its figures with the machine's fingerprint.
+
+    Args:
+        console: Told where the file is.
+        folder: Of result files.
+        system: Of the benchmark, as files are named.
+        part: Likewise.
+        quick: Whether the figures mean nothing.
+        measure: Gives them.
+        conditions: Under which it measured, besides the machine.
+    """
+    began = time.perf_counter()
+    figures = measure()
+    content = {
+        "system": system,
+        "part": part,
+        "quick": quick,
+        "seconds": time.perf_counter() - began,
+        "machine": fingerprint(),
+        **conditions,
+        **figures,
+    }
+    console.print(f"{part}: written to {write_json(folder / f'{system}-{part}.json', content)}\n")
 
 
 class FinishedPieces:

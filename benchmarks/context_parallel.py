@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from _context_sessions import sessions
-from _machine import fingerprint
-from _results import RESULTS, write_json
+from _results import RESULTS, make_console, write_part
 from _timing import Spread, Timing, times_faster
 from rich.console import Console
 from rich.table import Table
@@ -209,23 +209,10 @@ def main(
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Measure attention over ranks: ways to cut documents, and conversations against one process."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in part or Part:
-        began = time.perf_counter()
-        figures = PARTS[chosen](console, quick)
-        content = {
-            "system": "context_parallel",
-            "part": chosen.value,
-            "quick": quick,
-            "seconds": time.perf_counter() - began,
-            "machine": fingerprint(),
-            **figures,
-        }
-        path = write_json(folder / f"context_parallel-{chosen.value}.json", content)
-        console.print(f"{chosen.value}: written to {path}\n")
+        write_part(console, folder, "context_parallel", chosen.value, quick, partial(PARTS[chosen], console, quick))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +15,8 @@ import torch
 import torch.distributed as dist
 import typer
 from _fsdp_models import Tracker, fake_processes, make_stage, step, track, units_of
-from _machine import fingerprint
 from _processes import run_processes
-from _results import RESULTS, write_json
+from _results import RESULTS, make_console, write_part
 from rich.console import Console
 from rich.table import Table
 
@@ -244,22 +244,10 @@ def main(
 ) -> None:
     """Hold sharded weights against their formulas: memory for 8 to 512 ranks, traffic of four processes."""
     torch.set_num_threads(1)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in part or Part:
-        began = time.perf_counter()
-        figures = PARTS[chosen](console, quick)
-        content = {
-            "system": "fsdp",
-            "part": chosen.value,
-            "quick": quick,
-            "seconds": time.perf_counter() - began,
-            "machine": fingerprint(),
-            **figures,
-        }
-        console.print(f"{chosen.value}: written to {write_json(folder / f'fsdp-{chosen.value}.json', content)}\n")
+        write_part(console, folder, "fsdp", chosen.value, quick, partial(PARTS[chosen], console, quick))
 
 
 if __name__ == "__main__":

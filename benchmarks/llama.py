@@ -7,16 +7,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from _llama_peer import PeerUnavailable, transformers_llama
-from _machine import fingerprint
-from _results import RESULTS, write_json
+from _results import RESULTS, make_console, write_part
 from _tables import print_notes
 from _timing import Spread, interleave, times_faster
 from rich.console import Console
@@ -181,9 +180,7 @@ def main(
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Load SmolLM2-135M and generate text with it, beside transformers."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     try:
         stored_asset("smollm2")
@@ -191,21 +188,10 @@ def main(
         console.print(f"left out: {error}", markup=False)
         return
     for chosen in part or Part:
-        began = time.perf_counter()
         try:
-            figures = PARTS[chosen](console, quick)
+            write_part(console, folder, "llama", chosen.value, quick, partial(PARTS[chosen], console, quick))
         except PeerUnavailable as error:
             console.print(f"{chosen.value}: left out, {error}", markup=False)
-            continue
-        content = {
-            "system": "llama",
-            "part": chosen.value,
-            "quick": quick,
-            "seconds": time.perf_counter() - began,
-            "machine": fingerprint(),
-            **figures,
-        }
-        console.print(f"{chosen.value}: written to {write_json(folder / f'llama-{chosen.value}.json', content)}\n")
 
 
 if __name__ == "__main__":

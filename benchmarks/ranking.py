@@ -8,9 +8,9 @@ Parts: ``update`` (the fused table update), ``speed`` (whole training steps besi
 from __future__ import annotations
 
 import enum
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +19,8 @@ import _ranking_scaling
 import _ranking_speed
 import torch
 import typer
-from _machine import busy, fingerprint
-from _results import RESULTS, FinishedPieces, write_json
+from _machine import busy
+from _results import RESULTS, FinishedPieces, make_console, write_part
 from _tables import print_notes, print_ratios, print_rows
 from rich.console import Console
 
@@ -124,13 +124,12 @@ def main(
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Measure ranking models beside FuxiCTR, TorchRec, FBGEMM and plain PyTorch on this machine."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = make_console()
     # PyTorch's own sparse Adagrad trips over PyTorch's own advice.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(threads)
     not_kept = keep_freed_memory()  # as training does; here it serves the peers too
+    kept = f"given back: {not_kept}" if not_kept else "kept by the process, for all contenders"
     load = busy()
     if load is not None and load > 1:
         # Threads wait for each other many times a step: with other work on the cores even interleaved ratios mislead.
@@ -142,18 +141,8 @@ def main(
             pieces.clear()
         elif len(pieces):
             console.print(f"{chosen.value}: continuing from {len(pieces)} finished pieces ({pieces.path})")
-        began = time.perf_counter()
-        figures = PARTS[chosen](console, quick, pieces)
-        content = {
-            "system": "ranking",
-            "part": chosen.value,
-            "quick": quick,
-            "seconds": time.perf_counter() - began,
-            "machine": fingerprint(),
-            "freed_memory": f"given back: {not_kept}" if not_kept else "kept by the process, for all contenders",
-            **figures,
-        }
-        console.print(f"{chosen.value}: written to {write_json(folder / f'ranking-{chosen.value}.json', content)}\n")
+        measure = partial(PARTS[chosen], console, quick, pieces)
+        write_part(console, folder, "ranking", chosen.value, quick, measure, freed_memory=kept)
 
 
 if __name__ == "__main__":

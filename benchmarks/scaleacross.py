@@ -28,9 +28,8 @@ from _executed_schedules import (
     take_turns,
     timelines,
 )
-from _machine import fingerprint
 from _processes import run_processes
-from _results import RESULTS, write_json
+from _results import RESULTS, make_console, write_part
 from _scaleacross_peers import Calculon, PeerUnavailable
 from _timing import Spread
 from rich.console import Console
@@ -472,9 +471,7 @@ def main(
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Measure the planner: against measured and executed steps, Calculon, CP-SAT and baselines, and its own speed."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in part or Part:
         if chosen in (Part.accuracy, Part.speed) and not MEASURED.exists():
@@ -486,19 +483,7 @@ def main(
         if chosen is Part.executed and not (dist.is_available() and dist.is_gloo_available()):
             console.print("executed: left out, torch was built without Gloo")
             continue
-        began = time.perf_counter()
-        figures = PARTS[chosen](console, quick)
-        content = {
-            "system": "scaleacross",
-            "part": chosen.value,
-            "quick": quick,
-            "seconds": time.perf_counter() - began,
-            "machine": fingerprint(),
-            **figures,
-        }
-        console.print(
-            f"{chosen.value}: written to {write_json(folder / f'scaleacross-{chosen.value}.json', content)}\n"
-        )
+        write_part(console, folder, "scaleacross", chosen.value, quick, partial(PARTS[chosen], console, quick))
 
 
 if __name__ == "__main__":

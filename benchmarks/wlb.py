@@ -7,15 +7,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from _machine import fingerprint
-from _results import RESULTS, write_json
+from _results import RESULTS, make_console, write_part
 from _timing import Spread
-from _wlb_sharding import Share, per_document, per_sequence
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Iteration, Microbatch, Packer, PackingConfig, global_batches
 from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
 from cordillera.data.packing_statistics import PackingStatistics, packed, tune
+from cordillera.distributed.sharding import ShardPlan, per_document, per_sequence
 from cordillera.errors import DataError
 from cordillera.planning.schedules import one_forward_one_backward
 from cordillera.planning.simulator import StageSeconds, simulate
@@ -37,6 +37,7 @@ WORK = DocumentWork.of_break_even(32_768)
 MOST_DELAY = 0.6  # iterations
 TARGETS = {"imbalance": 1.03, "imbalance_p95": 1.15, "delay": MOST_DELAY, "seconds": 5e-3}
 STAGES, CONTEXT_RANKS = 4, 2
+Sharding = Callable[[Sequence[int], int], ShardPlan]
 ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}
 # These compute the same as ours, so that no gain over them is attention that cuts leave out.
 WHOLE = ("arrival order", "fixed length, window 1")
@@ -184,13 +185,14 @@ def _beside_the_solver(batches: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def _slowest(microbatch: Microbatch, sharding: Callable[[Sequence[int], int], list[Share]]) -> float:
+def _slowest(microbatch: Microbatch, sharding: Sharding) -> float:
     """Work of the context rank that has most, over the work of a token; both halves of ``d**2`` are pairs."""
-    shares = sharding(microbatch.lengths, CONTEXT_RANKS)
-    return max(WORK.token * one.tokens + WORK.squared * 2 * one.pairs for one in shares)
+    plan = sharding(microbatch.lengths, CONTEXT_RANKS)
+    pairs = plan.work.tolist()
+    return max(WORK.token * tokens + WORK.squared * 2 * own for tokens, own in zip(plan.tokens, pairs, strict=True))
 
 
-def _pipeline_seconds(iterations: list[Iteration], sharding: Callable[[Sequence[int], int], list[Share]]) -> float:
+def _pipeline_seconds(iterations: list[Iteration], sharding: Sharding) -> float:
     """Sum over the iterations of 1F1B's steps, a stage's forward of a token's linear work being the unit."""
     schedule = one_forward_one_backward(STAGES, MICROBATCHES)
     one = StageSeconds.equal(STAGES, 1.0, 2.0)
@@ -277,25 +279,13 @@ def main(
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Pack WLB-LLM's document lengths, and simulate the pipeline that computes them."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     if not LENGTHS.exists():
         console.print(f"left out: {LENGTHS} (document lengths of hao-ai-lab/DistCA, Apache-2.0) is not here")
         return
     for chosen in part or Part:
-        began = time.perf_counter()
-        figures = PARTS[chosen](console, quick)
-        content = {
-            "system": "wlb",
-            "part": chosen.value,
-            "quick": quick,
-            "seconds": time.perf_counter() - began,
-            "machine": fingerprint(),
-            **figures,
-        }
-        console.print(f"{chosen.value}: written to {write_json(folder / f'wlb-{chosen.value}.json', content)}\n")
+        write_part(console, folder, "wlb", chosen.value, quick, partial(PARTS[chosen], console, quick))
 
 
 if __name__ == "__main__":

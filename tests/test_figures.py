@@ -100,6 +100,8 @@ def test_the_planner_is_quoted_as_measured() -> None:
     step = speed["step_of_131072"]
     assert f"131,072 devices {step['seconds']:.1f} s and {step['peak_bytes'] / 2**30:.2f} GiB" in text
     assert f"evaluated {speed['times_calculon']['median']:.0f} times as often" in text
+    growth = [speed["growth"][f"exponent_{name}"] for name in ("devices", "ranks")]
+    assert "devices to the {:.2f} and as the distinct ranks to the {:.2f}".format(*growth) in text
 
 
 def test_schedules_by_rules_are_quoted_as_measured() -> None:

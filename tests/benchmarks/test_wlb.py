@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _wlb_sharding import Share, per_document, per_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cordillera.distributed.sharding import per_document, per_sequence
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = Path(
@@ -34,10 +35,9 @@ def mask(lengths: list[int]) -> np.ndarray:
 @settings(max_examples=80, deadline=None)
 def test_pairs_per_sequence_are_those_of_the_mask(lengths: list[int], ranks: int) -> None:
     rows = np.array_split(mask(lengths).sum(axis=1, dtype=np.int64), 2 * ranks)
-    expected = [
-        Share(len(rows[rank]) + len(rows[-1 - rank]), rows[rank].sum() + rows[-1 - rank].sum()) for rank in range(ranks)
-    ]
-    assert per_sequence(lengths, ranks) == expected
+    plan = per_sequence(lengths, ranks)
+    assert plan.tokens == tuple(len(rows[rank]) + len(rows[-1 - rank]) for rank in range(ranks))
+    assert plan.work.tolist() == [rows[rank].sum() + rows[-1 - rank].sum() for rank in range(ranks)]
 
 
 @given(lengths=documents, ranks=context_ranks)
@@ -54,18 +54,18 @@ def test_pairs_per_document_are_those_of_the_mask(lengths: list[int], ranks: int
             tokens[rank] += end - start
             pairs[rank] += int(rows[start:end].sum())
             start = end
-    assert per_document(lengths, ranks) == list(map(Share, tokens, pairs))
+    plan = per_document(lengths, ranks)
+    assert (plan.tokens, plan.work.tolist()) == (tuple(tokens), pairs)
 
 
 @given(lengths=documents, ranks=context_ranks)
 @settings(max_examples=80, deadline=None)
 def test_documents_are_shared_out_equally(lengths: list[int], ranks: int) -> None:
     found = per_document(lengths, ranks)
-    assert sum(one.tokens for one in found) == sum(lengths)
-    assert sum(one.pairs for one in found) == sum(d * (d + 1) // 2 for d in lengths)
-    assert max(one.tokens for one in found) - min(one.tokens for one in found) <= 1
-    spread = max(one.pairs for one in found) - min(one.pairs for one in found)
-    assert spread <= 2 * (sum(lengths) + len(lengths))
+    assert sum(found.tokens) == sum(lengths)
+    assert found.work.sum() == sum(d * (d + 1) // 2 for d in lengths)
+    assert max(found.tokens) - min(found.tokens) <= 1
+    assert found.work.max() - found.work.min() <= 2 * (sum(lengths) + len(lengths))
 
 
 def run(part: str, folder: Path) -> dict[str, Any]:

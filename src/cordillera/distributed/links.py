@@ -17,8 +17,8 @@ from cordillera.distributed.pipeline import PeerError
 from cordillera.errors import PlanError
 
 # torch 2.13 gave them new names and warns of the old ones
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _Result = TypeVar("_Result")
 
@@ -95,7 +95,7 @@ class Links:
             PeerError: If not all come in time.
         """
         whole = part.new_empty(self.size * len(part), *part.shape[1:])
-        return self._collective(name, _all_gather, whole, part, part)
+        return self._collective(name, all_gather_single, whole, part, part)
 
     def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
         """This rank's of as many equally long parts as there are ranks, summed over the ranks.
@@ -108,7 +108,7 @@ class Links:
             PeerError: If not all come in time.
         """
         part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
-        return self._collective(name, _reduce_scatter, part, whole, part)
+        return self._collective(name, reduce_scatter_single, part, whole, part)
 
     def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
         """A part from each rank for a part to each rank, in messages that can be waited for by name.

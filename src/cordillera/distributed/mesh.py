@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
+from cordillera.distributed.links import all_gather_single
 from cordillera.distributed.pipeline import PeerError
 from cordillera.errors import PlanError
 from cordillera.planning.schedules import (
@@ -32,9 +33,6 @@ from cordillera.planning.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-
-# torch 2.13 gave it a new name and warns of the old one
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Count = Annotated[int, Field(ge=1)]
 Dimension = Literal["tensor", "context", "pipeline", "data"]
@@ -254,7 +252,7 @@ class ProcessMesh:
         whole = part.new_empty(self.config.world * len(part))
         started = time.perf_counter()
         try:
-            work = _all_gather(whole, part, async_op=True)
+            work = all_gather_single(whole, part, async_op=True)
             if self.device_type == "cpu":
                 work.wait(timedelta(seconds=self.config.deadline_s))
             else:

@@ -18,11 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from cordillera.distributed.ledger import Ledger, Traffic
+from cordillera.distributed.links import all_gather_single, reduce_scatter_single
 from cordillera.errors import PlanError
-
-# torch 2.13 gave them new names and warns of the old ones
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 GATHERED, SCATTERED, REDUCED = "weights gathered", "gradients scattered", "gradients reduced over replicas"
 
@@ -84,7 +81,7 @@ class _Gather(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         began = time.perf_counter()
-        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         others = group.size() - 1
         self.record(GATHERED, group, others * input_tensor.nbytes, others, time.perf_counter() - began)
         return work
@@ -104,7 +101,7 @@ class _Scatter(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         began = time.perf_counter()
-        work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        work = reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         self.ended = time.perf_counter()
         others = group.size() - 1
         self.record(SCATTERED, group, others * output_tensor.nbytes, others, self.ended - began)

@@ -129,7 +129,8 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     Every message arrives later than the network's latency by an exponentially distributed time (as a queue of random
     arrivals makes packets wait) whose mean is ``jitter`` times the latency. A message of several tensor- and
     context-parallel devices is there when the last of their parts is. The many hops of a gradient reduction add up, so
-    each takes the mean; collectives inside a stage keep their time.
+    each takes the mean; collectives inside a stage keep their time. Messages and reductions hold one another up in the
+    plan's step but not here, so only differences between steps so computed count.
 
     Args:
         explorer: That found the plan.

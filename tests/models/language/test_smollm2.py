@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from _llama_peer import PeerUnavailable, transformers_llama
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -54,55 +54,12 @@ def ours() -> Llama:
 
 
 @pytest.fixture(scope="module")
-def theirs(reader: Any) -> Any:
+def theirs() -> Any:
     """transformers' model with the file's weights, named and reordered by its definition and not by our loader."""
-    transformers = pytest.importorskip("transformers")
-    gguf = pytest.importorskip("gguf")
-    config = transformers.LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-    )
-    names = {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    weights = {}
-    for tensor in reader.tensors:
-        values = np.array(gguf.dequantize(tensor.data, tensor.tensor_type))
-        parts = tensor.name.split(".")
-        if parts[0] == "token_embd":
-            name = "model.embed_tokens.weight"
-        elif parts[0] == "output_norm":
-            name = "model.norm.weight"
-        else:
-            name = f"model.layers.{parts[1]}.{names[parts[2]]}.weight"
-            if parts[2] in ("attn_q", "attn_k"):  # rows 0, 2, 4 ... of a head, then 1, 3, 5 ...
-                heads = values.reshape(-1, 64, 576)
-                values = np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).reshape(values.shape)
-        weights[name] = torch.from_numpy(values)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
-    model.load_state_dict(weights, strict=True)
-    model.tie_weights()
-    return model.eval()
+    try:
+        return transformers_llama(PATH, PRESETS["smollm2-135m"])
+    except PeerUnavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
