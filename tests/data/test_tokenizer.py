@@ -363,7 +363,7 @@ def test_a_text_of_a_megabyte_takes_seconds(tokenizers: dict[str, Tokenizer]) ->
     """No text, however made, takes time that grows with its square."""
     for kind in ("tiktoken", "gguf"):
         for text in ("the" * 333_000, " " * 1_000_000):
-            begin = time.monotonic()
+            begin = time.process_time()
             ids = tokenizers[kind].encode(text)
-            assert time.monotonic() - begin < 10
+            assert time.process_time() - begin < 10
             assert tokenizers[kind].decode(ids) == text

@@ -203,10 +203,10 @@ def test_small_messages_prefer_few_steps_and_large_ones_few_bytes() -> None:
 
 
 def test_a_hundred_thousand_ranks_are_priced_at_once() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # other work on the machine is not ours
     for collective in ALGORITHMS:
         assert cheapest(collective, [20_000] * 5, GIBIBYTE, INNER, CROSS).seconds > 0
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @given(

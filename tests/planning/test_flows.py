@@ -155,9 +155,9 @@ def test_ten_thousand_flows_over_a_thousand_resources_are_fast() -> None:
     random = np.random.default_rng(0)
     paths = random.integers(0, 1000, (10_000, 6)).tolist()
     capacities = random.uniform(1, 100, 1000)
-    begin = time.perf_counter()
+    begin = time.process_time()  # other work on the machine is not ours
     rates = max_min_rates(paths, capacities)
-    assert time.perf_counter() - begin < 5  # 0.05 s on an idle core
+    assert time.process_time() - begin < 5  # 0.05 s on an idle core
     assert is_max_min(rates, paths, capacities)
 
 
