@@ -6,6 +6,7 @@ tests read those.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import time
@@ -38,6 +39,7 @@ TRAINING = LanguageConfig(learning_rate=3e-3, clip=0.8, loss_rows=7)
 UNCLIPPED = TRAINING.model_copy(update={"clip": None})
 STEPS = 20
 PRECISIONS = ("float32", "bfloat16")
+HELD_OUT = (77, 3)  # seed and microbatches of what is evaluated
 
 
 def mesh(**sizes: Any) -> ParallelConfig:
@@ -134,7 +136,7 @@ def counts(steps: int) -> list[int]:
 def trained(config: ParallelConfig, model: LlamaConfig, training: LanguageConfig, counts: list[int]) -> dict[str, Any]:
     """What a process of a mesh has of a training."""
     engine = LanguageEngine(training, model, ProcessMesh(config))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"evaluated": engine.evaluate(iteration(*HELD_OUT))}
     reports = []
     for step, count in enumerate(counts):
         loss, targets = engine.backward(iteration(step, count))
@@ -207,6 +209,9 @@ def run_refused(rank: int) -> dict[str, str]:
         "offsets": refused(lambda: engine.step([good, single._replace(offsets=torch.tensor([0, 2, 1]))])),
         "token": refused(lambda: engine.step([single._replace(tokens=torch.tensor([5, 64])), good])),
         "labels": refused(lambda: engine.step([good._replace(labels=torch.tensor([-100])), good])),
+        "rate": refused(lambda: engine.step([good], math.nan)),
+        "unlike": refused(lambda: engine.step([good]) if rank else engine.evaluate([good])),
+        "evaluated": refused(lambda: engine.evaluate([single])),
         "label": refused(lambda: engine.step([single._replace(labels=torch.tensor([-100, -1])), good])),
     }
 
@@ -225,6 +230,19 @@ def run_late(rank: int, size: int) -> dict[str, Any]:
     return {"gathering": time.monotonic() - began}
 
 
+@torch.no_grad()
+def lost(model: Llama, microbatches: list[PackedTokens]) -> tuple[float, int]:
+    """Sum of the losses in 64 bits, document by document, and targets."""
+    model, total, targets = copy.deepcopy(model).double(), 0.0, 0
+    for tokens, offsets, _ in microbatches:
+        for document in tokens.tensor_split(offsets[1:-1]):
+            if len(document) > 1:
+                logits = model(document[:-1], torch.tensor([0, len(document) - 1]))
+                total += float(F.cross_entropy(logits, document[1:], reduction="sum"))
+                targets += len(document) - 1
+    return total, targets
+
+
 def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool = True) -> dict[str, Any]:
     """The same in one process, by torch's own loss, optimizer and clipping."""
     llama = Llama(model)
@@ -236,7 +254,7 @@ def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool =
         {"params": norms, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.eps)
-    found: dict[str, Any] = {"losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "evaluated": lost(llama, iteration(*HELD_OUT))}
     for step, count in enumerate(counts(STEPS)):
         total, targets = torch.zeros(()), 0
         for tokens, offsets, _ in iteration(step, count):
@@ -309,6 +327,17 @@ def test_a_mesh_trains_as_one_process_does(executed: dict[int, dict[int, dict[st
             seen.add(weight)
             assert deviation(tensor, expected["gradients"][weight]) < 1e-5, key
     assert seen == set(expected["gradients"])
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_mesh_evaluates_as_one_process_does(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
+    total, targets = plain(model_of(name))["evaluated"]
+    for found in of_mesh(executed, name):
+        assert found["evaluated"] == of_mesh(executed, name)[0]["evaluated"]
+        assert found["evaluated"][1] == targets
+        assert found["evaluated"][0] / targets == pytest.approx(total / targets, abs=1e-6, rel=0)
 
 
 @needs_gloo
@@ -392,7 +421,9 @@ def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dic
     assert "kv_heads (2) is not divisible by tensor (4)" in said[0]["model"]
     assert "rank 3 was given others than rank 2" in said[0]["different"]
     assert "rank 2 was given others than rank 0" in said[0]["more"]
-    assert "1 microbatches without a target" in said[0]["nothing"]
+    assert "1 microbatches without a target" in said[0]["nothing"] == said[3]["evaluated"]
+    assert "nan is no factor on a learning rate" in said[0]["rate"]
+    assert "rank 1 was given others than rank 0" in said[0]["unlike"]
 
 
 @needs_gloo

@@ -165,6 +165,8 @@ class PipelineRunner:
     stage computes no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations
     are freed by ``B`` and ``W``.
 
+    A schedule of forwards alone gives losses and keeps nothing for a backward.
+
     A joined pair runs one after the other, each action as soon as its own inputs are there; the schedule without its
     marks (``Action.joined``) is what to simulate beside it.
 
@@ -228,7 +230,7 @@ class PipelineRunner:
         arguments: Sequence[tuple[Any, ...]] | None = None,
         rows: Sequence[int] | None = None,
     ) -> Step:
-        """Forwards and backwards of all microbatches; every rank of the group calls it.
+        """Forwards and, where the schedule has them, backwards of all microbatches; every rank of the group calls it.
 
         Args:
             inputs: One tensor a microbatch, needed on the rank of the first stage. One that requires a gradient gets
@@ -253,7 +255,8 @@ class PipelineRunner:
             raise PlanError("an earlier step failed", where="step", remedy="make a new group and a new runner")
         self._failed = True  # until the step is done
         try:
-            done = self._run(inputs, targets, arguments or [()] * count, rows)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.schedule.only_forward):
+                done = self._run(inputs, targets, arguments or [()] * count, rows)
         finally:
             self._mail.abandon()
             self._held.clear()
@@ -302,7 +305,8 @@ class PipelineRunner:
                     raise PlanError("the loss of a microbatch is not a scalar tensor", where="loss")
                 losses[microbatch] = loss.detach()
                 forward.output = loss / self._divisor
-            self._held[stage, microbatch] = forward
+            if not self.schedule.only_forward:
+                self._held[stage, microbatch] = forward
         elif kind is Kind.WEIGHT:
             start = time.perf_counter()
             self._before(action)

@@ -22,7 +22,8 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Sum over rows of the cross entropy of their logits ``hidden @ weight.T``.
 
-    Between forward and backward it holds the weight's gradient, in 32 bits.
+    Between forward and backward it holds the weight's gradient, in 32 bits. Where gradients are switched off, none is
+    computed.
 
     Args:
         hidden: ``[n, H]``, the same on every rank of the group.
@@ -34,22 +35,29 @@ def summed_cross_entropy(
     Returns:
         A scalar in 32 bits, of 64-bit inputs in 64: the same on every rank.
     """
-    total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, group, rows)
+    total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, group, rows, torch.is_grad_enabled())
     return total
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: dist.ProcessGroup | None,
+        rows: int,
+        differentiates: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         places = (labels != IGNORED).nonzero().squeeze(1)
         given, targets = hidden[places], labels[places]
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        dhidden = torch.zeros_like(given)
-        dweight = torch.zeros_like(weight, dtype=wide)
+        if differentiates:
+            dhidden = torch.zeros_like(given)
+            dweight = torch.zeros_like(weight, dtype=wide)
         for chunk in range(0, len(given), rows):
             own = given[chunk : chunk + rows]
             logits = (own @ weight.T).to(wide)  # [n, V]
@@ -66,10 +74,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if group is not None:
                 dist.all_reduce(sums, group=group)
             total += (sums[0].log() - sums[1]).sum()
+            if not differentiates:
+                continue
             gradient = exponentials.div_(sums[0][:, None]).scatter_add_(1, column, -here[:, None].to(wide))
             narrow = gradient.to(weight.dtype)
             dhidden[chunk : chunk + rows] = narrow @ weight
             dweight += narrow.T @ own
+        if not differentiates:
+            return total
         if group is not None:
             dist.all_reduce(dhidden, group=group)
         ctx.save_for_backward(places, dhidden, dweight)
@@ -82,4 +94,4 @@ class _SummedCrossEntropy(torch.autograd.Function):
         places, dhidden, dweight = ctx.saved_tensors
         scattered = dhidden.new_zeros(ctx.shape)
         scattered[places] = (dhidden * gradient).to(dhidden.dtype)
-        return scattered, (dweight * gradient).to(ctx.dtype), None, None, None
+        return scattered, (dweight * gradient).to(ctx.dtype), None, None, None, None

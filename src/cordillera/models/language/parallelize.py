@@ -98,6 +98,17 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
     stage.set_reshard_after_backward(is_last or reshards)
 
 
+def free_weights(stage: LlamaStage) -> None:
+    """Let each rank have its part of the weights alone, as a backward does and a forward without one does not.
+
+    Args:
+        stage: Parallelised.
+    """
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _cut_matrices(stage: LlamaStage, mesh: DeviceMesh) -> None:
     """Each half of a block has matrices cut by outputs, then one by inputs, and needs one sum."""
     for block in stage.blocks:
