@@ -194,9 +194,7 @@ def _check(recipe: LanguageRecipe) -> Source | None:
     return source
 
 
-def _prepare(
-    recipe: LanguageRecipe, folder: Path | str | None, resume: bool, start: Source | None, say: Say
-) -> Run:
+def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, start: Source | None, say: Say) -> Run:
     """Text into the cache, and the run's folder."""
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
