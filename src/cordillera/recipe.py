@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tomlkit.items import Table
 
 from cordillera.data.datasets import DataConfig
-from cordillera.data.text_batches import BatchConfig, TextDataConfig
+from cordillera.data.text_batches import BatchConfig
+from cordillera.data.text_corpora import TextDataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import RecipeError

@@ -15,14 +15,14 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 
-from cordillera.data.text_batches import PackedTokens
+from cordillera.data.text_batches import PackedTokens, TextBatches, TextIteration
 from cordillera.errors import TrainingError
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run
@@ -113,33 +113,16 @@ class LanguageReport:
     evaluation: LanguageEvaluation | None = None
 
 
-class Iteration(Protocol):
-    """What one step computes; see :mod:`cordillera.data.text_batches`."""
-
-    microbatches: Sequence[PackedTokens]
-    lengths: Sequence[Sequence[int]]
-    tokens: int
-    documents: int
-    imbalance: float
-    delay: float
-
-
-class Batches(Protocol):
-    """Iterations, alike on every rank, with a state that does not depend on the mesh."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands; fit for JSON."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stood, by its ``state``."""
-
-
 class Checkpoints(Protocol):
-    """Where engines are saved; see :mod:`cordillera.training.sharded_checkpoints`."""
+    """Where engines are saved; see :mod:`cordillera.training.sharded_checkpoints`.
+
+    Attributes:
+        last: Step of the checkpoint that was saved or restored last; None before.
+        bytes: Of the one that was saved last.
+    """
+
+    last: int | None
+    bytes: int
 
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> Any:
         """Begin to write the ``engine``, and plain ``state`` beside it."""
@@ -208,7 +191,7 @@ class LanguageTrainer:
         self,
         config: LanguageTrainingConfig,
         engine: LanguageEngine,
-        batches: Batches,
+        batches: TextBatches,
         checkpoints: Checkpoints,
         run: Run | None = None,
         *,
@@ -264,7 +247,7 @@ class LanguageTrainer:
                     contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
                 )
             ended = self._steps()
-            if self.progress.step not in self.checkpoints.steps():
+            if self.checkpoints.last != self.progress.step:
                 self._save()
             if ended != "interrupted" and self.held_out:
                 evaluation = self._evaluate()
@@ -293,7 +276,7 @@ class LanguageTrainer:
         config, progress = self.config, self.progress
         while progress.step < config.steps:
             asked = time.perf_counter()
-            iteration = next(self.batches, None)  # type: ignore[call-overload]
+            iteration = next(self.batches, None)
             self._window.waiting += time.perf_counter() - asked
             if iteration is None:
                 return "exhausted"
@@ -315,7 +298,7 @@ class LanguageTrainer:
                 return "interrupted"
         return "finished"
 
-    def _step(self, iteration: Iteration) -> None:
+    def _step(self, iteration: TextIteration) -> None:
         config, progress, window = self.config, self.progress, self._window
         rate = schedule(
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
@@ -414,7 +397,8 @@ class LanguageTrainer:
         self.checkpoints.save(self.engine, state)
         self._prune()
         if self.run is not None:
-            self.run.log({"kind": "checkpoint", **self._place(), "seconds": time.perf_counter() - began})
+            seconds = time.perf_counter() - began
+            self.run.log({"kind": "checkpoint", **self._place(), "seconds": seconds, "bytes": self.checkpoints.bytes})
 
     def _prune(self) -> None:
         """Keep the newest; one that is being written is not among them yet."""
