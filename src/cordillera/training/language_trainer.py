@@ -23,6 +23,7 @@ import torch
 from pydantic import Field
 
 from cordillera.data.text_batches import PackedTokens, TextBatches, TextIteration
+from cordillera.distributed.watch import Watch
 from cordillera.errors import TrainingError
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run
@@ -178,7 +179,8 @@ class LanguageTrainer:
         held_out: What to evaluate on; empty for nothing.
         held_out_bytes: Of its text, in UTF-8.
         peak: FLOP/s of one device at best in the blocks' precision; None where it is not known.
-        should_stop: Whether this process was asked to end; one that says so ends all, after the step in progress.
+        guard: Is told where the loop is, and whether this process was asked to end: one that was ends all, after the
+            step in progress. None for a loop that nobody watches or ends.
         watch: Draws progress, on rank 0.
 
     Attributes:
@@ -198,12 +200,12 @@ class LanguageTrainer:
         held_out: Sequence[PackedTokens] = (),
         held_out_bytes: int = 0,
         peak: float | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        guard: Watch | None = None,
         watch: LanguageWatcher | None = None,
     ) -> None:
         self.config, self.engine, self.batches, self.checkpoints, self.run = config, engine, batches, checkpoints, run
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
-        self.should_stop, self.watch = should_stop, watch
+        self.guard, self.watch = guard, watch
         self.progress = LanguageProgress()
         self._window = _Window()
         self._board: Any = None
@@ -265,6 +267,7 @@ class LanguageTrainer:
         loss, targets = 0.0, 0
         together = parallel.copies * parallel.pipeline
         for first in range(0, len(self.held_out), together):
+            self._at(f"evaluation after step {self.progress.step}")
             part, counted = self.engine.evaluate(self.held_out[first : first + together])
             loss, targets = loss + part, targets + counted
         mean = loss / targets
@@ -300,6 +303,7 @@ class LanguageTrainer:
 
     def _step(self, iteration: TextIteration) -> None:
         config, progress, window = self.config, self.progress, self._window
+        self._at(f"step {progress.step + 1}")
         rate = schedule(
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
         )
@@ -335,11 +339,16 @@ class LanguageTrainer:
         """Whether any rank was asked to stop; what ranks found out each for itself, the largest of all."""
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
-        numbers = [float(self.should_stop()), traffic.seconds, traffic.exposed_seconds, float(_memory(self.engine))]
+        is_asked = self.guard is not None and self.guard.should_stop
+        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, float(_memory(self.engine))]
         stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
         self._window.communication += communication
         self._window.exposed += exposed
         return stop > 0
+
+    def _at(self, where: str) -> None:
+        if self.guard is not None:
+            self.guard.at(where)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0

@@ -7,11 +7,14 @@ writes.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,12 @@ import torch.distributed as dist
 
 from cordillera import recipe as recipes
 from cordillera.data.document_work import DocumentWork
-from cordillera.data.text_batches import PackedTokens, TextBatches, held_out_batches
+from cordillera.data.held_out import held_out_batches
+from cordillera.data.text_batches import TextBatches
 from cordillera.data.text_corpora import TextCorpora, prepare_corpora
-from cordillera.distributed.launch import LaunchConfig, join_job, launch, launched_size
+from cordillera.distributed.job import Job, join_job
+from cordillera.distributed.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.watch import Watch
 from cordillera.errors import CheckpointError, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.source import Source
@@ -34,7 +38,6 @@ from cordillera.models.language.parallelize import check_fit
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run, RunError, next_folder
 from cordillera.serving.language_model import find_model
-from cordillera.training.interrupts import Interrupt
 from cordillera.training.language import LanguageEngine
 from cordillera.training.language_report import write_language_report
 from cordillera.training.language_trainer import (
@@ -48,6 +51,10 @@ from cordillera.training.sharded_checkpoints import ShardedCheckpoints
 from cordillera.training.trainer import select_device
 
 Say = Callable[[str], object]
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
 
 
 @dataclass
@@ -101,7 +108,7 @@ def train(
     resume: bool = False,
     processes: int | None = None,
     watch: LanguageWatcher | None = None,
-    say: Say = lambda text: None,
+    say: Say = _silent,
 ) -> LanguageOutcome:
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
 
@@ -121,30 +128,26 @@ def train(
         PlanError: the mesh does not fit the model or the processes.
         TrainingError: too many steps in a row were not finite.
     """
-    size = launched_size()
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else None
     if size is not None and processes not in (None, size):
         raise PlanError(f"the launcher has started {size} processes, not {processes}", where="--nproc")
     recipe = with_processes(recipe, processes or size)
     device = select_device(recipe.device).type
-    start = _check(recipe)
     parallel = recipe.parallel
-    if size is not None:
-        with join_job(device, parallel.deadline_s) as (rank, _, guard):
-            is_first = rank == 0
-            place = [str(_prepare(recipe, folder, resume, start, say).folder)] if is_first else [""]
-            dist.broadcast_object_list(place)
-            talk = _Talk(watch, say) if is_first else _Talk()
-            report = _train_rank(rank, guard, recipe, place[0], resume, talk)
+    _check(recipe)
+    if size is None and parallel.world > 1:
+        run = _prepare(recipe, folder, resume, say)
+        report = _launch(recipe, run, resume, device, watch, say)
     else:
-        place = [str(_prepare(recipe, folder, resume, start, say).folder)]
-        if parallel.world == 1:
-            interrupt = Interrupt()
-            with interrupt.signals(), join_job(device, parallel.deadline_s) as (_, _, guard):
-                report = _train_rank(0, guard, recipe, place[0], resume, _Talk(watch, say), interrupt.is_asked)
-        else:
-            report = _train_many(recipe, place[0], resume, device, _Talk(watch, say))
-    run = Run(place[0])
-    if report.ended != "interrupted" and (size is None or is_first):
+        with join_job(device, parallel.deadline_s) as job:
+            place = [str(_prepare(recipe, folder, resume, say).folder) if job.rank == 0 else ""]
+            if job.size > 1:
+                dist.broadcast_object_list(place)
+            run = Run(place[0])
+            report = _train(job, recipe, run, resume, watch, say)
+        if job.rank > 0:
+            return LanguageOutcome(run, report)
+    if report.ended != "interrupted":
         write_language_report(run)
     return LanguageOutcome(run, report)
 
@@ -165,8 +168,8 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
     alone = recipe.model_copy(update={"parallel": ParallelConfig()})
     device = select_device(recipe.device).type
-    with join_job(device, alone.parallel.deadline_s):
-        trainer = _trainer(alone, run, 0, _Talk(), lambda: False)
+    with join_job(device, alone.parallel.deadline_s) as job:
+        trainer = _trainer(job, alone, run)
         if trainer.checkpoints.restore(trainer.engine) is None:
             raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
         if not trainer.held_out:
@@ -174,14 +177,14 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
         return trainer.evaluate()
 
 
-def _check(recipe: LanguageRecipe) -> Source | None:
-    """Refuse what does not fit before any work; the checkpoint that training starts from."""
+def _check(recipe: LanguageRecipe) -> None:
+    """Refuse what does not fit, before any work."""
     check_fit(recipe.model, recipe.parallel)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     recipe.parallel.make_schedule(-(-count // recipe.parallel.copies))
     if recipe.training.start is None:
-        return None
+        return
     source = open_checkpoint(find_model(recipe.training.start))
     if source.config.model_copy(update={"context": recipe.model.context}) != recipe.model:
         own, other = recipe.model.model_dump(), source.config.model_dump()
@@ -191,10 +194,9 @@ def _check(recipe: LanguageRecipe) -> Source | None:
             where=f"training.start, {recipe.training.start}",
             remedy="leave [model] with its name alone to take the sizes of the checkpoint",
         )
-    return source
 
 
-def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, start: Source | None, say: Say) -> Run:
+def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
     """Text into the cache, and the run's folder."""
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
@@ -223,7 +225,10 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, st
     else:
         run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
     run.write_json("model.json", described)
-    say(f"model: {described['parameters']:,} parameters" + (f", from {recipe.training.start}" if start else ""))
+    say(
+        f"model: {described['parameters']:,} parameters"
+        + (f", from {recipe.training.start}" if recipe.training.start else "")
+    )
     say(f"mesh:  {_mesh_text(recipe.parallel)}")
     return run
 
@@ -262,18 +267,11 @@ def _batches(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
     )
 
 
-class _Talk:
-    """What rank 0 tells the person who waits; other ranks tell nothing."""
-
-    def __init__(self, watch: LanguageWatcher | None = None, say: Say = lambda text: None) -> None:
-        self.watch, self.say = watch, say
-
-
 class _Line:
-    """A :class:`_Talk` into another process."""
+    """From rank 0 to the process that started it: what the person who waits is told."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, address: str, key: bytes) -> None:
+        self._connection: Connection = Client(address, authkey=key)
 
     def say(self, text: str) -> None:
         self._connection.send(("say", text))
@@ -282,31 +280,35 @@ class _Line:
         self._connection.send(("watch", record, asdict(progress), total))
 
 
-def _hear(connection: Connection, talk: _Talk) -> None:
+def _listen(listener: Listener, watch: LanguageWatcher | None, say: Say) -> None:
     """Pass on what rank 0 tells, until it ends."""
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError, AuthenticationError), listener.accept() as connection:
+        while True:
             kind, *content = connection.recv()
-        except (EOFError, OSError):
-            return
-        if kind == "say":
-            talk.say(content[0])
-        elif talk.watch is not None:
-            record, progress, total = content
-            talk.watch(record, LanguageProgress(**progress), total)
+            if kind == "say":
+                say(content[0])
+            elif watch is not None:
+                record, progress, total = content
+                watch(record, LanguageProgress(**progress), total)
 
 
-def _train_many(recipe: LanguageRecipe, folder: str, resume: bool, device: str, talk: _Talk) -> LanguageReport:
-    receiver, sender = get_context("spawn").Pipe(duplex=False)
-    listener = threading.Thread(target=_hear, args=(receiver, talk), daemon=True)
-    listener.start()
-    config = LaunchConfig(device_type=device, threads=recipe.threads, deadline_s=recipe.parallel.deadline_s)
-    try:
-        found = launch(_spawned, recipe.parallel.world, (recipe, folder, resume, sender), config=config)
-    finally:
-        sender.close()
-        listener.join(5)
-        receiver.close()
+def _launch(
+    recipe: LanguageRecipe, run: Run, resume: bool, device: Any, watch: LanguageWatcher | None, say: Say
+) -> LanguageReport:
+    """Train in processes on this machine."""
+    config = LaunchConfig(
+        device_type=device,
+        threads=recipe.threads,
+        deadline_s=recipe.parallel.deadline_s,
+        remedy=f"continue it with `cordillera train {run.folder} --resume`",
+    )
+    key = secrets.token_bytes(32)
+    with Listener(authkey=key) as listener:
+        ear = threading.Thread(target=_listen, args=(listener, watch, say), daemon=True)
+        ear.start()
+        arguments = (recipe, str(run.folder), resume, listener.address, key)
+        found = launch(_launched, recipe.parallel.world, arguments, config=config)
+    ear.join(10)
     evaluation = found.pop("evaluation")
     return LanguageReport(
         progress=LanguageProgress(**found.pop("progress")),
@@ -315,62 +317,48 @@ def _train_many(recipe: LanguageRecipe, folder: str, resume: bool, device: str, 
     )
 
 
-def _spawned(rank: int, guard: Watch, recipe: LanguageRecipe, folder: str, resume: bool, line: Connection) -> Any:
+def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool, address: str, key: bytes) -> dict[str, Any]:
     """One of several processes on this machine; what it returns are plain values."""
-    report = _train_rank(rank, guard, recipe, folder, resume, _Line(line) if rank == 0 else _Talk())
-    evaluation = report.evaluation and report.evaluation._asdict()
-    return {**asdict(report), "evaluation": evaluation}
+    with join_job() as job:
+        line = _Line(address, key) if rank == 0 else None
+        report = _train(job, recipe, Run(folder), resume, *((line.watch, line.say) if line else (None, _silent)))
+    return {**asdict(report), "evaluation": report.evaluation and report.evaluation._asdict()}
 
 
-def _train_rank(
-    rank: int,
-    guard: Watch,
-    recipe: LanguageRecipe,
-    folder: str,
-    resume: bool,
-    talk: _Talk | _Line,
-    should_stop: Callable[[], bool] | None = None,
+def _train(
+    job: Job, recipe: LanguageRecipe, run: Run, resume: bool, watch: LanguageWatcher | None, say: Say
 ) -> LanguageReport:
+    """What each process does; the recipe's mesh has as many places as the job has processes."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    with guard.explaining():
-        trainer = _trainer(recipe, Run(folder), rank, talk, should_stop or guard.should_stop)
-        if resume:
-            found = trainer.resume()
-            step = trainer.progress.step
-            talk.say(f"resumed at step {step}" if found else "no checkpoint yet: starting from the beginning")
-        if recipe.training.start is not None and trainer.progress.step == 0:
-            _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)))
-        return trainer.fit()
+    trainer = _trainer(job, recipe, run, watch)
+    found = resume and trainer.resume()
+    if resume:
+        say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+    if recipe.training.start is not None and not found:
+        _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)))
+    return trainer.fit()
 
 
-def _trainer(
-    recipe: LanguageRecipe, run: Run, rank: int, talk: _Talk | _Line, should_stop: Callable[[], bool]
-) -> LanguageTrainer:
+def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher | None = None) -> LanguageTrainer:
     device = select_device(recipe.device).type
     corpora = prepare_corpora(recipe.data)
     mesh = ProcessMesh(recipe.parallel, device)
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
-    precision = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
-    peak = peak_flops(device, precision)
-    held_out, size = _held_out(recipe, corpora)
+    peak = peak_flops(device, torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32)
+    held_out = held_out_batches(corpora, recipe.packing)
     return LanguageTrainer(
         recipe.training,
         engine,
         _batches(recipe, corpora),
         ShardedCheckpoints(run.checkpoints, mesh, recipe.training.asynchronous),
-        run if rank == 0 else None,
-        held_out=held_out,
-        held_out_bytes=size,
-        peak=peak.flops_per_s if peak is not None else None,
-        should_stop=should_stop,
-        watch=talk.watch,
+        run if job.rank == 0 else None,
+        held_out=held_out.microbatches,
+        held_out_bytes=held_out.bytes,
+        peak=None if peak is None else peak.flops_per_s,
+        guard=job.watch,
+        watch=watch,
     )
-
-
-def _held_out(recipe: LanguageRecipe, corpora: TextCorpora) -> tuple[list[PackedTokens], int]:
-    found = held_out_batches(recipe.data, recipe.packing, corpora)
-    return found.microbatches, found.bytes
 
 
 def _start_from(engine: LanguageEngine, source: Source) -> None:
