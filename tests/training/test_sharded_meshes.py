@@ -1,4 +1,4 @@
-"""Checkpoints of many processes: written on any mesh, read on any other, and one error for all where something is wrong.
+"""Checkpoints of many processes: written on any mesh, read on any other; what is wrong is one error on all ranks.
 
 Four processes are started once; the first one, two, three or four of them become one mesh after the other.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,7 +177,9 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
             writers = [one for one, reader in PAIRS if reader == name and (SIZES[one] <= size) == is_first]
             found["read"] |= read(name, writers, root)
         if size == 4:
-            found["torch"] = {name: read_by_torch(name, root) for name in ("tensor 2 x shard 2", "pipeline 2 x tensor 2")}
+            found["torch"] = {
+                name: read_by_torch(name, root) for name in ("tensor 2 x shard 2", "pipeline 2 x tensor 2")
+            }
         if size == 2 and is_first:
             found["trouble"] = run_trouble(rank, root)
         dist.destroy_process_group()
@@ -196,7 +196,9 @@ def read_by_torch(name: str, folder: Path) -> list[str]:
         weights = {key: torch.zeros_like(tensor) for key, tensor in stage.named_parameters()}
         reader = HuggingFaceStorageReader(str(folder / "replicate 2 x shard 2" / "step-000000002"))
         dcp.load(weights, storage_reader=reader, no_dist=True)
-        wrong += [key for key, tensor in weights.items() if not torch.equal(local(tensor), expected[f"{number} weight {key}"])]
+        wrong += [
+            key for key, tensor in weights.items() if not torch.equal(local(tensor), expected[f"{number} weight {key}"])
+        ]
     return wrong
 
 
