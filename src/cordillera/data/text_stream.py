@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from cordillera.data.text_shards import TextDataset
+from cordillera.data.text_shards import Documents
 from cordillera.errors import DataError
 
 _ORDER, _DEAL = 1, 2
@@ -63,7 +63,7 @@ class Piece:
 class _Items:
     """What a source gives, in the order on disk: documents, or parts of long ones."""
 
-    def __init__(self, dataset: TextDataset, config: StreamConfig, number: int) -> None:
+    def __init__(self, dataset: Documents, config: StreamConfig, number: int) -> None:
         self.dataset = dataset
         lengths = np.diff(dataset.offsets)
         limit = config.max_length
@@ -113,7 +113,7 @@ class DocumentStream:
     """
 
     def __init__(
-        self, sources: Sequence[TextDataset], config: StreamConfig, *, rank: int = 0, world_size: int = 1
+        self, sources: Sequence[Documents], config: StreamConfig, *, rank: int = 0, world_size: int = 1
     ) -> None:
         if not sources:
             raise DataError("a stream needs at least one corpus", where="sources")

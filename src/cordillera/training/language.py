@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cordillera.data.text_batches import PackedTokens
 from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ProcessMesh
@@ -42,20 +43,6 @@ from cordillera.planning.schedules import Action, Kind
 from cordillera.training.optimizers import build_adamw
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class PackedTokens(NamedTuple):
-    """A microbatch: documents one after another.
-
-    Attributes:
-        tokens: ``int64 [T]``.
-        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
-        labels: ``int64 [T]``, each token's target, or ``IGNORED``; None for the next token of its document.
-    """
-
-    tokens: Tensor
-    offsets: Tensor
-    labels: Tensor | None = None
 
 
 class LanguageConfig(BaseModel):
