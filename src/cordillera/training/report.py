@@ -19,6 +19,7 @@ from cordillera.training.report_page import (
     definitions,
     duration,
     figure,
+    framed,
     notes,
     page,
     plain,
@@ -289,11 +290,8 @@ def _learning(material: _Material) -> str:
         xs, ys, size = thin(
             [_examples(record) for record in material.train], [number(record.get("loss")) for record in material.train]
         )
+        (low, high), cut = framed(ys)
         finite = sorted(value for value in ys if math.isfinite(value))
-        # The first values of an untrained model can dwarf the rest; the frame follows the bulk and says so.
-        bulk = finite[: max(1, int(len(finite) * 0.97))]
-        cut = bool(finite) and finite[-1] - bulk[0] > 3 * (bulk[-1] - bulk[0]) > 0
-        low, high = padded(bulk if cut else finite)
         chart = Chart(
             "Training loss",
             f"Between {figure(finite[0])} and {figure(finite[-1])} over {compact(end)} examples."
@@ -422,7 +420,7 @@ def _histogram(material: _Material, result: TaskEvaluation) -> str:
         "Scores by class",
         chart,
         "Share of each class.",
-        (("s0", "negative"), ("s1", "positive")),
+        '<span class="key s0"></span>negative<span class="key s1"></span>positive',
     )
 
 

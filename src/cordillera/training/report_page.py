@@ -16,7 +16,7 @@ from typing import Any
 
 from cordillera.errors import DataError
 from cordillera.run import Run, write_atomically
-from cordillera.training.charts import Chart
+from cordillera.training.charts import Chart, padded
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,7 +57,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of numbers without end
         raise DataError(f"is not JSON: {error}", where=str(path)) from error
     if not isinstance(content, dict):
         raise DataError("is not a JSON object", where=str(path))
@@ -92,6 +92,16 @@ def figure(value: float, digits: int = 4) -> str:
     if math.isnan(value):
         return "undefined"
     return ("infinite" if value > 0 else "-infinite") if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def whole(value: float, unknown: str = "unknown") -> str:
+    """A count with commas.
+
+    Args:
+        value: The count.
+        unknown: What stands for one that is not finite.
+    """
+    return f"{value:,.0f}" if math.isfinite(value) else unknown
 
 
 def duration(seconds: float) -> str:
@@ -201,23 +211,32 @@ def definitions(pairs: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{rows}</dl>"
 
 
+def scroll(label: str, table: str) -> str:
+    """A table that scrolls by itself where it is wider than the page, by keyboard as well.
+
+    Args:
+        label: What it is, for those who cannot see it.
+        table: HTML.
+    """
+    return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(label)}">{table}</div>'
+
+
 class Pictures:
     """The charts of one page, numbered: ids in a page differ."""
 
     def __init__(self) -> None:
         self._drawn = 0
 
-    def draw(self, heading: str, chart: Chart, caption: str, entries: Sequence[tuple[str, str]] = ()) -> str:
+    def draw(self, heading: str, chart: Chart, caption: str, key: str = "") -> str:
         """A chart with heading and caption.
 
         Args:
             heading: Above it.
             chart: The drawing.
             caption: Below it.
-            entries: Style and meaning of its series, where there are several.
+            key: HTML after the caption: which series is what.
         """
         self._drawn += 1
-        key = "".join(f'<span class="key {style}"></span>{escape(text)}' for style, text in entries)
         drawing = chart.svg(self._drawn)
         return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}{key}</figcaption></figure>"
 
@@ -237,15 +256,30 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
     return [sum(a) / len(a) for a, _ in chunks], [sum(b) / len(b) for _, b in chunks], size
 
 
-def reproduction(recipe: str, command: str = "cordillera train recipe.toml") -> str:
+def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
+    """The range of a vertical axis, and whether some values leave it.
+
+    The first losses of an untrained model can dwarf the rest; the frame then follows the bulk.
+
+    Args:
+        values: To be drawn; those that are not finite do not count.
+    """
+    finite = sorted(value for value in values if math.isfinite(value))
+    bulk = finite[: max(1, int(len(finite) * 0.97))]
+    cut = bool(finite) and finite[-1] - bulk[0] > 3 * (bulk[-1] - bulk[0]) > 0
+    return padded(bulk if cut else finite), cut
+
+
+def reproduction(recipe: str, command: str = "cordillera train recipe.toml", about: str = "") -> str:
     """How to train the same again.
 
     Args:
         recipe: Resolved, as TOML.
         command: That trains it.
+        about: HTML on where it was trained.
     """
     return (
         "<section><h2>How to reproduce</h2><p>Save the recipe below as <code>recipe.toml</code>. It is resolved: every "
-        f"value that was used stands in it, the seed included.</p><pre>{escape(command)}</pre>"
+        f"value that was used stands in it, the seed included.</p><pre>{escape(command)}</pre>{about}"
         f"<details><summary>Resolved recipe</summary><pre>{escape(recipe)}</pre></details></section>"
     )
