@@ -360,7 +360,7 @@ def _model(records: LanguageRecords) -> str:
         return ""
     model, mesh = records.model, records.mesh
     shape = [("Name", plain(model.get("name"))), ("Parameters", whole(records.parameters, ""))]
-    shape.append(("Training FLOPs a token", whole(records.size("flops_per_token"), "")))
+    shape.append(("Training FLOPs a token, attention aside", whole(records.size("flops_per_token"), "")))
     shape += [
         (_SHAPE.get(key, key), _value(value)) for key, value in (model.get("config") or {}).items() if key != "name"
     ]
