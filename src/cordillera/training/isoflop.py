@@ -155,8 +155,8 @@ def _curve(group: list[IsoFlopRun], tolerance: float) -> IsoFlopCurve:
     low, high = group[0].compute, group[-1].compute
     if high > low * (1 + tolerance) ** 2:
         raise DataError(
-            f"{len(group)} runs from {power(low)} to {power(high)} FLOPs follow one another too closely to be told apart as "
-            "budgets, and spread too far to be one",
+            f"{len(group)} runs from {power(low)} to {power(high)} FLOPs follow one another too closely to be told "
+            "apart as budgets, and spread too far to be one",
             where="IsoFLOP",
             remedy="choose budgets at least twice as large as one another, or a smaller tolerance",
         )

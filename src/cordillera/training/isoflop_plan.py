@@ -26,58 +26,70 @@ FlopsCounter = Callable[[LlamaConfig, Sequence[int]], float]
 _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "tied")
 # Budgets closer than this could not be told apart by what their runs cost in the end.
 _APART = 1.25
-
-
-def matrix_parameters(config: LlamaConfig) -> int:
-    """Parameters that take part in a product for every token: all but an embedding that is not the head as well."""
-    return parameter_count(config) - (0 if config.tied else config.vocabulary * config.hidden)
+_WIDTH_OF_LAYER = 24
 
 
 def ladder(base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = 16) -> list[LlamaConfig]:
-    """Models of one family, evenly spaced by the logarithm of their size as far as whole heads allow.
+    """Models of one family, evenly spaced by the logarithm of their size.
 
-    A model is a layer for every 32 of its width, at least two; every query head has its own keys and values.
+    A model has about a layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
+    has its own keys and values. The size is that of all parameters but an embedding which is not the head as well:
+    those that multiply every token, besides some norms.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all.
-        smallest: Parameters that take part in products, of the first.
-        largest: Of the last.
+        smallest: Size of the first.
+        largest: Size of the last.
         count: How many.
         head_dim: Width of a head; widths of models are multiples of it.
 
     Raises:
-        PlanError: The family has fewer than ``count`` sizes between the two.
+        PlanError: The family has no ``count`` sizes between the two.
     """
     if not 0 < smallest < largest or count < 2:
         raise PlanError(f"{count} sizes from {smallest:g} to {largest:g} parameters are no ladder", where="ladder")
-    family: list[LlamaConfig] = []
-    for heads in itertools.count(1):
-        hidden = heads * head_dim
-        shape: dict[str, int | None] = {
-            "layers": max(2, hidden // 32),
-            "hidden": hidden,
-            "heads": heads,
-            "kv_heads": heads,
-        }
-        shape |= {"head_dim": None, "ffn": ffn_width(hidden, multiple_of=16)}
-        family.append(LlamaConfig.model_validate(base.model_dump() | shape))
-        if matrix_parameters(family[-1]) > largest:
-            break
+    family = _family(base, largest, head_dim)
     step = math.log(largest / smallest) / (count - 1)
-    chosen: dict[int, LlamaConfig] = {}
-    for rung in range(count):
-        aim = smallest * math.exp(step * rung)
-        nearest = min(family, key=lambda config: abs(math.log(matrix_parameters(config) / aim)))
-        chosen[nearest.hidden] = nearest
-    if len(chosen) < count:
-        raise PlanError(
-            f"widths in steps of {head_dim} give {len(chosen)} sizes near {count} even steps from {amount(smallest)} to "
-            f"{amount(largest)} parameters, not {count}",
-            where="ladder",
-            remedy="ask for fewer sizes, a wider range, or a smaller vocabulary: its head alone has "
-            f"{base.vocabulary:,} parameters for each unit of width",
-        )
-    return list(chosen.values())
+    rungs: list[LlamaConfig] = []
+    for aim in (smallest * math.exp(step * rung) for rung in range(count)):
+
+        def unfit(config: LlamaConfig, aim: float = aim) -> float:
+            shape = abs(math.log(config.hidden / config.layers / _WIDTH_OF_LAYER))
+            return abs(math.log(_size(config) / aim)) + 0.3 * shape
+
+        near = [config for config in family if abs(math.log(_size(config) / aim)) <= step / 2]
+        if not near:
+            raise PlanError(
+                f"a model of about {amount(aim)} parameters, in widths of whole heads of {head_dim}, is not to be had",
+                where="ladder",
+                remedy="ask for fewer sizes or larger ones, or a smaller vocabulary: its head alone has "
+                f"{base.vocabulary:,} parameters for each unit of width",
+            )
+        rungs.append(min(near, key=unfit))
+    return rungs
+
+
+def _size(config: LlamaConfig) -> int:
+    return parameter_count(config) - (0 if config.tied else config.vocabulary * config.hidden)
+
+
+def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfig]:
+    """All shapes up to about twice the largest size."""
+    family: list[LlamaConfig] = []
+    smallest_of_width, heads = 0, 0
+    while smallest_of_width <= 2 * largest:
+        heads += 1
+        hidden = heads * head_dim
+        fewest = max(1, math.ceil(hidden / (2 * _WIDTH_OF_LAYER)))
+        most = max(1, 2 * hidden // _WIDTH_OF_LAYER)
+        shape = {"hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": None}
+        shape |= {"ffn": ffn_width(hidden, multiple_of=16)}
+        of_width = [
+            LlamaConfig.model_validate(base.model_dump() | shape | {"layers": n}) for n in range(fewest, most + 1)
+        ]
+        smallest_of_width = _size(of_width[0])
+        family += of_width
+    return family
 
 
 def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
