@@ -289,16 +289,14 @@ class IsoFlopStudy:
         for curve in self.curves:
             optimum = curve.optimum
             if optimum is None:
-                table.add_row(f"{power(curve.budget)}", str(len(curve.runs)), "none", "", "", "")
+                table.add_row(power(curve.budget), str(len(curve.runs)), "none", "", "", "")
                 continue
-            cells = []
-            for name in QUANTITIES:
-                cells.append(amount(getattr(optimum, name)))
-                if self.laws and not math.isnan(self.laws[name].exponent_low):
-                    law = self.laws[name]
-                    cells[-1] += f" [{amount(law.optima_low[row])}, {amount(law.optima_high[row])}]"
+            cells = [amount(getattr(optimum, name)) for name in QUANTITIES]
+            if self.laws and not math.isnan(self.laws["tokens"].exponent_low):
+                law = self.laws["tokens"]
+                cells[0] += f" [{amount(law.optima_low[row])}, {amount(law.optima_high[row])}]"
             row += 1
-            table.add_row(f"{power(curve.budget)}", str(len(curve.runs)), *cells, f"{optimum.loss:.4f}")
+            table.add_row(power(curve.budget), str(len(curve.runs)), *cells, f"{optimum.loss:.4f}")
         return table
 
     @property

@@ -102,6 +102,35 @@ def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
     return math.sqrt(budget * tokens_per_parameter / 6)
 
 
+def sizes_for(
+    base: LlamaConfig,
+    budgets: Sequence[float],
+    *,
+    per_budget: int = 6,
+    tokens_per_parameter: float = 20.0,
+    span: float = 4.0,
+    head_dim: int = 16,
+) -> list[LlamaConfig]:
+    """A :func:`ladder` with about so many sizes around the expected optimum of every budget.
+
+    Args:
+        base: As there.
+        budgets: FLOPs.
+        per_budget: Sizes wanted for each.
+        tokens_per_parameter: See :func:`expected_tokens`.
+        span: Of the largest size over the optimum, and of the optimum over the smallest; less than that of
+            :func:`plan_runs`, which counts attention too.
+        head_dim: As there.
+
+    Raises:
+        PlanError: The family has no such sizes.
+    """
+    optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in budgets]
+    smallest, largest = min(optima) / span, max(optima) * span
+    count = 1 + math.ceil((per_budget - 1) * math.log(largest / smallest) / (2 * math.log(span)))
+    return ladder(base, smallest, largest, count, head_dim=head_dim)
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """One run of a study.
