@@ -281,7 +281,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
         table.add(key, section)
 
 
-def dump(recipe: Recipe, *, comments: bool = False) -> str:
+def dump(recipe: Recipe | LanguageRecipe, *, comments: bool = False) -> str:
     """A recipe as TOML, every default written out.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep.
+"""What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep, isoflop.
 
 The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a
 model from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``. What is done
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
@@ -16,10 +17,10 @@ from cordillera.recipe import LanguageRecipe, Recipe
 from cordillera.run import Run, RunError
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.language_report import write_language_report
-from cordillera.training.language_trainer import LanguageEvaluation, LanguageWatcher
+from cordillera.training.language_trainer import LanguageEvaluation
 from cordillera.training.report import write_report
-from cordillera.training.trainer import Watcher
 from cordillera.workflows import language, ranking
+from cordillera.workflows.isoflop import isoflop
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.ranking import Outcome, Sweep, compare, load_model, model_of, predict, sweep
 
@@ -29,6 +30,7 @@ __all__ = [
     "Sweep",
     "compare",
     "evaluate",
+    "isoflop",
     "load_model",
     "model_of",
     "predict",
@@ -45,7 +47,7 @@ def train(
     resume: bool = False,
     processes: int | None = None,
     parallel: Sequence[str] = (),
-    watch: Watcher | LanguageWatcher | None = None,
+    watch: Callable[[dict[str, Any], Any, int], None] | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Outcome | LanguageOutcome:
     """Train a recipe into a run folder, evaluate it and write its report.

@@ -209,7 +209,7 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     learnt = sum(source["tokens"] for source in corpora.facts["sources"])
     held = sum(part["tokens"] for part in corpora.facts["held_out"])
     say(f"      {learnt:,} tokens to learn from, {held:,} held out")
-    _batches(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
+    batches_of(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
     described = _describe(recipe, corpora)
     if resume:
         run = Run(folder or "")
@@ -255,7 +255,13 @@ def _work(model: LlamaConfig) -> DocumentWork:
     return DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads)
 
 
-def _batches(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
+def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
+    """What a recipe trains on.
+
+    Args:
+        recipe: The recipe.
+        corpora: Its text.
+    """
     parallel = recipe.parallel
     return TextBatches(
         recipe.data,
@@ -350,7 +356,7 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
     return LanguageTrainer(
         recipe.training,
         engine,
-        _batches(recipe, corpora),
+        batches_of(recipe, corpora),
         ShardedCheckpoints(run.checkpoints, mesh, recipe.training.asynchronous),
         run if job.rank == 0 else None,
         held_out=held_out.microbatches,
