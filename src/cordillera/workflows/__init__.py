@@ -20,9 +20,9 @@ from cordillera.training.language_report import write_language_report
 from cordillera.training.language_trainer import LanguageEvaluation
 from cordillera.training.report import write_report
 from cordillera.workflows import language, ranking
-from cordillera.workflows.isoflop import isoflop
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.ranking import Outcome, Sweep, compare, load_model, model_of, predict, sweep
+from cordillera.workflows.scaling import isoflop
 
 __all__ = [
     "LanguageOutcome",
