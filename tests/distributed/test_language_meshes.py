@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -25,13 +26,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from cordillera.data.text_batches import PackedTokens
+from cordillera.distributed import tensor_parallel
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.distributed.pipeline import PASSED_ON
+from cordillera.distributed.vocabulary_loss import EXCHANGED, IGNORED
+from cordillera.distributed.weight_traffic import GATHERED, REDUCED, SCATTERED
 from cordillera.errors import CheckpointError, CordilleraError, PlanError
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.parallelize import check_fit
 from cordillera.models.language.stages import cut_layers, cut_model
-from cordillera.training.language import LanguageConfig, LanguageEngine, next_tokens
+from cordillera.training import language_gradients
+from cordillera.training.language import AGREED, LanguageConfig, LanguageEngine, next_tokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64, context=64)
@@ -70,6 +75,9 @@ MESHES: dict[int, dict[str, ParallelConfig]] = {
         "pipeline 2 x context 2": mesh(pipeline=2, context=2, recompute="full"),
         "pipeline 2 x tensor 2": mesh(pipeline=2, tensor=2),
         "tied, pipeline 2 x shard 2": mesh(pipeline=2, shard=2),
+        "sequence over tensor 2 x shard 2": mesh(tensor=2, shard=2, sequence=True),
+        "sequence over tensor 2 x context 2, recompute": mesh(tensor=2, context=2, sequence=True, recompute="full"),
+        "tied, sequence over tensor 2 x pipeline 2": mesh(pipeline=2, tensor=2, sequence=True),
     },
     3: {"shard 3": mesh(shard=3), "pipeline 3": mesh(pipeline=3)},
     2: {
@@ -83,6 +91,7 @@ MESHES: dict[int, dict[str, ParallelConfig]] = {
         "pipeline 2, zero bubble": mesh(pipeline=2, schedule="zero_bubble"),
         "tensor 2, recompute": mesh(tensor=2, recompute="selective"),
         "tied, tensor 2": mesh(tensor=2),
+        "sequence over tensor 2, recompute": mesh(tensor=2, sequence=True, recompute="selective"),
         "tied, pipeline 2, zero bubble": mesh(pipeline=2, schedule="zero_bubble_v"),
     },
     1: {"one process": mesh(), "tied, recompute": mesh(recompute="full")},
@@ -97,6 +106,8 @@ BRIEF = (
     "pipeline 2 x tensor 2",
     "pipeline 2 x replicate 2",
     "tied, tensor 2",
+    "sequence over tensor 2 x shard 2",
+    "tied, sequence over tensor 2 x pipeline 2",
     "tied, recompute",
 )
 ALL = [name for meshes in MESHES.values() for name in meshes]
@@ -147,6 +158,7 @@ def trained(config: ParallelConfig, model: LlamaConfig, training: LanguageConfig
     found["end"] = wholes(engine, lambda weight: weight.detach())
     found["losses"] = [report.loss for report in reports]
     found["norms"] = [report.gradient_norm for report in reports]
+    found["traffic"] = {name: asdict(traffic) for name, traffic in engine.ledger.traffic.items()}
     return found
 
 
@@ -308,6 +320,25 @@ def of_mesh(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> list[d
     return [one[name] for one in executed[size].values()]
 
 
+def expected_traffic(config: ParallelConfig) -> set[str]:
+    """Names of what a mesh sends."""
+    found = {AGREED} if config.world > 1 else set()
+    if config.shard * config.context > 1:
+        found |= {GATHERED, SCATTERED}
+    if config.replicate > 1:
+        found.add(REDUCED)
+    if config.context > 1:
+        found |= {"plans", "keys and values", "their gradients"}
+        if config.transport == "ring":
+            found.add("keys and values again")
+    if config.tensor > 1:
+        cut = {tensor_parallel.GATHERED, tensor_parallel.SCATTERED, language_gradients.WHOLE}
+        found |= cut if config.sequence else {tensor_parallel.SUMMED}
+    if config.pipeline > 1:
+        found.add(PASSED_ON)
+    return found
+
+
 def deviation(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -339,6 +370,22 @@ def test_a_mesh_evaluates_as_one_process_does(executed: dict[int, dict[int, dict
         assert found["evaluated"] == of_mesh(executed, name)[0]["evaluated"]
         assert found["evaluated"][1] == targets
         assert found["evaluated"][0] / targets == pytest.approx(total / targets, abs=1e-6, rel=0)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_the_ledger_names_what_a_mesh_sends(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
+    config = next(meshes[name] for meshes in MESHES.values() if name in meshes)
+    for found in of_mesh(executed, name):
+        # only the last stage has the head, and only some ranks both ends of a tied one
+        assert found["traffic"].keys() - {EXCHANGED, language_gradients.TIED} == expected_traffic(config)
+        for traffic in found["traffic"].values():
+            assert traffic["bytes"] > 0
+            assert 0 < traffic["exposed_seconds"] <= traffic["seconds"] < 60
+    sent = set().union(*(found["traffic"] for found in of_mesh(executed, name)))
+    assert (EXCHANGED in sent) == (config.tensor > 1)
+    assert (language_gradients.TIED in sent) == (name.startswith("tied") and config.stages == config.pipeline == 2)
 
 
 @needs_gloo

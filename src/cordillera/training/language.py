@@ -9,24 +9,22 @@ gradients are added up over microbatches and over ranks in 32 bits).
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cordillera.data.text_batches import PackedTokens
 from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
-from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.pipeline import PipelineRunner
 from cordillera.distributed.sharding import SHARDINGS
-from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
@@ -40,7 +38,10 @@ from cordillera.models.language.parallelize import (
 )
 from cordillera.models.language.stages import cut_model
 from cordillera.planning.schedules import Action, Kind
+from cordillera.training.language_gradients import StageGradients
 from cordillera.training.optimizers import build_adamw
+
+AGREED = "numbers that all ranks know"
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -119,7 +120,7 @@ class LanguageEngine:
         mesh: Likewise.
         stages: That this process holds, by number.
         optimizer: Of their weights.
-        ledger: Traffic between ranks that share sequences.
+        ledger: This rank's traffic, since the engine was made: of weights, sequences, matrices, stages.
         steps: That were begun.
         skipped: Of these, those that left the weights as they were.
 
@@ -137,8 +138,9 @@ class LanguageEngine:
         self._splits_backward = self._schedule.splits_backward
         held = self._schedule.stages_of(mesh.place["pipeline"])
         self.stages = cut_model(model, parallel.stages, held)
+        self.ledger = Ledger()
         for stage in self.stages.values():
-            parallelize(stage, mesh, config.precision)
+            parallelize(stage, mesh, config.precision, self.ledger)
             stage.loss_rows = config.loss_rows
             stage.init_weights(seed)
         self.optimizer = build_adamw(
@@ -148,7 +150,7 @@ class LanguageEngine:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
-        self.ledger = Ledger()
+        self._gradients = StageGradients(self.stages, mesh, self.ledger)
         self.steps = self.skipped = 0
         self._context = ContextParallelConfig(transport=parallel.transport, deadline_s=parallel.deadline_s)
         self._runners: dict[tuple[int, bool], PipelineRunner] = {}
@@ -193,7 +195,7 @@ class LanguageEngine:
         if self._splits_backward:
             for stage in self.stages.values():
                 reduce_now(stage)
-        self._add_tied_gradients()
+        self._gradients.complete()
         return loss, targets
 
     def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
@@ -215,7 +217,7 @@ class LanguageEngine:
         loss = self._run(own, None)
         for stage in self.stages.values():
             free_weights(stage)
-        return float(self.mesh.exchange([loss]).sum()), targets
+        return float(self._exchange([loss]).sum()), targets
 
     def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
         """Change the weights by the gradients that were added up, and clear them.
@@ -231,16 +233,14 @@ class LanguageEngine:
         """
         _check_rate(rate)
         # every rank adds up the same numbers in the same order, so all of them come to the same decision
-        loss, square = self.mesh.exchange([loss, self._square()]).sum(0).tolist()
+        loss, square = self._exchange([loss, self._gradients.square()]).sum(0).tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
         is_skipped = not (math.isfinite(norm) and math.isfinite(loss))
         if is_skipped:
             self.skipped += 1
         else:
             if self.config.clip is not None and norm > self.config.clip:
-                for _, _, parameter in self._parameters():
-                    if parameter.grad is not None:
-                        local(parameter.grad).mul_(self.config.clip / norm)
+                self._gradients.scale(self.config.clip / norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * self.config.learning_rate
             self.optimizer.step()
@@ -293,7 +293,7 @@ class LanguageEngine:
                 digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)
             targets += int((one.labels != IGNORED).sum())
         numbers = [self.mesh.copy, digest, targets, count, problem is not None]
-        found = self.mesh.exchange(numbers).long().tolist()
+        found = self._exchange(numbers).long().tolist()
         if problem is not None:
             raise DataError(problem, where="microbatch")
         first: dict[int, tuple[int, list[int]]] = {}
@@ -315,7 +315,7 @@ class LanguageEngine:
         return total
 
     def _cut(self, own: Sequence[PackedTokens]) -> tuple[list[Tensor], list[tuple[object, ...]], list[int]]:
-        """This rank's tokens of each microbatch, what its stages take beside them, and how many they are."""
+        """This rank's tokens of each microbatch, what its stages take beside them, and the rows they pass on."""
         parallel, device = self.mesh.config, self.mesh.device_type
         inputs: list[Tensor] = []
         arguments: list[tuple[object, ...]] = []
@@ -330,7 +330,8 @@ class LanguageEngine:
             core.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
             inputs.append(core.shard(tokens.to(device)))
             arguments.append((offsets, core.positions().to(device), core.shard(labels.to(device)), core))
-        return inputs, arguments, [len(tokens) for tokens in inputs]
+        ranks = parallel.tensor if parallel.sequence else 1
+        return inputs, arguments, [-(-len(tokens) // ranks) for tokens in inputs]
 
     def _runner(self, microbatches: int, trains: bool) -> PipelineRunner:
         if (microbatches, trains) not in self._runners:
@@ -343,6 +344,7 @@ class LanguageEngine:
                 deadline_s=self.mesh.config.deadline_s,
                 reduction="sum",
                 before=self._prepare,
+                ledger=self.ledger,
             )
         return self._runners[microbatches, trains]
 
@@ -356,37 +358,14 @@ class LanguageEngine:
         self._left[action.stage] -= 1
         reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
 
-    def _add_tied_gradients(self) -> None:
-        """The embedding's and the tied head's, where first and last stage are two."""
-        if not self.model.tied or self.mesh.config.stages == 1:
-            return
-        ends = [self.stages[stage] for stage in (0, self.mesh.config.stages - 1) if stage in self.stages]
-        gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
-        if len(gradients) == 2:  # folded like a V: both ends are here
-            total = torch.stack(gradients).sum(0)
-            for gradient in gradients:
-                gradient.copy_(total)
-        elif gradients:
-            dist.all_reduce(gradients[0], group=self.mesh.ends_group)
-
-    def _square(self) -> float:
-        """Sum of the squares of the gradients' elements that this rank answers for: each is counted on one rank."""
-        place, total = self.mesh.place, 0.0
-        for number, name, parameter in self._parameters():
-            assert isinstance(parameter, DTensor)
-            is_cut = "tensor" in (parameter.device_mesh.mesh_dim_names or ())
-            is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not is_cut)
-            is_tied_copy = number > 0 and name == "embedding.weight"
-            if parameter.grad is not None and not is_copy and not is_tied_copy:
-                total += float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
-        return total
-
-    def _parameters(self) -> list[tuple[int, str, nn.Parameter]]:
-        return [
-            (number, name, parameter)
-            for number, stage in self.stages.items()
-            for name, parameter in stage.named_parameters()
-        ]
+    def _exchange(self, numbers: Sequence[float]) -> Tensor:
+        """Every process's numbers, written down."""
+        began = time.perf_counter()
+        found = self.mesh.exchange(numbers)
+        others, seconds = self.mesh.config.world - 1, time.perf_counter() - began
+        if others:
+            self.ledger.record(AGREED, Traffic(1, 8 * others * len(numbers), others, seconds, seconds))
+        return found
 
 
 def _check_rate(rate: float) -> None:
