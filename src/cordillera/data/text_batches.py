@@ -331,9 +331,10 @@ class TextBatches(Iterator[TextIteration]):
         lengths = (len(piece.tokens) for _, piece in zip(range(_SAMPLE_DOCUMENTS), stream, strict=False))
         sample = [some for _, some in zip(range(_SAMPLE_BATCHES), global_batches(lengths, batch.tokens), strict=False)]
         plain = PackingConfig(microbatches=self.microbatches, bound=batch.most)
+        candidates = [round(batch.most / 16 * 2 ** (step * 0.6)) for step in range(6)]  # to half of a microbatch
         for queues in range(batch.queues, 0, -1):
             try:
-                return tune(sample, plain, self.work, queues, batch.delay).thresholds
+                return tune(sample, plain, self.work, queues, batch.delay, [max(1, c) for c in candidates]).thresholds
             except DataError:  # every one of them delays tokens more than is allowed
                 continue
         return ()

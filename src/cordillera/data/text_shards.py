@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -250,7 +251,7 @@ class ChosenDocuments:
             raise IndexError(f"document {index} of {len(self)}")
         return self.dataset[int(self.numbers[index])]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the corpus's own and of which documents were chosen."""
         return hashlib.sha256(self.dataset.fingerprint.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()
