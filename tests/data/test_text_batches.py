@@ -133,7 +133,7 @@ def test_a_crash_after_any_iteration_changes_nothing(
 def test_another_number_of_microbatches_goes_on_with_the_same_documents(
     made: list[list[int]], batch: BatchConfig, other: int, seed: int, after: int
 ) -> None:
-    microbatches = max(other, -(-batch.tokens // batch.most))
+    microbatches = max(min(other, batch.tokens // 2), -(-batch.tokens // batch.most))
     first = batches(made, batch, epochs=1, seed=seed)
     found = list(itertools.islice(first, after))
     then = batches(made, batch, epochs=1, seed=seed, microbatches=microbatches)
@@ -289,6 +289,8 @@ def test_batches_and_documents_that_do_not_fit_are_refused() -> None:
     assert (batch.count(), batch.count(6), batch.model_copy(update={"microbatches": 5}).count(6)) == (4, 6, 5)
     with pytest.raises(DataError, match="160 tokens do not fit into 2 microbatches of at most 60"):
         batches([[9]], batch, microbatches=2)
+    with pytest.raises(DataError, match="3 tokens in 2 rows"):
+        batches([[9]], BatchConfig(tokens=3, context=40, method="fixed"), microbatches=2)
     with pytest.raises(DataError, match="documents of 61 tokens do not fit"):
         batches([[9]], batch, max_length=61)
     with pytest.raises(DataError, match="longer than 40 tokens"):

@@ -217,6 +217,12 @@ class TextBatches(Iterator[TextIteration]):
                 where="packing.tokens",
                 remedy="more microbatches, or a longer packing.bound",
             )
+        if batch.method == "fixed" and batch.tokens < 2 * microbatches:
+            raise DataError(
+                f"{batch.tokens} tokens in {microbatches} rows: a single token predicts nothing",
+                where="packing.tokens",
+                remedy="more tokens, or fewer microbatches",
+            )
         longest = config.max_length
         if batch.method != "fixed":
             longest = longest or batch.context

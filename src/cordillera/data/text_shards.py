@@ -209,7 +209,7 @@ class TextDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = int(self._first.searchsorted(index, side="right")) - 1
         base = self.offsets[self._first[shard]]
         return self._tokens[shard][self.offsets[index] - base : self.offsets[index + 1] - base]
 
