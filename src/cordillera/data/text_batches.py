@@ -217,6 +217,12 @@ class TextBatches(Iterator[TextIteration]):
                 where="packing.tokens",
                 remedy="more microbatches, or a longer packing.bound",
             )
+        if batch.method == "fixed" and batch.tokens < 2 * microbatches:
+            raise DataError(
+                f"{batch.tokens} tokens in {microbatches} rows: a single token predicts nothing",
+                where="packing.tokens",
+                remedy="more tokens, or fewer microbatches",
+            )
         longest = config.max_length
         if batch.method != "fixed":
             longest = longest or batch.context
@@ -331,9 +337,10 @@ class TextBatches(Iterator[TextIteration]):
         lengths = (len(piece.tokens) for _, piece in zip(range(_SAMPLE_DOCUMENTS), stream, strict=False))
         sample = [some for _, some in zip(range(_SAMPLE_BATCHES), global_batches(lengths, batch.tokens), strict=False)]
         plain = PackingConfig(microbatches=self.microbatches, bound=batch.most)
+        candidates = [round(batch.most / 16 * 2 ** (step * 0.6)) for step in range(6)]  # to half of a microbatch
         for queues in range(batch.queues, 0, -1):
             try:
-                return tune(sample, plain, self.work, queues, batch.delay).thresholds
+                return tune(sample, plain, self.work, queues, batch.delay, [max(1, c) for c in candidates]).thresholds
             except DataError:  # every one of them delays tokens more than is allowed
                 continue
         return ()

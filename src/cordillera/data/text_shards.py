@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -208,7 +209,7 @@ class TextDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = int(self._first.searchsorted(index, side="right")) - 1
         base = self.offsets[self._first[shard]]
         return self._tokens[shard][self.offsets[index] - base : self.offsets[index + 1] - base]
 
@@ -250,7 +251,7 @@ class ChosenDocuments:
             raise IndexError(f"document {index} of {len(self)}")
         return self.dataset[int(self.numbers[index])]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the corpus's own and of which documents were chosen."""
         return hashlib.sha256(self.dataset.fingerprint.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()

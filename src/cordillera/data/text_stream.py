@@ -89,7 +89,7 @@ class _Items:
 
     def span(self, item: int) -> tuple[int, int, int]:
         """Document, first and last token (exclusive) of an item."""
-        document = int(np.searchsorted(self.first, item, side="right")) - 1
+        document = int(self.first.searchsorted(item, side="right")) - 1
         start = (item - int(self.first[document])) * self.limit
         length = int(self.dataset.offsets[document + 1] - self.dataset.offsets[document])
         return document, start, min(start + self.limit, length)
