@@ -106,6 +106,19 @@ def test_the_interval_widens_with_the_distance_of_extrapolation() -> None:
     assert (np.diff(high / low) > 0).all()
 
 
+def test_forecasts_say_how_far_they_reach() -> None:
+    runs = surface_runs(BUDGETS)
+    for target, factor, words in [
+        (BUDGETS[0] / 2, 0.5, "0.5 times the smallest budget that was trained: an extrapolation"),
+        (1e20, 1.0, "within the budgets that were trained"),
+        (BUDGETS[-1] * 100, 100.0, "100 times the largest budget that was trained: an extrapolation"),
+    ]:
+        result = study(runs, target=target)
+        assert result.forecast is not None
+        assert result.forecast.factor == pytest.approx(factor)
+        assert words in result.summary
+
+
 def test_fewer_than_three_budgets_show_no_law_but_their_optima(tmp_path: Path) -> None:
     for count, words in [(1, "1 budget with an optimum"), (2, "2 budgets with an optimum")]:
         runs = surface_runs(BUDGETS[:count])
@@ -116,7 +129,7 @@ def test_fewer_than_three_budgets_show_no_law_but_their_optima(tmp_path: Path) -
         assert result.forecast is None
         assert f"No law: {words}" in result.summary
         assert result.to_table().row_count == count
-        plot(result, [tmp_path / "few.png"])
+        plot(result, [tmp_path / "few.svg"])
 
 
 def test_curves_without_an_optimum_are_passed_over_and_explained(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ def test_what_cannot_be_planned_is_refused_with_what_would_do() -> None:
     for budgets in ([], [0.0], [math.nan], [-1e13]):
         with pytest.raises(PlanError, match="budgets must be numbers of FLOPs above 0"):
             make_plan(budgets, sizes=small)
+        with pytest.raises(PlanError, match="budgets must be numbers of FLOPs above 0"):
+            sizes_for(BASE, budgets)
     with pytest.raises(PlanError, match="no tokens to plan with"):
         make_plan(lengths=[])
     sizes = sizes_for(BASE, BUDGETS)

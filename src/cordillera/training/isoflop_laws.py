@@ -221,7 +221,7 @@ class Forecast:
 
     Attributes:
         compute: FLOPs.
-        factor: How many times the largest budget with an optimum this is.
+        factor: How many times the nearest budget with an optimum this is; 1 between the smallest and the largest.
         values: By quantity: the law, and lower and upper end of its interval over runs.
     """
 
@@ -238,9 +238,10 @@ class Forecast:
             interval = "" if math.isnan(low) else f" [{amount(low)}, {amount(high)}]"
             return f"{amount(value)} {QUANTITIES[name]}{interval}"
 
-        where = f"{amount(self.factor)} times the largest budget that was trained: an extrapolation"
-        if self.factor <= 1:
-            where = "within the budgets that were trained"
+        where = "within the budgets that were trained"
+        if self.factor != 1:
+            end = "largest" if self.factor > 1 else "smallest"
+            where = f"{amount(self.factor)} times the {end} budget that was trained: an extrapolation"
         return f"At {power(self.compute)} FLOPs ({where}): " + ", ".join(map(told, self.values))
 
 
@@ -367,7 +368,8 @@ def study(
         for name, law in laws.items():
             value, low, high = law.predict(target)
             values[name] = float(value), float(low), float(high)
-        forecast = Forecast(target, target / laws["tokens"].line.x[-1], values)
+        smallest, *_, largest = laws["tokens"].line.x
+        forecast = Forecast(target, target / min(max(target, smallest), largest), values)
     missing = dict(left_out or {})
     for curve in curves:
         missing |= curve.left_out

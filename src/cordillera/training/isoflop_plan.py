@@ -57,7 +57,7 @@ def ladder(base: LlamaConfig, smallest: float, largest: float, count: int, *, he
             shape = abs(math.log(config.hidden / config.layers / _WIDTH_OF_LAYER))
             return abs(math.log(_size(config) / aim)) + 0.3 * shape
 
-        near = [config for config in family if abs(math.log(_size(config) / aim)) <= step / 2]
+        near = [config for config in family if abs(math.log(_size(config) / aim)) < step / 2]
         if not near:
             raise PlanError(
                 f"a model of about {amount(aim)} parameters, in widths of whole heads of {head_dim}, is not to be had",
@@ -123,12 +123,18 @@ def sizes_for(
         head_dim: As there.
 
     Raises:
-        PlanError: The family has no such sizes.
+        PlanError: The family has no such sizes, or a budget is not positive.
     """
-    optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in budgets]
-    smallest, largest = min(optima) / span, max(optima) * span
+    optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in _ordered(budgets)]
+    smallest, largest = optima[0] / span, optima[-1] * span
     count = 1 + math.ceil((per_budget - 1) * math.log(largest / smallest) / (2 * math.log(span)))
     return ladder(base, smallest, largest, count, head_dim=head_dim)
+
+
+def _ordered(budgets: Sequence[float]) -> list[float]:
+    if not budgets or not all(math.isfinite(budget) and budget > 0 for budget in budgets):
+        raise PlanError(f"budgets must be numbers of FLOPs above 0, got {list(budgets)}", where="--budget")
+    return sorted(budgets)
 
 
 @dataclass(frozen=True)
@@ -194,11 +200,10 @@ def plan_runs(
         Runs by rising budget and size.
 
     Raises:
-        PlanError: Budgets lie too close, or a budget has too few sizes, or none on a side of the expected optimum.
+        PlanError: Budgets are not positive or lie too close, or one has too few sizes, or none on a side of the
+            expected optimum.
     """
-    ordered = sorted(budgets)
-    if not ordered or not all(math.isfinite(budget) and budget > 0 for budget in ordered):
-        raise PlanError(f"budgets must be numbers of FLOPs above 0, got {list(budgets)}", where="--budget")
+    ordered = _ordered(budgets)
     for low, high in itertools.pairwise(ordered):
         if high < _APART * low:
             raise PlanError(
