@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from pydantic import Field
 
+from cordillera.data.prefetch import PrefetchedBatches
 from cordillera.data.text_batches import PackedTokens, TextBatches, TextIteration
 from cordillera.distributed.watch import Watch
 from cordillera.errors import TrainingError
@@ -203,7 +204,10 @@ class LanguageTrainer:
         guard: Watch | None = None,
         watch: LanguageWatcher | None = None,
     ) -> None:
-        self.config, self.engine, self.batches, self.checkpoints, self.run = config, engine, batches, checkpoints, run
+        self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
+        mesh = engine.mesh
+        own = slice(mesh.copy, None, mesh.config.copies)
+        self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
         self.guard, self.watch = guard, watch
         self.progress = LanguageProgress()
@@ -248,6 +252,7 @@ class LanguageTrainer:
                 self._board = stack.enter_context(
                     contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
                 )
+            stack.callback(self.batches.close)
             ended = self._steps()
             if self.checkpoints.last != self.progress.step:
                 self._save()
