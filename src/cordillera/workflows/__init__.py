@@ -15,13 +15,16 @@ from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
 from cordillera.recipe import LanguageRecipe, Recipe
 from cordillera.run import Run, RunError
+from cordillera.training.comparison import Comparison
+from cordillera.training.comparison import compare as compare_ranking
 from cordillera.training.evaluation import Evaluation
+from cordillera.training.language_comparison import LanguageComparison, compare_language
 from cordillera.training.language_report import write_language_report
 from cordillera.training.language_trainer import LanguageEvaluation
 from cordillera.training.report import write_report
 from cordillera.workflows import language, ranking
 from cordillera.workflows.language import LanguageOutcome
-from cordillera.workflows.ranking import Outcome, Sweep, compare, load_model, model_of, predict, sweep
+from cordillera.workflows.ranking import Outcome, Sweep, load_model, model_of, predict, sweep
 from cordillera.workflows.scaling import isoflop
 
 __all__ = [
@@ -100,6 +103,26 @@ def evaluate(run: Run | Path | str, split: str | None = None) -> Evaluation | La
     if isinstance(recipe, LanguageRecipe):
         return language.evaluate(run, recipe, split or "validation")
     return ranking.evaluate(run, split or "test")
+
+
+def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
+    """Put finished runs side by side; ranking runs of one recipe with several seeds become one row with intervals.
+
+    Args:
+        runs: Runs or their folders; the first one's recipe is what the others are compared with.
+
+    Raises:
+        RunError: one of them is not a run, or some are of ranking and some of language models.
+        DataError: one has no evaluation, or their splits differ.
+    """
+    opened = [run if isinstance(run, Run) else Run(run) for run in runs]
+    kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
+    if all(kinds):
+        return compare_language(opened)
+    if any(kinds):
+        other = opened[kinds.index(not kinds[0])]
+        raise RunError("is a run of another kind of model than the first", where=str(other.folder))
+    return compare_ranking(opened)
 
 
 def report(run: Run | Path | str) -> Path:

@@ -28,8 +28,6 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import Recipe
 from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
 from cordillera.training import scaling_laws
-from cordillera.training.comparison import Comparison
-from cordillera.training.comparison import compare as compare_runs
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
@@ -334,19 +332,6 @@ class _Writer:
     def __exit__(self, *exception: object) -> None:
         self.file.close()
         self.temporary.unlink(missing_ok=True)
-
-
-def compare(runs: Sequence[Run | Path | str]) -> Comparison:
-    """Put finished runs side by side; runs of one recipe with several seeds become one row with intervals.
-
-    Args:
-        runs: Runs or their folders; the first one's recipe is what the others are compared with.
-
-    Raises:
-        RunError: one of them is not a run.
-        DataError: one has no evaluation, or their test splits differ.
-    """
-    return compare_runs([run if isinstance(run, Run) else Run(run) for run in runs])
 
 
 @dataclass
