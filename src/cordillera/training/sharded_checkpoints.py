@@ -56,7 +56,8 @@ class ShardedCheckpoints:
     Args:
         folder: That holds them, the same for all ranks.
         mesh: Of all processes.
-        asynchronous: Whether training goes on while files are written.
+        asynchronous: Whether training goes on while files are written. The copy that is written from stays in host
+            memory: the system takes longer to give new memory than to copy.
         deadline_s: The longest that ranks wait for another's files, seconds; None for the mesh's.
 
     Attributes:
@@ -74,6 +75,7 @@ class ShardedCheckpoints:
         self.last: int | None = None
         self.bytes = 0
         self._write: _Write | None = None
+        self._copies: dict[str, Tensor] = {}
 
     def steps(self) -> list[int]:
         """Of the whole checkpoints that this process sees, ascending."""
@@ -109,8 +111,11 @@ class ShardedCheckpoints:
         self.last, self.bytes = int(state["step"]), int(found[:, 1].sum())
         target = folder_of(self.folder, self.last)
         temporary = self.folder / f".{target.name}.{int(found[0, 2]):012x}.tmp"
-        self._write = _Write(target, temporary, self.mesh.rank, self.mesh.config.world, self.deadline_s)
-        self._write.begin(parts, texts)
+        parts = [part._replace(tensor=self._still(part)) for part in parts]
+        if self.mesh.device_type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._write = _Write(target, temporary, self.mesh, self.deadline_s, parts, texts)
+        self._write.start()
         if not self.asynchronous:
             self.wait()
 
@@ -195,6 +200,16 @@ class ShardedCheckpoints:
             if self._write is None or leftover != self._write.temporary:
                 remove_folder(leftover)
 
+    def _still(self, part: _OwnPart) -> Tensor:
+        """A tensor in host memory that training does not change while it is written."""
+        tensor = part.tensor
+        if not self.asynchronous:
+            return tensor.cpu().contiguous()
+        copy = self._copies.get(part.name)
+        if copy is None or copy.shape != tensor.shape:
+            copy = self._copies[part.name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
+        return copy.copy_(tensor, non_blocking=True)
+
     def _verified(self, path: Path) -> ShardedFolder:
         """A folder of whose files this rank has verified its share."""
         if not path.is_dir():
@@ -245,27 +260,27 @@ class _OwnPart(NamedTuple):
 
 
 class _Write(threading.Thread):
-    """One rank's share of one checkpoint, copied when it begins, then written; rank 0 completes the whole."""
+    """Writes one rank's share of one checkpoint; rank 0's completes the whole."""
 
-    def __init__(self, target: Path, temporary: Path, rank: int, world: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        target: Path,
+        temporary: Path,
+        mesh: ProcessMesh,
+        deadline_s: float,
+        parts: list[_OwnPart],
+        texts: dict[str, str],
+    ) -> None:
         super().__init__(name="checkpoint", daemon=True)  # a rank that fails must not stay for it
         self.target, self.temporary, self.deadline_s = target, temporary, deadline_s
-        self.rank, self.world = rank, world
+        self.rank, self.world = mesh.rank, mesh.config.world
         self.stop = threading.Event()
         self.problem: CordilleraError | None = None
-        self._tensors: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
-        self._offsets: dict[str, dict[str, tuple[int, ...]]] = {WEIGHTS: {}, OPTIMIZER: {}}
-        self._texts: dict[str, str] = {}
-
-    def begin(self, parts: list[_OwnPart], texts: dict[str, str]) -> None:
-        """Copy and start."""
-        for kind, name, offsets, tensor in parts:
-            self._tensors[kind][name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(tensor)
-            self._offsets[kind][name] = offsets
+        self._parts = parts
         self._texts = texts if self.rank == 0 else {}
-        self.start()
 
     def run(self) -> None:
+        """Write; what went wrong is in ``problem``."""
         try:
             with disk_errors(self.target):
                 self._write_own()
@@ -275,18 +290,18 @@ class _Write(threading.Thread):
             self.problem = error
         except Exception as error:
             self.problem = CheckpointError(f"cannot be written ({error})", where=str(self.target))
-        finally:
-            self._tensors.clear()
 
     def _write_own(self) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
         names = list(self._texts)
         for name, text in self._texts.items():
             (self.temporary / name).write_text(text, encoding="utf-8")
-        for kind, tensors in self._tensors.items():
+        for kind in (WEIGHTS, OPTIMIZER):
+            tensors = {part.name: part.tensor for part in self._parts if part.kind == kind}
             if tensors:
+                offsets = {part.name: part.offsets for part in self._parts if part.kind == kind}
                 names.append(part_file(kind, self.rank))
-                write_tensors(self.temporary / names[-1], tensors, describe_parts(self._offsets[kind]))
+                write_tensors(self.temporary / names[-1], tensors, describe_parts(offsets))
         for name in names:
             flush(self.temporary / name)
         files = {
