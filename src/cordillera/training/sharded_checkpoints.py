@@ -36,6 +36,7 @@ from cordillera.models.language.checkpoints.sharded import (
     OPTIMIZER,
     STATE,
     WEIGHTS,
+    Parts,
     ShardedFolder,
     check_weights,
     describe_parts,
@@ -63,8 +64,8 @@ class ShardedCheckpoints:
     Attributes:
         folder: Likewise.
         mesh: Likewise.
-        last: Step of the checkpoint that was saved or restored last, alike on every rank; None before.
-        bytes: Of the tensors of the checkpoint that was saved last, over all ranks.
+        last: Step of the checkpoint that was begun or restored last, alike on every rank; None before.
+        bytes: Of the tensors of the checkpoint that was begun last, over all ranks.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ShardedCheckpoints:
             return
         began = time.monotonic()
         while True:
-            write.join(min(1.0, self.deadline_s / 4))
+            write.join(min(1.0, self.deadline_s, self.mesh.config.deadline_s) / 4)
             ended = 0.0 if write.is_alive() else 1.0 if write.problem is None else 2.0
             # rank 0's clock decides, for all of them
             found = self.mesh.exchange([ended, time.monotonic() - began])
@@ -386,8 +387,8 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
             continue
         offsets = _offsets(parameter)
         yield _OwnPart(WEIGHTS, name, offsets, parameter.to_local().detach())
-        state = engine.optimizer.state.get(parameter, {})
-        if not state:
+        state = engine.optimizer.state.get(parameter)
+        if not state:  # no step was made yet
             continue
         for key in _MOMENTS:
             yield _OwnPart(OPTIMIZER, _of_optimizer(name, key), offsets, state[key].to_local())
@@ -397,6 +398,11 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
 
 def _of_optimizer(name: str, key: str) -> str:
     return f"optimizer.{name}.{key}"
+
+
+def _read(parts: Parts, name: str, out: DTensor) -> None:
+    if out.to_local().numel():  # a rank may have nothing of a tensor with few rows
+        parts.read(name, _offsets(out), out.to_local())
 
 
 @torch.no_grad()
@@ -414,18 +420,13 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
                 found = f"has shape {moments.shapes[own]}, not {wanted}" if own in moments.shapes else "is not there"
                 raise CheckpointError(f"tensor {own} {found}", where=str(folder.path))
     for _, name, parameter in _tensors(engine):
-        local = parameter.to_local()
-        offsets = _offsets(parameter) if local.numel() else (0,) * local.dim()
-        if local.numel():
-            weights.read(name, offsets, local)
+        _read(weights, name, parameter)
         state = engine.optimizer.state[parameter]
         state.clear()
-        if not has_moments:
-            continue
-        state["step"] = torch.zeros((), device=local.device)
-        moments.read(_of_optimizer(name, "step"), (), state["step"])
-        for key in _MOMENTS:
-            state[key] = torch.zeros_like(parameter)
-            if local.numel():
-                moments.read(_of_optimizer(name, key), offsets, state[key].to_local())
+        if has_moments:
+            state["step"] = torch.zeros((), device=parameter.device)
+            moments.read(_of_optimizer(name, "step"), (), state["step"])
+            for key in _MOMENTS:
+                state[key] = torch.zeros_like(parameter)
+                _read(moments, _of_optimizer(name, key), state[key])
     return content
