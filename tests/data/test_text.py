@@ -101,13 +101,13 @@ def test_an_interrupted_preparation_goes_on_to_the_same_files(
     stops = 0
     tokenised = 0
 
-    def stopping(writer: ShardWriter, tokens: list[int]) -> None:
+    def stopping(writer: ShardWriter, tokens: list[int], text_hash: int) -> None:
         nonlocal left, tokenised
         if left == 0:
             raise KeyboardInterrupt
         left -= 1
         tokenised += 1
-        append(writer, tokens)
+        append(writer, tokens, text_hash)
 
     monkeypatch.setattr(ShardWriter, "append", stopping)
     while True:
@@ -239,10 +239,11 @@ def test_shards_give_back_what_was_written(
     limit = 70_001 if large else 65_536
     documents = [[token % limit for token in document] for document in documents]
     writer = ShardWriter(folder, limit, size)
-    for document in documents:
-        writer.append(document)
+    for number, document in enumerate(documents):
+        writer.append(document, 2**64 - 1 - number)
     writer.finish({})
     dataset = TextDataset(folder)
+    assert dataset.hashes.tolist() == [2**64 - 1 - number for number in range(len(documents))]
     assert dataset.dtype == token_dtype(limit) == (np.uint32 if large else np.uint16)
     assert [tokens.tolist() for tokens in dataset] == documents
     assert dataset.num_tokens == sum(map(len, documents))

@@ -14,7 +14,7 @@ import pyarrow.parquet
 from cordillera.errors import DataError
 
 _PACKED = (".gz", ".bz2", ".zst")
-_TEXT = (".txt", ".text", ".md")
+_TEXT = (".txt", ".text", ".md", ".py")
 _JSON_LINES = (".jsonl", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 
@@ -40,8 +40,8 @@ def read_documents(
     """Documents of files, in order; memory holds one document, or one batch of a Parquet file.
 
     Args:
-        paths: ``.txt``, ``.text``, ``.md``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or ``.zst``),
-            ``.parquet``, ``.pq``.
+        paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or
+            ``.zst``), ``.parquet``, ``.pq``.
         text_field: Key or column that holds the text.
         unit: What a document is in a plain text file: the ``file``, or every ``line``.
 

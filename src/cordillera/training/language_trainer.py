@@ -15,14 +15,16 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 
-from cordillera.data.text_batches import PackedTokens
+from cordillera.data.prefetch import PrefetchedBatches
+from cordillera.data.text_batches import PackedTokens, TextBatches, TextIteration
+from cordillera.distributed.watch import Watch
 from cordillera.errors import TrainingError
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run
@@ -113,33 +115,16 @@ class LanguageReport:
     evaluation: LanguageEvaluation | None = None
 
 
-class Iteration(Protocol):
-    """What one step computes; see :mod:`cordillera.data.text_batches`."""
-
-    microbatches: Sequence[PackedTokens]
-    lengths: Sequence[Sequence[int]]
-    tokens: int
-    documents: int
-    imbalance: float
-    delay: float
-
-
-class Batches(Protocol):
-    """Iterations, alike on every rank, with a state that does not depend on the mesh."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands; fit for JSON."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stood, by its ``state``."""
-
-
 class Checkpoints(Protocol):
-    """Where engines are saved; see :mod:`cordillera.training.sharded_checkpoints`."""
+    """Where engines are saved; see :mod:`cordillera.training.sharded_checkpoints`.
+
+    Attributes:
+        last: Step of the checkpoint that was saved or restored last; None before.
+        bytes: Of the one that was saved last.
+    """
+
+    last: int | None
+    bytes: int
 
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> Any:
         """Begin to write the ``engine``, and plain ``state`` beside it."""
@@ -195,7 +180,8 @@ class LanguageTrainer:
         held_out: What to evaluate on; empty for nothing.
         held_out_bytes: Of its text, in UTF-8.
         peak: FLOP/s of one device at best in the blocks' precision; None where it is not known.
-        should_stop: Whether this process was asked to end; one that says so ends all, after the step in progress.
+        guard: Is told where the loop is, and whether this process was asked to end: one that was ends all, after the
+            step in progress. None for a loop that nobody watches or ends.
         watch: Draws progress, on rank 0.
 
     Attributes:
@@ -208,19 +194,22 @@ class LanguageTrainer:
         self,
         config: LanguageTrainingConfig,
         engine: LanguageEngine,
-        batches: Batches,
+        batches: TextBatches,
         checkpoints: Checkpoints,
         run: Run | None = None,
         *,
         held_out: Sequence[PackedTokens] = (),
         held_out_bytes: int = 0,
         peak: float | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        guard: Watch | None = None,
         watch: LanguageWatcher | None = None,
     ) -> None:
-        self.config, self.engine, self.batches, self.checkpoints, self.run = config, engine, batches, checkpoints, run
+        self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
+        mesh = engine.mesh
+        own = slice(mesh.copy, None, mesh.config.copies)
+        self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
-        self.should_stop, self.watch = should_stop, watch
+        self.guard, self.watch = guard, watch
         self.progress = LanguageProgress()
         self._window = _Window()
         self._board: Any = None
@@ -263,8 +252,9 @@ class LanguageTrainer:
                 self._board = stack.enter_context(
                     contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
                 )
+            stack.callback(self.batches.close)
             ended = self._steps()
-            if self.progress.step not in self.checkpoints.steps():
+            if self.checkpoints.last != self.progress.step:
                 self._save()
             if ended != "interrupted" and self.held_out:
                 evaluation = self._evaluate()
@@ -282,6 +272,7 @@ class LanguageTrainer:
         loss, targets = 0.0, 0
         together = parallel.copies * parallel.pipeline
         for first in range(0, len(self.held_out), together):
+            self._at(f"evaluation after step {self.progress.step}")
             part, counted = self.engine.evaluate(self.held_out[first : first + together])
             loss, targets = loss + part, targets + counted
         mean = loss / targets
@@ -293,7 +284,7 @@ class LanguageTrainer:
         config, progress = self.config, self.progress
         while progress.step < config.steps:
             asked = time.perf_counter()
-            iteration = next(self.batches, None)  # type: ignore[call-overload]
+            iteration = next(self.batches, None)
             self._window.waiting += time.perf_counter() - asked
             if iteration is None:
                 return "exhausted"
@@ -315,8 +306,9 @@ class LanguageTrainer:
                 return "interrupted"
         return "finished"
 
-    def _step(self, iteration: Iteration) -> None:
+    def _step(self, iteration: TextIteration) -> None:
         config, progress, window = self.config, self.progress, self._window
+        self._at(f"step {progress.step + 1}")
         rate = schedule(
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
         )
@@ -352,11 +344,16 @@ class LanguageTrainer:
         """Whether any rank was asked to stop; what ranks found out each for itself, the largest of all."""
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
-        numbers = [float(self.should_stop()), traffic.seconds, traffic.exposed_seconds, float(_memory(self.engine))]
+        is_asked = self.guard is not None and self.guard.should_stop
+        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, float(_memory(self.engine))]
         stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
         self._window.communication += communication
         self._window.exposed += exposed
         return stop > 0
+
+    def _at(self, where: str) -> None:
+        if self.guard is not None:
+            self.guard.at(where)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -414,7 +411,8 @@ class LanguageTrainer:
         self.checkpoints.save(self.engine, state)
         self._prune()
         if self.run is not None:
-            self.run.log({"kind": "checkpoint", **self._place(), "seconds": time.perf_counter() - began})
+            seconds = time.perf_counter() - began
+            self.run.log({"kind": "checkpoint", **self._place(), "seconds": seconds, "bytes": self.checkpoints.bytes})
 
     def _prune(self) -> None:
         """Keep the newest; one that is being written is not among them yet."""

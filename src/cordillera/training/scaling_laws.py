@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -466,12 +466,22 @@ def plot(
         references: More horizontal lines, by label.
         title: Above the drawing.
     """
+    save_figure(lambda: _draw(result, bayes, references or {}, title), paths)
+
+
+def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
+    """Write a drawing in the style of all laws; equal drawings give equal files.
+
+    Args:
+        draw: Makes a new figure.
+        paths: Where to; the suffix chooses the format (``.png``, ``.svg``).
+    """
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
         for path in paths:
             # Saving adjusts the layout, so each file gets a figure of its own and depends on no other.
-            figure = _draw(result, bayes, references or {}, title)
+            figure = draw()
             beside = path.with_name(f".{path.name}.tmp")
             # Without a date, equal measurements give equal files.
             metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}

@@ -1,0 +1,51 @@
+"""``cordillera isoflop``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def isoflop(
+    recipe: Annotated[str, typer.Argument(help="A shipped language recipe's name or a TOML file.")],
+    budget: Annotated[
+        list[float],
+        typer.Option("--budget", help="Training FLOPs of each run of one curve, like 1e13. Give three or more."),
+    ],
+    sizes: Annotated[int, typer.Option(min=4, help="Model sizes for each budget.")] = 6,
+    tokens_per_parameter: Annotated[
+        float, typer.Option(help="Where the optimum is expected; a first study says better.")
+    ] = 20.0,
+    target: Annotated[
+        float | None, typer.Option(help="FLOPs of a budget to foretell the best split of, like 3.8e25.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key for all runs.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--run", help="Folder of the study. Default: runs/NAME-isoflop.")
+    ] = None,
+) -> None:
+    """Train a language model in several sizes for each budget and fit the best split into parameters and tokens.
+
+    A study that was stopped goes on where it was; budgets may be added later.
+    """
+    from cordillera import workflows
+    from cordillera.cli._show import console, training_progress
+
+    out = console()
+    with training_progress(out) as (watch, say):
+        result = workflows.isoflop(
+            recipe,
+            budget,
+            sizes=sizes,
+            tokens_per_parameter=tokens_per_parameter,
+            target=target,
+            overrides=set_ or [],
+            folder=folder,
+            watch=watch,
+            say=say,
+        )
+    out.print(result.study.to_table())
+    out.print(result.study.summary, markup=False)
+    out.print(f"plot: {result.plot}", markup=False)
