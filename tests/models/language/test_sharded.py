@@ -86,15 +86,6 @@ def test_a_step_is_a_checkpoint_like_others_and_becomes_one_for_others(
         load_into(make_llama(tied=tied, rope_theta=10_000.0), step)
 
 
-def test_the_newest_step_of_a_run_is_meant(make_llama: MakeLlama, tmp_path: Path) -> None:
-    for number in (7, 12):
-        (tmp_path / "checkpoints").mkdir(exist_ok=True)
-        write_step(tmp_path / "checkpoints" / f"step-{number:09d}", make_llama(seed=number))
-    (tmp_path / "model.json").write_text("{}")  # a run's, which is another
-    for path in (tmp_path, tmp_path / "checkpoints"):
-        assert same(load(path)[1], make_llama(seed=12))
-
-
 def test_weights_are_cast_where_they_are_read(make_llama: MakeLlama, tmp_path: Path) -> None:
     model = make_llama()
     _, half = load(write_step(tmp_path / "step", model), torch.bfloat16)

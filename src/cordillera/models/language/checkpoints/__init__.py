@@ -6,7 +6,7 @@ format             what lies at the path
 Hugging Face       a folder with ``config.json`` and one or several ``.safetensors`` with an index
 Meta consolidated  a folder with ``params.json`` and ``consolidated.NN.pth``, one for each model-parallel rank
 GGUF               one ``.gguf`` file, or a folder with one; quantised weights are dequantised
-our own            a folder ``step-NNNNNNNNN`` of a training, or a run's, whose newest step is meant
+our own            a folder ``step-NNNNNNNNN`` of a training, with ``model.json`` and ``checksums.json``
 =================  ========================================================================================
 
 Everything that can be wrong with names, shapes and dtypes is refused before weights are read, and nothing is unpickled
@@ -58,9 +58,6 @@ def open_checkpoint(path: str | Path) -> Source:
         return Consolidated(path)
     if (path / MODEL).exists() and ((path / CHECKSUMS).exists() or (path / STATE).exists()):
         return Sharded(path)
-    steps = [step for step in (*path.glob("step-*"), *path.glob("checkpoints/step-*")) if (step / MODEL).exists()]
-    if steps:
-        return Sharded(max(steps, key=lambda step: step.name))
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return GGUFFile(found[0])
