@@ -333,7 +333,7 @@ def kill_everywhere(root: str) -> None:
 def test_killed_at_any_moment_there_is_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
     code = f"from {__name__} import kill_everywhere; kill_everywhere({str(tmp_path)!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=150, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     folders = sorted(tmp_path.glob("touch *"), key=lambda path: int(path.name.split()[1]))
     assert len(folders) > 12

@@ -66,8 +66,8 @@ ORDER = (1, 2, 3, 4, 3, 2, 1)  # smaller ones come back for what larger ones hav
 STATE = {"step": 2, "rate": 0.1, "queue": [[1, 2], []], "none": None}
 
 
-def mesh(name: str, deadline_s: float = 30.0) -> ProcessMesh:
-    return ProcessMesh(ParallelConfig(**MESHES[SIZES[name]][name], deadline_s=deadline_s))
+def mesh(name: str) -> ProcessMesh:
+    return ProcessMesh(ParallelConfig(**MESHES[SIZES[name]][name], deadline_s=60))
 
 
 def iteration(seed: int) -> list[PackedTokens]:
@@ -210,7 +210,7 @@ def refused(make: Callable[[], object]) -> str:
 
 def run_trouble(rank: int, root: Path) -> dict[str, Any]:
     """What goes wrong on one of two ranks."""
-    place = mesh("shard 2", deadline_s=1.0)
+    place = mesh("shard 2")
     engine = LanguageEngine(TRAINING, MODEL, place)
     good = ShardedCheckpoints(root / "trouble", place)
     good.save(engine, {"step": 1})
@@ -224,13 +224,13 @@ def run_trouble(rank: int, root: Path) -> dict[str, Any]:
         release.wait(20)
         write_tensors(*given)
 
-    def failed(instead: Callable[..., None]) -> str:
-        checkpoints = ShardedCheckpoints(root / "trouble", place)
+    def failed(instead: Callable[..., None], deadline_s: float | None = None) -> str:
+        checkpoints = ShardedCheckpoints(root / "trouble", place, deadline_s=deadline_s)
         with mock.patch.object(sharded_checkpoints, "write_tensors", instead if rank == 1 else write_tensors):
             checkpoints.save(engine, {"step": 2})
             return refused(checkpoints.wait)
 
-    found: dict[str, Any] = {"full": failed(full), "stuck": failed(stuck)}
+    found: dict[str, Any] = {"full": failed(full), "stuck": failed(stuck, 1.0)}
     dist.barrier()
     release.set()
     found["state"] = refused(lambda: good.save(engine, {"step": 3, "place": rank}))
@@ -260,8 +260,8 @@ def truncate(name: str, folder: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "corrupt weights": functools.partial(flip, "weights-00001.safetensors"),
-    "corrupt moments": functools.partial(flip, "weights-00000.safetensors"),
+    "corrupt by rank 1": functools.partial(flip, "weights-00001.safetensors"),
+    "corrupt by rank 0": functools.partial(flip, "weights-00000.safetensors"),
     "corrupt checksums": functools.partial(flip, "checksums.json"),
     "truncated": functools.partial(truncate, "weights-00000.safetensors"),
     "missing": lambda folder: (folder / "weights-00001.safetensors").unlink(),
@@ -347,8 +347,8 @@ def test_torch_reads_the_files_into_cut_tensors(executed: dict[int, dict[str, An
         ("stuck", "CheckpointError: .*step-000000002: rank 1 did not come to the end of writing within 1 s"),
         ("state", "CheckpointError: step 3: rank 1 was given another state than rank 0"),
         ("absent", r"CheckpointError: .*step-000000007: there is no such checkpoint\n  -> steps there are: 1"),
-        ("corrupt weights", "CheckpointError: .*/weights-00001.safetensors: is corrupt"),
-        ("corrupt moments", "CheckpointError: .*/weights-00000.safetensors: is corrupt"),
+        ("corrupt by rank 1", "CheckpointError: .*/weights-00001.safetensors: is corrupt"),
+        ("corrupt by rank 0", "CheckpointError: .*/weights-00000.safetensors: is corrupt"),
         ("corrupt checksums", "CheckpointError: .*/checksums.json: the file is damaged"),
         ("truncated", "CheckpointError: .*/weights-00000.safetensors: has .* bytes"),
         ("missing", "CheckpointError: .*/weights-00001.safetensors: is missing"),

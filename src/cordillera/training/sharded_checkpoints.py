@@ -36,6 +36,7 @@ from cordillera.models.language.checkpoints.sharded import (
     OPTIMIZER,
     STATE,
     WEIGHTS,
+    Parts,
     ShardedFolder,
     check_weights,
     describe_parts,
@@ -56,14 +57,15 @@ class ShardedCheckpoints:
     Args:
         folder: That holds them, the same for all ranks.
         mesh: Of all processes.
-        asynchronous: Whether training goes on while files are written.
+        asynchronous: Whether training goes on while files are written. The copy that is written from stays in host
+            memory: the system takes longer to give new memory than to copy.
         deadline_s: The longest that ranks wait for another's files, seconds; None for the mesh's.
 
     Attributes:
         folder: Likewise.
         mesh: Likewise.
-        last: Step of the checkpoint that was saved or restored last, alike on every rank; None before.
-        bytes: Of the tensors of the checkpoint that was saved last, over all ranks.
+        last: Step of the checkpoint that was begun or restored last, alike on every rank; None before.
+        bytes: Of the tensors of the checkpoint that was begun last, over all ranks.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ShardedCheckpoints:
         self.last: int | None = None
         self.bytes = 0
         self._write: _Write | None = None
+        self._copies: dict[str, Tensor] = {}
 
     def steps(self) -> list[int]:
         """Of the whole checkpoints that this process sees, ascending."""
@@ -109,8 +112,11 @@ class ShardedCheckpoints:
         self.last, self.bytes = int(state["step"]), int(found[:, 1].sum())
         target = folder_of(self.folder, self.last)
         temporary = self.folder / f".{target.name}.{int(found[0, 2]):012x}.tmp"
-        self._write = _Write(target, temporary, self.mesh.rank, self.mesh.config.world, self.deadline_s)
-        self._write.begin(parts, texts)
+        parts = [part._replace(tensor=self._still(part)) for part in parts]
+        if self.mesh.device_type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._write = _Write(target, temporary, self.mesh, self.deadline_s, parts, texts)
+        self._write.start()
         if not self.asynchronous:
             self.wait()
 
@@ -127,7 +133,7 @@ class ShardedCheckpoints:
             return
         began = time.monotonic()
         while True:
-            write.join(min(1.0, self.deadline_s / 4))
+            write.join(min(1.0, self.deadline_s, self.mesh.config.deadline_s) / 4)
             ended = 0.0 if write.is_alive() else 1.0 if write.problem is None else 2.0
             # rank 0's clock decides, for all of them
             found = self.mesh.exchange([ended, time.monotonic() - began])
@@ -195,6 +201,16 @@ class ShardedCheckpoints:
             if self._write is None or leftover != self._write.temporary:
                 remove_folder(leftover)
 
+    def _still(self, part: _OwnPart) -> Tensor:
+        """A tensor in host memory that training does not change while it is written."""
+        tensor = part.tensor
+        if not self.asynchronous:
+            return tensor.cpu().contiguous()
+        copy = self._copies.get(part.name)
+        if copy is None or copy.shape != tensor.shape:
+            copy = self._copies[part.name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
+        return copy.copy_(tensor, non_blocking=True)
+
     def _verified(self, path: Path) -> ShardedFolder:
         """A folder of whose files this rank has verified its share."""
         if not path.is_dir():
@@ -245,27 +261,27 @@ class _OwnPart(NamedTuple):
 
 
 class _Write(threading.Thread):
-    """One rank's share of one checkpoint, copied when it begins, then written; rank 0 completes the whole."""
+    """Writes one rank's share of one checkpoint; rank 0's completes the whole."""
 
-    def __init__(self, target: Path, temporary: Path, rank: int, world: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        target: Path,
+        temporary: Path,
+        mesh: ProcessMesh,
+        deadline_s: float,
+        parts: list[_OwnPart],
+        texts: dict[str, str],
+    ) -> None:
         super().__init__(name="checkpoint", daemon=True)  # a rank that fails must not stay for it
         self.target, self.temporary, self.deadline_s = target, temporary, deadline_s
-        self.rank, self.world = rank, world
+        self.rank, self.world = mesh.rank, mesh.config.world
         self.stop = threading.Event()
         self.problem: CordilleraError | None = None
-        self._tensors: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
-        self._offsets: dict[str, dict[str, tuple[int, ...]]] = {WEIGHTS: {}, OPTIMIZER: {}}
-        self._texts: dict[str, str] = {}
-
-    def begin(self, parts: list[_OwnPart], texts: dict[str, str]) -> None:
-        """Copy and start."""
-        for kind, name, offsets, tensor in parts:
-            self._tensors[kind][name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(tensor)
-            self._offsets[kind][name] = offsets
+        self._parts = parts
         self._texts = texts if self.rank == 0 else {}
-        self.start()
 
     def run(self) -> None:
+        """Write; what went wrong is in ``problem``."""
         try:
             with disk_errors(self.target):
                 self._write_own()
@@ -275,18 +291,18 @@ class _Write(threading.Thread):
             self.problem = error
         except Exception as error:
             self.problem = CheckpointError(f"cannot be written ({error})", where=str(self.target))
-        finally:
-            self._tensors.clear()
 
     def _write_own(self) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
         names = list(self._texts)
         for name, text in self._texts.items():
             (self.temporary / name).write_text(text, encoding="utf-8")
-        for kind, tensors in self._tensors.items():
+        for kind in (WEIGHTS, OPTIMIZER):
+            tensors = {part.name: part.tensor for part in self._parts if part.kind == kind}
             if tensors:
+                offsets = {part.name: part.offsets for part in self._parts if part.kind == kind}
                 names.append(part_file(kind, self.rank))
-                write_tensors(self.temporary / names[-1], tensors, describe_parts(self._offsets[kind]))
+                write_tensors(self.temporary / names[-1], tensors, describe_parts(offsets))
         for name in names:
             flush(self.temporary / name)
         files = {
@@ -371,8 +387,8 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
             continue
         offsets = _offsets(parameter)
         yield _OwnPart(WEIGHTS, name, offsets, parameter.to_local().detach())
-        state = engine.optimizer.state.get(parameter, {})
-        if not state:
+        state = engine.optimizer.state.get(parameter)
+        if not state:  # no step was made yet
             continue
         for key in _MOMENTS:
             yield _OwnPart(OPTIMIZER, _of_optimizer(name, key), offsets, state[key].to_local())
@@ -382,6 +398,11 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
 
 def _of_optimizer(name: str, key: str) -> str:
     return f"optimizer.{name}.{key}"
+
+
+def _read(parts: Parts, name: str, out: DTensor) -> None:
+    if out.to_local().numel():  # a rank may have nothing of a tensor with few rows
+        parts.read(name, _offsets(out), out.to_local())
 
 
 @torch.no_grad()
@@ -399,18 +420,13 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
                 found = f"has shape {moments.shapes[own]}, not {wanted}" if own in moments.shapes else "is not there"
                 raise CheckpointError(f"tensor {own} {found}", where=str(folder.path))
     for _, name, parameter in _tensors(engine):
-        local = parameter.to_local()
-        offsets = _offsets(parameter) if local.numel() else (0,) * local.dim()
-        if local.numel():
-            weights.read(name, offsets, local)
+        _read(weights, name, parameter)
         state = engine.optimizer.state[parameter]
         state.clear()
-        if not has_moments:
-            continue
-        state["step"] = torch.zeros((), device=local.device)
-        moments.read(_of_optimizer(name, "step"), (), state["step"])
-        for key in _MOMENTS:
-            state[key] = torch.zeros_like(parameter)
-            if local.numel():
-                moments.read(_of_optimizer(name, key), offsets, state[key].to_local())
+        if has_moments:
+            state["step"] = torch.zeros((), device=parameter.device)
+            moments.read(_of_optimizer(name, "step"), (), state["step"])
+            for key in _MOMENTS:
+                state[key] = torch.zeros_like(parameter)
+                _read(moments, _of_optimizer(name, key), state[key])
     return content
