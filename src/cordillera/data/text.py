@@ -156,7 +156,15 @@ def _write(
         return
     writer = ShardWriter(partial, tokenizer.vocab_size, config.shard_tokens)
     try:
-        kept = cleaner.clean(lambda: read_documents(paths, text_field=config.text_field, unit=config.unit))
+        kept = cleaner.clean(
+            lambda: read_documents(
+                paths,
+                text_field=config.text_field,
+                unit=config.unit,
+                url_field=cleaner.config.url_field,
+                date_field=cleaner.config.date_field,
+            )
+        )
         rest = itertools.islice(kept, writer.documents, None)
         before, after = ends
         with _encoders(config, tokenizer) as encode:
