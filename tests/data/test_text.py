@@ -83,6 +83,12 @@ def test_the_report_says_what_was_dropped(config: TextConfig) -> None:
     cleaning = CleaningConfig(near_duplicates=None)
     report = prepare_text(config.model_copy(update={"cleaning": cleaning})).facts["report"]
     assert (report["kept"], report["dropped"]["exact duplicate"], report["lines dropped"]) == (41, 1, 40)
+    pages = CleaningConfig(exact=False, near_duplicates=None, line_repeats=None, repeated_ngrams={}, url_field="url")
+    path.write_text("\n".join(json.dumps({"text": text, "url": "u"}) for text in ("older", "newer")))
+    newest = prepare_text(config.model_copy(update={"path": str(path), "cleaning": pages}))
+    assert newest.facts["report"]["dropped"]["older version of its page"] == 1
+    assert load_tokenizer(config.tokenizer).decode(newest[0][:-1].tolist()) == "newer"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in ("", "new one", TEXTS[0])))
     quality = CleaningConfig(min_quality=0.5)
     chosen = prepare_text(
         config.model_copy(update={"cleaning": quality}), quality=lambda text: 1.0 if "new" in text else 0.0

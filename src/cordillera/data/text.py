@@ -87,8 +87,11 @@ def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
 
 def _python_library() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    inside = sorted((file.relative_to(root) for file in root.rglob("*.py")), key=lambda file: file.parts)
-    found = [root / file for file in inside if not _NOT_LIBRARY & set(file.parts) and (root / file).stat().st_size]
+    found: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _NOT_LIBRARY]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    found = sorted(file for file in found if file.stat().st_size)
     if not found:
         raise DataError("this Python came without the sources of its library", where=str(root))
     return found
@@ -153,7 +156,15 @@ def _write(
         return
     writer = ShardWriter(partial, tokenizer.vocab_size, config.shard_tokens)
     try:
-        kept = cleaner.clean(lambda: read_documents(paths, text_field=config.text_field, unit=config.unit))
+        kept = cleaner.clean(
+            lambda: read_documents(
+                paths,
+                text_field=config.text_field,
+                unit=config.unit,
+                url_field=cleaner.config.url_field,
+                date_field=cleaner.config.date_field,
+            )
+        )
         rest = itertools.islice(kept, writer.documents, None)
         before, after = ends
         with _encoders(config, tokenizer) as encode:

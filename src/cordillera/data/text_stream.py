@@ -102,6 +102,9 @@ class DocumentStream:
     tokens. Of every ``world_size`` neighbours in that order each rank gets one; which one is drawn anew each time, so
     that no rhythm of the mixture falls together with the ranks. No document goes to two ranks, none is left out.
 
+    A rank cannot go on where another number of ranks stood: they hold documents half read. What must go on with any
+    number takes one stream for all ranks, as :class:`cordillera.data.text_batches.TextBatches` does.
+
     Args:
         sources: The corpora.
         config: Order, shares, limits.
