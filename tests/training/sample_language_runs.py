@@ -111,7 +111,8 @@ def make_model(**sizes: int) -> Record:
             "tokenizer": {"name": "smollm2", "fingerprint": "3f1a9c0be2d4", "vocab_size": 49_152},
             "sources": [
                 {
-                    "path": "letters/*.txt", "documents": 411_833, "tokens": 1_712_345_678,
+                    "path": "letters/*.txt",
+                    "folder": "/cache/letters", "documents": 411_833, "tokens": 1_712_345_678,
                     "report": {"documents": 420_000, "kept": 412_345, "dropped": {"empty": 7655, "near_duplicate": 0}},
                 },
             ],

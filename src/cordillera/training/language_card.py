@@ -105,7 +105,7 @@ def _value(value: object) -> str:
 
 
 def _told(value: object) -> str:
-    """Facts in words: counts before what they count, without those of nothing."""
+    """Facts in words: counts before what they count, without those of nothing, nor places on the disk."""
     if isinstance(value, list):
         return "; ".join(filter(None, map(_told, value)))
     if not isinstance(value, dict):
@@ -113,10 +113,13 @@ def _told(value: object) -> str:
     parts = []
     for key, entry in value.items():
         name = str(key).replace("_", " ")
+        if key == "folder":
+            continue
         if isinstance(entry, dict | list):
             parts.append(f"{name}: {text}" if (text := _told(entry)) else "")
         elif isinstance(entry, int | float) and not isinstance(entry, bool):
             parts.append(f"{_value(entry)} {name}" if entry else "")
-        else:
-            parts.append(f"{name} {_value(entry)}" if entry else "")
+        elif entry:
+            text = _value(entry)
+            parts.append(text if key in ("name", "path") else f"{name} {text[:12] if key == 'fingerprint' else text}")
     return ", ".join(filter(None, parts))

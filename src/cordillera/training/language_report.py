@@ -276,8 +276,10 @@ def _times(records: LanguageRecords) -> str:
 
 
 def _memory(records: LanguageRecords, pictures: Pictures) -> str:
-    memory = Series.of("memory", "s0", records.train, "step", lambda record: record["memory_bytes"] / 2**30)
-    chart = draw(pictures, "Memory of the largest rank", [memory], ("step", "GiB"), "The rank that held most.")
+    most = max((record["memory_bytes"] for record in records.train if record["memory_bytes"] < math.inf), default=0.0)
+    unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    memory = Series.of("memory", "s0", records.train, "step", lambda record: record["memory_bytes"] / size)
+    chart = draw(pictures, "Memory of the largest rank", [memory], ("step", unit), "The rank that held most.")
     if not chart:
         return ""
     known = [record for record in records.train if math.isfinite(record["memory_bytes"])]
