@@ -107,8 +107,17 @@ def make_model(**sizes: int) -> Record:
         "mesh": mesh.model_dump(mode="json"),
         "world": mesh.world,
         "data": {
-            "name": "letters of a public library", "documents": 412_345, "tokens": 1_712_345_678, "held_out": 512,
-            "tokenizer": "smollm2", "fingerprint": "3f1a9c0be2d4",
+            "label": "letters",
+            "tokenizer": {"name": "smollm2", "fingerprint": "3f1a9c0be2d4", "vocab_size": 49_152},
+            "sources": [
+                {
+                    "path": "letters/*.txt",
+                    "folder": "/cache/letters", "documents": 411_833, "tokens": 1_712_345_678,
+                    "report": {"documents": 420_000, "kept": 412_345, "dropped": {"empty": 7655, "near_duplicate": 0}},
+                },
+            ],
+            "weights": None,
+            "held_out": [{"documents": 512, "tokens": 1_049_088}],
         },
     }  # fmt: skip
 

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
 from cordillera.run import Run
 from cordillera.training import report_page
 from cordillera.training.charts import compact, padded, stacked_bar
+from cordillera.training.language_card import card
 from cordillera.training.language_headline import headline
 from cordillera.training.language_records import LanguageRecords, Record, mean, total
 from cordillera.training.language_warnings import find_warnings
 from cordillera.training.report_page import (
     Pictures,
-    count,
     definitions,
     duration,
     figure,
@@ -35,22 +34,6 @@ from cordillera.training.series import Axis, Series, draw
 _SHOWN_EVENTS = 12
 _MOST_EVENTS = 200
 _SHOWN_VALIDATIONS = 8
-_SHOWN_RANKS = 16
-_MOST_RANKS = 100_000  # of a mesh whose first ranks are shown
-_SHAPE = {
-    "layers": "Layers",
-    "hidden": "Width",
-    "heads": "Heads of queries",
-    "kv_heads": "Heads of keys and values",
-    "head_dim": "Width of a head",
-    "ffn": "Width of the feed-forward net",
-    "vocabulary": "Vocabulary",
-    "context": "Context, tokens",
-    "tied": "Head is the embedding",
-    "norm_eps": "Epsilon of norms",
-    "rope_theta": "Base of rotary frequencies",
-    "rope_scaling": "Their scaling",
-}
 
 
 def write_language_report(run: Run) -> Path:
@@ -84,7 +67,7 @@ def render(run: Run) -> str:
         _speed(records, pictures),
         _memory(records, pictures),
         _events(records),
-        _model(records),
+        card(records),
         _reproduction(records),
     ]
     description = records.recipe.get("description")
@@ -293,8 +276,10 @@ def _times(records: LanguageRecords) -> str:
 
 
 def _memory(records: LanguageRecords, pictures: Pictures) -> str:
-    memory = Series.of("memory", "s0", records.train, "step", lambda record: record["memory_bytes"] / 2**30)
-    chart = draw(pictures, "Memory of the largest rank", [memory], ("step", "GiB"), "The rank that held most.")
+    most = max((record["memory_bytes"] for record in records.train if record["memory_bytes"] < math.inf), default=0.0)
+    unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    memory = Series.of("memory", "s0", records.train, "step", lambda record: record["memory_bytes"] / size)
+    chart = draw(pictures, "Memory of the largest rank", [memory], ("step", unit), "The rank that held most.")
     if not chart:
         return ""
     known = [record for record in records.train if math.isfinite(record["memory_bytes"])]
@@ -355,69 +340,6 @@ def _event(kind: str, found: Sequence[Record]) -> str:
     return f'<tr><th scope="row">{name}</th><td>{escape(at)}</td><td>{escape("; ".join(details))}</td></tr>'
 
 
-def _model(records: LanguageRecords) -> str:
-    if not records.model:
-        return ""
-    model, mesh = records.model, records.mesh
-    shape = [("Name", plain(model.get("name"))), ("Parameters", whole(records.parameters, ""))]
-    shape.append(("Training FLOPs a token, attention aside", whole(records.size("flops_per_token"), "")))
-    shape += [
-        (_SHAPE.get(key, key), _value(value)) for key, value in (model.get("config") or {}).items() if key != "name"
-    ]
-    blocks = [("Shape", shape)]
-    if mesh is not None:
-        sizes = [f"{name} {getattr(mesh, name)}" for name in DIMENSIONS if getattr(mesh, name) > 1]
-        parallel = [("Processes", f"{mesh.world:,}"), ("Mesh", " \u00d7 ".join(sizes) or "one process")]
-        parallel.append(("Precision of blocks", plain(records.setting("training", "precision"))))
-        if mesh.pipeline > 1:
-            parallel += [("Schedule", mesh.schedule), ("Stages", f"{mesh.stages}")]
-        if mesh.context > 1:
-            parallel += [
-                ("Sequences are cut", mesh.sharding.replace("_", " ")),
-                ("Keys and values by", mesh.transport.replace("_", "-")),
-            ]
-        parallel.append(("Computed again in backward", mesh.recompute))
-        blocks.append(("Parallelism", parallel))
-    data = [(key.replace("_", " ").capitalize(), _value(value)) for key, value in (model.get("data") or {}).items()]
-    blocks.append(("Data", [pair for pair in data if pair[0] != "Warnings"]))
-    cards = [f"<h3>{name}</h3>{definitions(pairs)}" for name, pairs in blocks if any(text for _, text in pairs)]
-    columns = "".join(f"<div>{column}</div>" for column in ("".join(cards[:1]), "".join(cards[1:])))
-    ranks = _ranks(mesh) if mesh is not None else ""
-    return f'<section><h2>The model</h2><div class="card">{columns}</div>{ranks}</section>'
-
-
-def _ranks(mesh: ParallelConfig) -> str:
-    """Ranks as a table: copies of the model and stages of the pipeline one way, parts of a layer the other."""
-    if not 1 < mesh.world <= _MOST_RANKS:
-        return ""
-    ranks, names = ranks_of(mesh)
-    down, across = ("replicate", "shard", "pipeline"), ("context", "tensor")
-    grid = ranks.permute([names.index(name) for name in (*down, *across)]).flatten(3, 4).flatten(0, 2)
-    if len(grid) > grid.shape[1]:
-        grid, rows, columns = grid.T, _places(mesh, across), _places(mesh, down)
-    else:
-        rows, columns = _places(mesh, down), _places(mesh, across)
-    heads = [name.replace(", ", "<br>") or "rank" for name in columns[:_SHOWN_RANKS]]
-    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    lines = []
-    for name, line in zip(rows[:_SHOWN_RANKS], grid[:, :_SHOWN_RANKS].tolist(), strict=False):
-        cells = "".join(f"<td>{rank}</td>" for rank in line)
-        lines.append(f'<tr><th scope="row">{name or "rank"}</th>{cells}</tr>')
-    shown = min(len(rows), _SHOWN_RANKS) * min(len(columns), _SHOWN_RANKS)
-    text = "" if shown == mesh.world else f'<p class="soft small">{shown:,} of {mesh.world:,} ranks.</p>'
-    table = f'<table class="ranks"><thead><tr><td></td>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-    return f"<h3>Ranks by their place in the mesh</h3>{scroll('Ranks', table)}{text}"
-
-
-def _places(mesh: ParallelConfig, names: Sequence[str]) -> list[str]:
-    """What the places along dimensions are called; those of size 1 are not worth a word."""
-    sizes = [range(getattr(mesh, name)) for name in names]
-    return [
-        ", ".join(f"{name} {at}" for name, at, size in zip(names, place, sizes, strict=True) if len(size) > 1)
-        for place in itertools.product(*sizes)
-    ]
-
-
 def _reproduction(records: LanguageRecords) -> str:
     world, environment = records.size("world"), records.environment
     command = "cordillera train recipe.toml" + (f" --nproc {world:.0f}" if world > 1 else "")
@@ -430,12 +352,6 @@ def _reproduction(records: LanguageRecords) -> str:
     ]
     about = f'<div class="facts">{definitions(facts)}</div>' if any(text for _, text in facts) else ""
     return reproduction(records.recipe_text, command, about)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return count(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _bytes(size: float) -> str:
