@@ -121,26 +121,43 @@ def train_ours(case: Case) -> None:
         meter.step_ended()
 
 
-class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of the batches, again and again."""
+class _Rows(torch.utils.data.Dataset[Any]):
+    """Rows of the batches, again and again; a row of many documents as a list of them."""
 
     def __init__(self, case: Case) -> None:
-        self._rows = torch.cat(case.batches())
+        self._rows, self._documents = torch.cat(case.batches()), list(case.documents)
 
     def __len__(self) -> int:
         return 64 * len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         row = self._rows[index % len(self._rows)]
-        return {"input_ids": row, "labels": row}
+        if not self._documents:
+            return {"input_ids": row, "labels": row}
+        return [{"input_ids": one, "labels": one} for one in row.split(self._documents)]
+
+
+def _padded(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """A row for each document, all as long as the longest."""
+    tokens = [document["input_ids"] for row in rows for document in row]
+    pad = torch.nn.utils.rnn.pad_sequence
+    labels = pad(tokens, batch_first=True, padding_value=-100)
+    return {"input_ids": pad(tokens, batch_first=True), "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+def _packed(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """All documents in one row, with positions that begin anew in each, from which the model makes its mask."""
+    import transformers
+
+    documents = [{"input_ids": one["input_ids"].tolist()} for row in rows for one in row]
+    found: dict[str, Tensor] = transformers.DataCollatorWithFlattening(return_tensors="pt")(documents)
+    return found
 
 
 def train_transformers(case: Case) -> None:
     """transformers' Trainer: weights in float32, products under autocast, AdamW fused, no reports, no checkpoints."""
     import transformers
 
-    if case.documents:
-        raise SystemExit("the Trainer's model computes one document a row on CPUs")
     settings = transformers.LlamaConfig(
         hidden_size=case.hidden, intermediate_size=case.ffn, num_hidden_layers=case.layers,
         num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, vocab_size=case.vocabulary,
@@ -159,9 +176,12 @@ def train_transformers(case: Case) -> None:
             output_dir=folder, per_device_train_batch_size=case.rows, max_steps=10**6, optim="adamw_torch_fused",
             learning_rate=3e-4, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="constant",
             use_cpu=True, bf16=case.dtype == "bfloat16", disable_tqdm=True, report_to="none", save_strategy="no",
-            logging_strategy="no", dataloader_pin_memory=False, torch_compile=case.variant == "compiled",
+            logging_strategy="no", dataloader_pin_memory=False, remove_unused_columns=False,
         )  # fmt: skip
-        transformers.Trainer(model, arguments, train_dataset=_Rows(case), callbacks=[Steps()]).train()
+        collate = {"padded": _padded, "packed": _packed}.get(case.variant)
+        transformers.Trainer(
+            model, arguments, train_dataset=_Rows(case), data_collator=collate, callbacks=[Steps()]
+        ).train()
 
 
 def train_torchtitan(case: Case) -> None:
@@ -244,9 +264,8 @@ def train_torchtitan(case: Case) -> None:
     config.metrics.log_freq = 10**6
     config.checkpoint.enable = config.validator.enable = False
     config.activation_checkpoint = None
-    if "whole" in case.variant:  # all logits at once instead of in eight parts
+    if case.variant == "whole":  # all logits at once instead of in eight parts
         config.loss = CrossEntropyLoss.Config(global_vocab_size=case.vocabulary)
-    config.compile.enable = "compiled" in case.variant
     trainer = Trainer(config)
     (part,) = trainer.model_parts
     meter = Meter(
