@@ -17,10 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cordillera.distributed.failures import RankTraceback, pack, unpack
 from cordillera.distributed.hearts import RankError
 from cordillera.distributed.job import join_job
-from cordillera.distributed.launch import LaunchConfig, RankTraceback, launch
-from cordillera.errors import DataError, DependencyError, PlanError
+from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.distributed.pipeline import PeerError
+from cordillera.errors import CordilleraError, DataError, DependencyError, PlanError, RecipeError
 from tests.distributed.processes import needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")]
@@ -154,6 +156,40 @@ def test_a_rank_that_stalls_is_named_by_the_deadline(launched: Any, how: str) ->
         assert "in bad_day" in str(error)
     assert REMEDY in str(error)
     assert seconds < 10 * DEADLINE_S
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("is empty", where="file.txt", remedy="fill it"),
+        PlanError("does not fit"),
+        RecipeError("mine.toml", [("model.layers", "must be 1 or more")]),
+        PeerError("rank 2 is late", peer=2, stage=1, microbatch=3, where="rank 0"),
+        RankError("rank 2 ended", ranks=(2,), remedy="see why"),
+        FileNotFoundError(2, "No such file", "file.txt"),
+        ValueError("no"),
+    ],
+)
+def test_errors_are_carried_whole(error: Exception) -> None:
+    carried = unpack(pack(error))
+    assert type(carried) is type(error)
+    assert str(carried) == str(error)
+    assert carried.args == error.args
+    assert vars(carried) == vars(error)
+    if isinstance(error, CordilleraError):
+        named = unpack(pack(error), "rank 2", ["rank 3 failed as well: ValueError"])
+        assert str(named).startswith(f"rank 2{f', {error.where}' if error.where else ''}: {error.what}\nrank 3 failed")
+
+
+def test_errors_that_cannot_be_carried_are_told() -> None:
+    class Local(Exception):
+        pass
+
+    for error in (Local("of this place"), SystemExit("of this place"), KeyboardInterrupt("of this place")):
+        told = unpack(pack(error), "rank 1")
+        assert isinstance(told, RankError)
+        assert str(told).startswith("rank 1: failed: ")
+        assert str(told).endswith("of this place")
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
