@@ -8,6 +8,7 @@ to the token on any other.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Packer, PackingConfig, global_batches
-from cordillera.data.packing_statistics import tune
+from cordillera.data.packing_statistics import PackingStatistics, packed, tune
 from cordillera.data.text_corpora import TextCorpora, TextDataConfig
 from cordillera.data.text_shards import Documents
 from cordillera.data.text_stream import DocumentStream, StreamConfig
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
 
-_SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 20_000
+_SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 8_000
 """Of the stream, on which thresholds are tuned."""
 
 
@@ -74,7 +75,7 @@ class BatchConfig(BaseModel):
         bound: Most tokens of a microbatch, by the memory of a device. Default: 1.5 times ``context``, of ``fixed``
             ``context``.
         thresholds: Of the queues, in tokens; empty for none. Default: those that balance a sample of the text best.
-        queues: How many thresholds are looked for.
+        queues: The most thresholds that are looked for; fewer are taken where they balance as well.
         delay: The most iterations that tokens may wait on average with thresholds that are looked for.
     """
 
@@ -334,16 +335,25 @@ class TextBatches(Iterator[TextIteration]):
         if batch.method != "balanced" or batch.thresholds is not None:
             return batch.thresholds or ()
         stream = DocumentStream(self._sources, self._order)
-        lengths = (len(piece.tokens) for _, piece in zip(range(_SAMPLE_DOCUMENTS), stream, strict=False))
-        sample = [some for _, some in zip(range(_SAMPLE_BATCHES), global_batches(lengths, batch.tokens), strict=False)]
+        some = (len(piece.tokens) for piece in itertools.islice(stream, _SAMPLE_DOCUMENTS))
+        sample = list(itertools.islice(global_batches(some, batch.tokens), _SAMPLE_BATCHES))
         plain = PackingConfig(microbatches=self.microbatches, bound=batch.most)
-        candidates = [round(batch.most / 16 * 2 ** (step * 0.6)) for step in range(6)]  # to half of a microbatch
-        for queues in range(batch.queues, 0, -1):
+        lengths = np.sort(np.concatenate([np.array(some) for some in sample]))
+        # Queues are for the few longest: if most tokens waited, iterations would differ widely in size.
+        candidates = [
+            threshold
+            for threshold in (max(1, round(batch.most / 16 * 2 ** (step * 0.6))) for step in range(6))
+            if 2 * lengths[lengths.searchsorted(threshold) :].sum() <= lengths.sum()
+        ]
+        best: tuple[float, tuple[int, ...]] = (math.inf, ())
+        for queues in range(batch.queues + 1):  # of text that is mostly as long as the context none is best
             try:
-                return tune(sample, plain, self.work, queues, batch.delay, [max(1, c) for c in candidates]).thresholds
-            except DataError:  # every one of them delays tokens more than is allowed
+                found = tune(sample, plain, self.work, queues, batch.delay, candidates)
+            except DataError:  # all of them delay tokens more than is allowed
                 continue
-        return ()
+            statistics = PackingStatistics.of(packed(sample, found, self.work), self.work)
+            best = min(best, (statistics.imbalance, found.thresholds))
+        return best[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterations stand, to the token: plain, fit for JSON, the same on every rank.
