@@ -1,8 +1,8 @@
 """One trainer of a Llama in a process of its own, which takes steps when it is told to.
 
-Run as a program by the interpreter that has the trainer's libraries: ``_training_peers.py NAME CASE``, where ``CASE`` is
-JSON. It takes some steps to warm up, and then as many as each line of its input says; after each of these it writes how
-long they took. Nothing but the trainer that is asked for is imported, as each has its own environment.
+Run as a program by the interpreter that has the trainer's libraries: ``_training_peers.py NAME CASE``, where ``CASE``
+is JSON. It takes some steps to warm up, and then as many as each line of its input says; after each of these it writes
+how long they took. Nothing but the trainer that is asked for is imported, as each has its own environment.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _packed(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 def train_transformers(case: Case) -> None:
-    """transformers' Trainer: weights in float32, products under autocast, AdamW fused, no reports and no checkpoints."""
+    """transformers' Trainer: weights in float32, products under autocast, AdamW fused, no reports, no checkpoints."""
     import transformers
 
     settings = transformers.LlamaConfig(

@@ -169,7 +169,7 @@ def _add_columns(queries: Any, width: Any, scores: Any, block: Any, count: Any, 
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
-    """Of ``q``, ``gradient``, ``dq [n, D]``, the others cut into blocks: ``keys``, ``values``, ``dk``, ``dv [D, m]``."""
+    """``q``, ``gradient``, ``dq [n, D]``; in blocks, ``keys``, ``values``, ``dk``, ``dv [D, m]`` and ``rows [m, D]``."""
     queries, width = q.shape
     blocks, _, block = keys.shape
     scores, slopes = np.empty((ROWS, block), np.float32), np.empty((ROWS, block), np.float32)
