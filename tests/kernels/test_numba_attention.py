@@ -1,4 +1,4 @@
-"""Our gradients of causal attention on CPUs against the definition in float64."""
+"""Our causal attention on CPUs and its gradients against the definition in float64."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ def drawn(tokens: int, heads: tuple[int, int], width: int) -> list[Tensor]:
     ]
 
 
-def gradients(inputs: list[Tensor], lengths: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def computed(inputs: list[Tensor], lengths: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What attention gives, and the gradients of queries, keys and values."""
     *leaves, weights = (t.to(dtype) for t in inputs)
     leaves = [t.requires_grad_() for t in leaves]
     out = document_attention(*leaves, torch.tensor([0, *lengths]).cumsum(0))
-    return list(torch.autograd.grad(out, leaves, weights))
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def gradients(inputs: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    return computed(inputs, lengths)[1:]
 
 
 @settings(max_examples=25, deadline=None)
@@ -55,8 +60,9 @@ def test_they_are_those_of_the_definition(
     inputs = [t.to(dtype).double() for t in drawn(sum(lengths), heads, width)]
     *leaves, weights = inputs
     leaves = [t.clone().requires_grad_() for t in leaves]
-    expected = torch.autograd.grad(dense(*leaves, lengths), leaves, weights)
-    for found, wanted in zip(gradients(inputs, lengths, dtype), expected, strict=True):
+    whole = dense(*leaves, lengths)
+    expected = [whole.detach(), *torch.autograd.grad(whole, leaves, weights)]
+    for found, wanted in zip(computed(inputs, lengths, dtype), expected, strict=True):
         assert found.dtype == dtype
         largest = 1.0 if not wanted.numel() else max(1.0, float(wanted.abs().max()))
         tolerance = largest * (5e-6 if dtype == torch.float32 else 1e-2)
@@ -82,7 +88,7 @@ def test_threads_do_not_change_a_bit() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(gradients(inputs, [300]))
+            found.append(computed(inputs, [300]))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -90,23 +96,23 @@ def test_threads_do_not_change_a_bit() -> None:
 
 def test_what_comes_later_changes_no_bit_of_earlier_tokens() -> None:
     inputs = drawn(300, (2, 2), 16)
-    clean = gradients(inputs, [300])
+    clean = computed(inputs, [300])
     for t in inputs[:3]:
         t[290:] = 7.0
-    seen = gradients(inputs, [300])
-    assert torch.equal(seen[0][:290], clean[0][:290])
-    assert not torch.equal(seen[0][290:], clean[0][290:])
+    for was, now in zip(clean[:2], computed(inputs, [300])[:2], strict=True):
+        assert torch.equal(was[:290], now[:290])
+        assert not torch.equal(was[290:], now[290:])
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_a_number_that_is_none_stays_none(which: int) -> None:
     inputs = drawn(80, (2, 1), 16)
     inputs[which][79] = math.nan
-    dq, dk, dv = gradients(inputs, [80])
-    assert dq[79].isnan().all() or which == 3
-    assert any(t[79].isnan().any() for t in (dq, dk, dv))
-    if which != 2:  # torch's forward multiplies values that are no numbers by weights of zero
-        assert dq[:64].isfinite().all()
+    out, dq, dk, dv = computed(inputs, [80])
+    assert out[79].isnan().all() == (which != 3)
+    assert dq[79].isnan().all()
+    assert any(t[79].isnan().any() for t in (dk, dv))
+    assert dq[:64].isfinite().all()
 
 
 def test_scores_beyond_the_exponentials_range_give_what_torch_gives() -> None:
@@ -114,6 +120,7 @@ def test_scores_beyond_the_exponentials_range_give_what_torch_gives() -> None:
     inputs[0] *= 300.0
     *leaves, weights = inputs
     leaves = [t.clone().requires_grad_() for t in leaves]
-    expected = torch.autograd.grad(dense(*leaves, [100]), leaves, weights)
-    for found, wanted in zip(gradients(inputs, [100]), expected, strict=True):
+    whole = dense(*leaves, [100])
+    expected = [whole.detach(), *torch.autograd.grad(whole, leaves, weights)]
+    for found, wanted in zip(computed(inputs, [100]), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
