@@ -19,6 +19,7 @@ FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR
 FUXICTR_COMMIT := 0245987
 CALCULON_URL ?= https://github.com/calculon-ai/calculon
 CALCULON_COMMIT := caa4b11
+TORCHTITAN := torchtitan==0.3.0 torch==2.13.0 triton==3.8.0
 
 # A stamp is older than these files when they change, and then the set is installed anew.
 PINS := pyproject.toml constraints.txt
@@ -52,8 +53,8 @@ hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
 
 # FuxiCTR's wheel holds its library and layers; most of its models are in its repository.
-peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete
-	$(INSTALL) fuxictr==2.3.10 pandas psutil
+peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/torchtitan/.complete
+	$(INSTALL) fuxictr==2.3.10 pandas psutil accelerate==1.15.0
 
 .peers/FuxiCTR/.complete:
 	rm -rf .peers/FuxiCTR
@@ -65,6 +66,13 @@ peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete
 	rm -rf .peers/calculon
 	git clone --quiet $(CALCULON_URL) .peers/calculon
 	git -C .peers/calculon checkout --quiet $(CALCULON_COMMIT)
+	touch $@
+
+# torchtitan needs other versions of libraries than transformers, so it has an environment of its own.
+.peers/torchtitan/.complete:
+	rm -rf .peers/torchtitan
+	$(PYTHON) -m venv .peers/torchtitan
+	.peers/torchtitan/bin/python -m pip --disable-pip-version-check install --quiet $(TORCHTITAN)
 	touch $@
 
 # Some systems ship Python without the part of `venv` that installs pip; then the outer pip puts it there.

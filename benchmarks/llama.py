@@ -1,4 +1,4 @@
-"""Loading and generation of SmolLM2-135M beside transformers: ``cordillera bench llama``."""
+"""Loading, generation and training of Llamas beside transformers and torchtitan: ``cordillera bench llama``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from _llama_peer import PeerUnavailable, transformers_llama
 from _results import RESULTS, make_console, write_part
 from _tables import print_notes
 from _timing import Spread, interleave, times_faster
+from _training_speed import training
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +40,7 @@ class Part(str, enum.Enum):
 
     generation = "generation"
     loading = "loading"
+    training = "training"
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
@@ -171,7 +173,12 @@ def _loading(console: Console, quick: bool) -> dict[str, Any]:
     return {"evidence": "measured", "results": results, "file_bytes": os.path.getsize(path), "notes": []}
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.generation: _generation, Part.loading: _loading}
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.generation: _generation,
+    Part.loading: _loading,
+    Part.training: training,
+}
+OF_SMOLLM2 = (Part.generation, Part.loading)
 
 
 def main(
@@ -179,18 +186,15 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
-    """Load SmolLM2-135M and generate text with it, beside transformers."""
+    """Load SmolLM2-135M and generate text with it, and train small models, beside transformers and torchtitan."""
     console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
-    try:
-        stored_asset("smollm2")
-    except DataError as error:
-        console.print(f"left out: {error}", markup=False)
-        return
     for chosen in part or Part:
         try:
+            if chosen in OF_SMOLLM2:
+                stored_asset("smollm2")
             write_part(console, folder, "llama", chosen.value, quick, partial(PARTS[chosen], console, quick))
-        except PeerUnavailable as error:
+        except (DataError, PeerUnavailable) as error:
             console.print(f"{chosen.value}: left out, {error}", markup=False)
 
 

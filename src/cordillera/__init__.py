@@ -31,12 +31,12 @@ from cordillera.errors import (
 
 if TYPE_CHECKING:
     from cordillera.jagged import JaggedBatch, JaggedTensor
-    from cordillera.recipe import Recipe
+    from cordillera.recipe import LanguageRecipe, Recipe
     from cordillera.recipe import load as load_recipe
     from cordillera.run import Run
     from cordillera.serving.language_model import load_language_model
     from cordillera.serving.sampler import Sampling
-    from cordillera.workflows import compare, evaluate, predict, report, sweep, train
+    from cordillera.workflows import compare, evaluate, isoflop, predict, report, sweep, train
 
 __all__ = [
     "CheckpointError",
@@ -45,6 +45,7 @@ __all__ = [
     "DependencyError",
     "JaggedBatch",
     "JaggedTensor",
+    "LanguageRecipe",
     "PlanError",
     "Recipe",
     "RecipeError",
@@ -53,6 +54,7 @@ __all__ = [
     "TrainingError",
     "compare",
     "evaluate",
+    "isoflop",
     "load_language_model",
     "load_recipe",
     "predict",
@@ -64,12 +66,16 @@ __all__ = [
 _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),
     "JaggedTensor": ("cordillera.jagged", "JaggedTensor"),
+    "LanguageRecipe": ("cordillera.recipe", "LanguageRecipe"),
     "Recipe": ("cordillera.recipe", "Recipe"),
     "load_recipe": ("cordillera.recipe", "load"),
     "Run": ("cordillera.run", "Run"),
     "Sampling": ("cordillera.serving.sampler", "Sampling"),
     "load_language_model": ("cordillera.serving.language_model", "load_language_model"),
-    **{name: ("cordillera.workflows", name) for name in ("compare", "evaluate", "predict", "report", "sweep", "train")},
+    **{
+        name: ("cordillera.workflows", name)
+        for name in ("compare", "evaluate", "isoflop", "predict", "report", "sweep", "train")
+    },
 }
 
 

@@ -20,10 +20,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tomlkit.items import Table
 
 from cordillera.data.datasets import DataConfig
+from cordillera.data.text_batches import BatchConfig
+from cordillera.data.text_corpora import TextDataConfig
+from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import RecipeError
 from cordillera.mistakes import explain, known_keys
+from cordillera.models.language.checkpoints import open_checkpoint
+from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
+from cordillera.serving.language_model import find_model
+from cordillera.training.language_trainer import LanguageTrainingConfig
 from cordillera.training.trainer import TrainingConfig
 
 if sys.version_info >= (3, 11):
@@ -31,20 +38,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+LANGUAGE_MODELS = ("llama",)
+"""What ``model.name`` is in the recipe of a language model."""
 
-class Recipe(BaseModel):
-    """The description of one run.
+
+class _AnyRecipe(BaseModel):
+    """What every run has.
 
     Attributes:
         name: What the run's folder is called.
         description: One sentence for people.
         seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        threads: Threads of the CPU's kernels; null for all cores.
-        data: Where samples come from.
-        model: What is computed; ``model.name`` chooses it.
-        tables: How embedding tables are trained.
-        training: How the model is trained.
+        threads: Threads of the CPU's kernels; null for all cores, shared among the processes of a run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,10 +60,42 @@ class Recipe(BaseModel):
     seed: int = Field(1, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int | None = Field(None, ge=1)
+
+
+class Recipe(_AnyRecipe):
+    """The description of one run of a ranking model.
+
+    Attributes:
+        data: Where samples come from.
+        model: What is computed; ``model.name`` chooses it.
+        tables: How embedding tables are trained.
+        training: How the model is trained.
+    """
+
     data: DataConfig
     model: ModelConfig
     tables: TablesConfig = TablesConfig()
     training: TrainingConfig = TrainingConfig()
+
+
+class LanguageRecipe(_AnyRecipe):
+    """The description of one run of a language model.
+
+    In a file, ``model.preset`` names known sizes; without any, they are those of the checkpoint ``training.start``.
+
+    Attributes:
+        data: Where text comes from.
+        packing: How documents are put together.
+        model: Its sizes.
+        parallel: How the run is cut over processes.
+        training: How the model is trained.
+    """
+
+    data: TextDataConfig
+    packing: BatchConfig
+    model: LlamaConfig
+    parallel: ParallelConfig = ParallelConfig()
+    training: LanguageTrainingConfig = LanguageTrainingConfig()
 
 
 def shipped() -> dict[str, str]:
@@ -120,26 +158,26 @@ def _as_written(entry: Any) -> dict[str, Any]:
     """A mistake by its place in the file: the model's name chooses among several classes."""
     location = [part for part in entry["loc"] if part not in ("function-wrap", "function-after")]
     if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        message = f"must be one of {', '.join(MODELS)}, got {entry.get('ctx', {}).get('tag')!r}"
+        message = f"must be one of {', '.join([*MODELS, *LANGUAGE_MODELS])}, got {entry.get('ctx', {}).get('tag')!r}"
         if entry["type"] == "union_tag_not_found":
-            message = f"is missing; choose one of {', '.join(MODELS)}"
+            message = f"is missing; choose one of {', '.join([*MODELS, *LANGUAGE_MODELS])}"
         return {"type": "name", "loc": ("model", "name"), "msg": message, "input": {}}
     if len(location) > 1 and location[0] == "model" and location[1] in MODELS:
         del location[1]  # the tag of the union, which does not stand in the file
     return {**entry, "loc": location}
 
 
-def _explain(error: ValidationError, content: dict[str, Any]) -> list[tuple[str, str]]:
+def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, Any]) -> list[tuple[str, str]]:
     def keys(path: Sequence[Any]) -> list[str]:
-        if path and path[0] == "model":
+        if path and path[0] == "model" and kind is Recipe:
             return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
-        return known_keys(Recipe, path)
+        return known_keys(kind, path)
 
     return explain(map(_as_written, error.errors()), keys, "recipe")
 
 
-def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Read a recipe.
+def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe | LanguageRecipe:
+    """Read a recipe, of a ranking or of a language model.
 
     Args:
         source: A shipped name, a path, or a run's folder.
@@ -160,7 +198,7 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     return validate(content, name)
 
 
-def validate(content: dict[str, Any], source: str = "recipe") -> Recipe:
+def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | LanguageRecipe:
     """Make a recipe from plain values.
 
     Args:
@@ -170,10 +208,35 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe:
     Raises:
         RecipeError: with every mistake that was found.
     """
+    kind: type[Recipe] | type[LanguageRecipe] = Recipe
+    if _section(content, "model").get("name") in LANGUAGE_MODELS:
+        kind, content = LanguageRecipe, _with_sizes(content, source)
     try:
-        return Recipe.model_validate(content)
+        return kind.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(source, _explain(error, content)) from error
+        raise RecipeError(source, _explain(kind, error, content)) from error
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = content.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
+    """A language model's recipe with the sizes that it names: by a preset, or by what training starts from."""
+    model = dict(_section(content, "model"))
+    preset, start = model.pop("preset", None), _section(content, "training").get("start")
+    sizes: LlamaConfig | None = None
+    if preset is not None:
+        if preset not in PRESETS:
+            close = difflib.get_close_matches(str(preset), PRESETS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            message = f"must be one of {', '.join(PRESETS)}{hint}, got {preset!r}"
+            raise RecipeError(source, [("model.preset", message)])
+        sizes = PRESETS[preset]
+    elif isinstance(start, str) and set(model) == {"name"}:
+        sizes = open_checkpoint(find_model(start)).config
+    return content | {"model": (sizes.model_dump(mode="json") if sizes else {}) | model}
 
 
 def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
@@ -218,7 +281,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
         table.add(key, section)
 
 
-def dump(recipe: Recipe, *, comments: bool = False) -> str:
+def dump(recipe: Recipe | LanguageRecipe, *, comments: bool = False) -> str:
     """A recipe as TOML, every default written out.
 
     Args:

@@ -14,7 +14,9 @@ import torch
 from cordillera.data.chat import Message
 from cordillera.data.files import cache_folder
 from cordillera.data.tokenizer import load_tokenizer
+from cordillera.models.language.checkpoints import load
 from cordillera.serving.language_model import LanguageModel
+from tests.models.language.sharded_folders import write_step
 from tests.serving.small_models import CONTEXT, greedy, write_model
 
 EXACT = ("--dtype", "float32", "--temperature", 0)
@@ -50,6 +52,12 @@ def test_a_chat_has_its_system_turn_and_raw_text_has_none(cli, folder):
     raw = cli("generate", folder, "the mat", *EXACT, "-n", 8, "--raw", "-q")
     assert raw.out == greedy(folder, load_tokenizer(folder).encode("the mat"), 8) + "\n"
     assert raw.out != said.out
+
+
+def test_a_step_of_a_training_speaks(cli, folder, tmp_path):
+    write_step(tmp_path / "step-000000003", load(folder)[1])
+    done = cli("generate", "step-000000003", "the cat sat", "--tokenizer", folder, *EXACT, "-n", 12, "-q")
+    assert done.out == greedy(folder, _chat(folder, "the cat sat"), 12) + "\n", done.err
 
 
 def test_several_prompts_come_in_order_from_arguments_input_and_files(cli, folder, tmp_path, monkeypatch):

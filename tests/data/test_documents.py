@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -84,3 +85,36 @@ def test_bad_files_are_refused_with_file_and_row(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
             _read(tmp_path / name)
+
+
+def test_addresses_and_dates_come_with_the_text(tmp_path: Path) -> None:
+    rows = [{"text": "a", "url": "u", "when": 3}, {"text": "b"}, {"text": "c", "url": None}, {"text": "d", "url": ""}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    when = [datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1, 0, 0, 0, 5), None]
+    frame = pl.DataFrame({"text": ["e", "f", "g"], "url": ["v", "w", None], "when": when})
+    frame.write_parquet(tmp_path / "b.parquet")
+    (tmp_path / "c.txt").write_text("h")
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.parquet", tmp_path / "c.txt"]
+    found = [(d.text, d.url, d.date) for d in read_documents(paths, url_field="url", date_field="when")]
+    assert found == [
+        ("a", "u", 3),
+        ("b", "", None),
+        ("c", "", None),
+        ("d", "", None),
+        ("e", "v", "2020-01-01T00:00:00"),
+        ("f", "w", "2020-01-01T00:00:00.000005"),
+        ("g", "", None),
+        ("h", "", None),
+    ]
+    assert [d.url for d in read_documents(paths)] == [""] * 8
+    for row, message in (
+        ({"text": "a", "url": "u"}, "field 'when' is no date but None"),
+        ({"text": "a", "url": "u", "when": float("nan")}, "field 'when' is no date but nan"),
+        ({"text": "a", "url": "u", "when": True}, "field 'when' is no date but True"),
+        ({"text": "a", "url": 4, "when": 1}, "field 'url' is not text but int"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+        with pytest.raises(DataError, match=f"bad.jsonl:1: {message}"):
+            list(read_documents([tmp_path / "bad.jsonl"], url_field="url", date_field="when"))
+    with pytest.raises(DataError, match="there is no column 'link'"):
+        list(read_documents([tmp_path / "b.parquet"], url_field="link"))

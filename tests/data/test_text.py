@@ -83,6 +83,12 @@ def test_the_report_says_what_was_dropped(config: TextConfig) -> None:
     cleaning = CleaningConfig(near_duplicates=None)
     report = prepare_text(config.model_copy(update={"cleaning": cleaning})).facts["report"]
     assert (report["kept"], report["dropped"]["exact duplicate"], report["lines dropped"]) == (41, 1, 40)
+    pages = CleaningConfig(exact=False, near_duplicates=None, line_repeats=None, repeated_ngrams={}, url_field="url")
+    path.write_text("\n".join(json.dumps({"text": text, "url": "u"}) for text in ("older", "newer")))
+    newest = prepare_text(config.model_copy(update={"path": str(path), "cleaning": pages}))
+    assert newest.facts["report"]["dropped"]["older version of its page"] == 1
+    assert load_tokenizer(config.tokenizer).decode(newest[0][:-1].tolist()) == "newer"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in ("", "new one", TEXTS[0])))
     quality = CleaningConfig(min_quality=0.5)
     chosen = prepare_text(
         config.model_copy(update={"cleaning": quality}), quality=lambda text: 1.0 if "new" in text else 0.0
@@ -101,13 +107,13 @@ def test_an_interrupted_preparation_goes_on_to_the_same_files(
     stops = 0
     tokenised = 0
 
-    def stopping(writer: ShardWriter, tokens: list[int]) -> None:
+    def stopping(writer: ShardWriter, tokens: list[int], text_hash: int) -> None:
         nonlocal left, tokenised
         if left == 0:
             raise KeyboardInterrupt
         left -= 1
         tokenised += 1
-        append(writer, tokens)
+        append(writer, tokens, text_hash)
 
     monkeypatch.setattr(ShardWriter, "append", stopping)
     while True:
@@ -239,10 +245,11 @@ def test_shards_give_back_what_was_written(
     limit = 70_001 if large else 65_536
     documents = [[token % limit for token in document] for document in documents]
     writer = ShardWriter(folder, limit, size)
-    for document in documents:
-        writer.append(document)
+    for number, document in enumerate(documents):
+        writer.append(document, 2**64 - 1 - number)
     writer.finish({})
     dataset = TextDataset(folder)
+    assert dataset.hashes.tolist() == [2**64 - 1 - number for number in range(len(documents))]
     assert dataset.dtype == token_dtype(limit) == (np.uint32 if large else np.uint16)
     assert [tokens.tolist() for tokens in dataset] == documents
     assert dataset.num_tokens == sum(map(len, documents))

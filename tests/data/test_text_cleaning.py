@@ -241,3 +241,48 @@ def test_a_corpus_that_grows_between_two_readings_is_refused() -> None:
 
     with pytest.raises(DataError, match="memory:3: the corpus has grown"):
         list(Cleaner(CleaningConfig()).clean(read))
+
+
+_versions = st.tuples(st.sampled_from(["", "a", "b", "c"]), st.sampled_from(["", "x", "y", "z"]), st.integers(0, 3))
+
+
+@given(versions=st.lists(_versions, min_size=1, max_size=12), dated=st.booleans(), kind=st.sampled_from([int, str]))
+@settings(max_examples=150, deadline=None)
+def test_of_a_page_the_newest_version_stays(
+    versions: list[tuple[str, str, int]], dated: bool, kind: Callable[[int], int | str]
+) -> None:
+    """By its date, else by its place; the later of two of one date. Empty versions and what is no page do not count."""
+    documents = [
+        Document(text, "memory", row, url, kind(date) if dated and url else None)
+        for row, (url, text, date) in enumerate(versions)
+    ]
+    ages = [date if dated else 0 for _, _, date in versions]
+    expected = [
+        document
+        for row, document in enumerate(documents)
+        if document.text
+        and not any(
+            other.url == document.url and other.text and (ages[i], i) > (ages[row], row)
+            for i, other in enumerate(documents)
+            if document.url
+        )
+    ]
+    config = CleaningConfig(**OFF, url_field="url", date_field="date" if dated else None)
+    cleaner = Cleaner(config)
+    if not any(document.url and document.text for document in documents):
+        with pytest.raises(DataError, match="no document has an address in 'url'"):
+            list(cleaner.clean(lambda: documents))
+        return
+    assert list(cleaner.clean(lambda: documents)) == expected
+    dropped = cleaner.report()["dropped"]
+    assert dropped["empty"] == sum(not document.text for document in documents)
+    assert dropped["older version of its page"] == len(documents) - len(expected) - dropped["empty"]
+
+
+def test_dates_of_one_page_are_of_one_kind() -> None:
+    documents = [Document("one", "memory", 1, "a", 2020), Document("two", "memory", 2, "a", "2021")]
+    cleaner = Cleaner(CleaningConfig(**OFF, url_field="url", date_field="date"))
+    with pytest.raises(DataError, match="memory:2: dates of a are text in one place and a number in another"):
+        list(cleaner.clean(lambda: documents))
+    with pytest.raises(ValidationError, match="date_field: says which version"):
+        CleaningConfig(date_field="date")

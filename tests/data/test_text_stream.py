@@ -15,17 +15,7 @@ from pydantic import ValidationError
 from cordillera.data.text_shards import ShardWriter, TextDataset
 from cordillera.data.text_stream import DocumentStream, Piece, StreamConfig
 from cordillera.errors import DataError
-
-
-class _Corpus(TextDataset):
-    """A corpus in memory, whose tokens are all different: token ``n`` is the ``n``-th of the corpus."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.folder = Path("memory")
-        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
-        self._first = np.array([0, len(lengths)])
-        self._tokens = [np.arange(self.offsets[-1], dtype=np.uint32)]
-        self._shards = [{"sha256": {"tokens": str(lengths), "offsets": ""}}]
+from tests.data.corpora import MemoryCorpus
 
 
 def _texts(pieces: list[Piece]) -> list[tuple[int, int, int, list[int], bool]]:
@@ -56,7 +46,7 @@ def test_every_document_comes_exactly_once_an_epoch_over_all_ranks(
 ) -> None:
     if long == "drop" and limit is not None:
         sources = [[1, *lengths] for lengths in sources]
-    corpora = [_Corpus(lengths) for i, lengths in enumerate(sources)]
+    corpora = [MemoryCorpus(lengths) for i, lengths in enumerate(sources)]
     config = StreamConfig(epochs=epochs, shuffle=shuffle, seed=seed, max_length=limit, long_documents=long)
     found: Counter[tuple[int, int]] = Counter()
     sizes = []
@@ -99,7 +89,7 @@ def test_a_stream_goes_on_from_anywhere_as_if_never_stopped(
     epochs: int | None,
     limit: int | None,
 ) -> None:
-    corpora = [_Corpus(lengths) for i, lengths in enumerate(sources)]
+    corpora = [MemoryCorpus(lengths) for i, lengths in enumerate(sources)]
     config = StreamConfig(epochs=epochs, shuffle=shuffle, max_length=limit, long_documents="cut")
     place = {"rank": world - 1, "world_size": world}
     stream = DocumentStream(corpora, config, **place)
@@ -115,7 +105,7 @@ def test_a_stream_goes_on_from_anywhere_as_if_never_stopped(
 @given(lengths=_lengths, counts=st.lists(st.integers(1, 50), min_size=1, max_size=20))
 @settings(max_examples=40, deadline=None)
 def test_reading_by_tokens_gives_the_documents_cut_anywhere(lengths: list[int], counts: list[int]) -> None:
-    corpus = _Corpus(lengths)
+    corpus = MemoryCorpus(lengths)
     stream = DocumentStream([corpus], StreamConfig(epochs=None))
     whole = DocumentStream([corpus], StreamConfig(epochs=None))
     tokens: list[int] = []
@@ -138,7 +128,7 @@ def test_reading_by_tokens_gives_the_documents_cut_anywhere(lengths: list[int], 
 
 
 def test_read_ends_with_the_stream() -> None:
-    stream = DocumentStream([_Corpus([3, 4])], StreamConfig())
+    stream = DocumentStream([MemoryCorpus([3, 4])], StreamConfig())
     assert sum(len(piece.tokens) for piece in stream.read(100)) == 7
     assert stream.read(5) == []
     assert list(stream) == []
@@ -149,7 +139,7 @@ def test_read_ends_with_the_stream() -> None:
 def test_a_mixture_keeps_its_shares_of_tokens(weights: list[float], seed: int) -> None:
     """At every moment the shares over all ranks are within one document of those asked for."""
     draw = np.random.default_rng(seed)
-    corpora = [_Corpus(draw.integers(1, 30 * (i + 1), 20).tolist()) for i in range(len(weights))]
+    corpora = [MemoryCorpus(draw.integers(1, 30 * (i + 1), 20).tolist()) for i in range(len(weights))]
     stream = DocumentStream(corpora, StreamConfig(weights=tuple(weights), epochs=None, seed=seed))
     drawn = [0] * len(weights)
     for _ in range(200):
@@ -163,7 +153,7 @@ def test_a_mixture_keeps_its_shares_of_tokens(weights: list[float], seed: int) -
 
 def test_a_mixture_of_equal_documents_does_not_fall_in_step_with_the_ranks() -> None:
     """Two sources that alternate, two ranks: each rank still sees both."""
-    corpora = [_Corpus([5] * 400) for i in range(2)]
+    corpora = [MemoryCorpus([5] * 400) for i in range(2)]
     config = StreamConfig(weights=(1, 1))
     for rank in range(2):
         sources = [piece.source for piece in DocumentStream(corpora, config, rank=rank, world_size=2)]
@@ -171,7 +161,7 @@ def test_a_mixture_of_equal_documents_does_not_fall_in_step_with_the_ranks() -> 
 
 
 def test_orders_come_from_the_seed_and_the_epoch() -> None:
-    corpus = _Corpus([2] * 50)
+    corpus = MemoryCorpus([2] * 50)
 
     def order(**settings_: object) -> list[int]:
         return [piece.document for piece in DocumentStream([corpus], StreamConfig(**settings_))]
@@ -185,7 +175,7 @@ def test_orders_come_from_the_seed_and_the_epoch() -> None:
 
 
 def test_long_documents_are_refused_dropped_or_cut() -> None:
-    corpus = _Corpus([4, 10, 3, 11])
+    corpus = MemoryCorpus([4, 10, 3, 11])
     with pytest.raises(DataError, match="document 1: 2 documents are longer than 5 tokens; the first has 10"):
         DocumentStream([corpus], StreamConfig(max_length=5))
     for choice, spans in (
@@ -202,7 +192,7 @@ def test_long_documents_are_refused_dropped_or_cut() -> None:
 
 
 def test_states_of_something_else_are_refused() -> None:
-    one, other = _Corpus([3, 4]), _Corpus([3, 5])
+    one, other = MemoryCorpus([3, 4]), MemoryCorpus([3, 5])
     stream = DocumentStream([one], StreamConfig())
     stream.read(2)
     state = stream.state_dict()
@@ -230,7 +220,7 @@ def test_states_of_something_else_are_refused() -> None:
 def test_a_stream_reads_a_corpus_on_disk(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, 100, 4)
     for document in ([1, 2, 3], [4, 5], [6]):
-        writer.append(document)
+        writer.append(document, sum(document))
     writer.finish({})
     stream = DocumentStream([TextDataset(tmp_path)], StreamConfig(shuffle=False))
     assert [piece.tokens.tolist() for piece in stream.read(4)] == [[1, 2, 3], [4]]
@@ -240,7 +230,7 @@ def test_a_stream_reads_a_corpus_on_disk(tmp_path: Path) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    corpus = _Corpus([3])
+    corpus = MemoryCorpus([3])
     with pytest.raises(DataError, match="at least one corpus"):
         DocumentStream([], StreamConfig())
     with pytest.raises(DataError, match="rank 2 is not one of 2"):

@@ -367,3 +367,27 @@ def test_a_text_of_a_megabyte_takes_seconds(tokenizers: dict[str, Tokenizer]) ->
             ids = tokenizers[kind].encode(text)
             assert time.process_time() - begin < 10
             assert tokenizers[kind].decode(ids) == text
+
+
+@given(texts=st.lists(st.text(), max_size=6))
+def test_bytes_are_tokens_that_need_no_file(texts: list[str]) -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.vocab_size == 258
+    for text, ids in zip(texts, tokenizer.encode_batch(texts, bos=True, eos=True), strict=True):
+        assert ids == [256, *text.encode(), 257]
+        assert tokenizer.decode(ids, skip_special=True) == text
+    assert tokenizer.encode("<|end_of_text|>") == list(b"<|end_of_text|>")
+    assert tokenizer.document_end_id == 257
+
+
+def test_names_of_assets_are_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one was not fetched, the error says how; a folder of that name is reached by its path."""
+    monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(DataError, match="cordillera data get smollm2"):
+        load_tokenizer("smollm2")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    v.write_json(tmp_path / "smollm2")
+    assert load_tokenizer("./smollm2").kind == load_tokenizer(Path("smollm2")).kind == "tokenizers"
+    monkeypatch.setattr("cordillera.data.assets.stored_asset", lambda name: tmp_path / "smollm2" / "tokenizer.json")
+    assert load_tokenizer("smollm2").path == tmp_path / "smollm2" / "tokenizer.json"

@@ -6,11 +6,13 @@ tests read those.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -23,13 +25,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from cordillera.data.text_batches import PackedTokens
+from cordillera.distributed import tensor_parallel
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.distributed.pipeline import PASSED_ON
+from cordillera.distributed.vocabulary_loss import EXCHANGED, IGNORED
+from cordillera.distributed.weight_traffic import GATHERED, REDUCED, SCATTERED
 from cordillera.errors import CheckpointError, CordilleraError, PlanError
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.parallelize import check_fit
 from cordillera.models.language.stages import cut_layers, cut_model
-from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens, next_tokens
+from cordillera.training import language_gradients
+from cordillera.training.language import AGREED, LanguageConfig, LanguageEngine, next_tokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64, context=64)
@@ -38,6 +45,7 @@ TRAINING = LanguageConfig(learning_rate=3e-3, clip=0.8, loss_rows=7)
 UNCLIPPED = TRAINING.model_copy(update={"clip": None})
 STEPS = 20
 PRECISIONS = ("float32", "bfloat16")
+HELD_OUT = (77, 3)  # seed and microbatches of what is evaluated
 
 
 def mesh(**sizes: Any) -> ParallelConfig:
@@ -67,6 +75,9 @@ MESHES: dict[int, dict[str, ParallelConfig]] = {
         "pipeline 2 x context 2": mesh(pipeline=2, context=2, recompute="full"),
         "pipeline 2 x tensor 2": mesh(pipeline=2, tensor=2),
         "tied, pipeline 2 x shard 2": mesh(pipeline=2, shard=2),
+        "sequence over tensor 2 x shard 2": mesh(tensor=2, shard=2, sequence=True),
+        "sequence over tensor 2 x context 2, recompute": mesh(tensor=2, context=2, sequence=True, recompute="full"),
+        "tied, sequence over tensor 2 x pipeline 2": mesh(pipeline=2, tensor=2, sequence=True),
     },
     3: {"shard 3": mesh(shard=3), "pipeline 3": mesh(pipeline=3)},
     2: {
@@ -80,6 +91,7 @@ MESHES: dict[int, dict[str, ParallelConfig]] = {
         "pipeline 2, zero bubble": mesh(pipeline=2, schedule="zero_bubble"),
         "tensor 2, recompute": mesh(tensor=2, recompute="selective"),
         "tied, tensor 2": mesh(tensor=2),
+        "sequence over tensor 2, recompute": mesh(tensor=2, sequence=True, recompute="selective"),
         "tied, pipeline 2, zero bubble": mesh(pipeline=2, schedule="zero_bubble_v"),
     },
     1: {"one process": mesh(), "tied, recompute": mesh(recompute="full")},
@@ -94,6 +106,8 @@ BRIEF = (
     "pipeline 2 x tensor 2",
     "pipeline 2 x replicate 2",
     "tied, tensor 2",
+    "sequence over tensor 2 x shard 2",
+    "tied, sequence over tensor 2 x pipeline 2",
     "tied, recompute",
 )
 ALL = [name for meshes in MESHES.values() for name in meshes]
@@ -134,7 +148,7 @@ def counts(steps: int) -> list[int]:
 def trained(config: ParallelConfig, model: LlamaConfig, training: LanguageConfig, counts: list[int]) -> dict[str, Any]:
     """What a process of a mesh has of a training."""
     engine = LanguageEngine(training, model, ProcessMesh(config))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"evaluated": engine.evaluate(iteration(*HELD_OUT))}
     reports = []
     for step, count in enumerate(counts):
         loss, targets = engine.backward(iteration(step, count))
@@ -144,6 +158,7 @@ def trained(config: ParallelConfig, model: LlamaConfig, training: LanguageConfig
     found["end"] = wholes(engine, lambda weight: weight.detach())
     found["losses"] = [report.loss for report in reports]
     found["norms"] = [report.gradient_norm for report in reports]
+    found["traffic"] = {name: asdict(traffic) for name, traffic in engine.ledger.traffic.items()}
     return found
 
 
@@ -207,6 +222,9 @@ def run_refused(rank: int) -> dict[str, str]:
         "offsets": refused(lambda: engine.step([good, single._replace(offsets=torch.tensor([0, 2, 1]))])),
         "token": refused(lambda: engine.step([single._replace(tokens=torch.tensor([5, 64])), good])),
         "labels": refused(lambda: engine.step([good._replace(labels=torch.tensor([-100])), good])),
+        "rate": refused(lambda: engine.step([good], math.nan)),
+        "unlike": refused(lambda: engine.step([good]) if rank else engine.evaluate([good])),
+        "evaluated": refused(lambda: engine.evaluate([single])),
         "label": refused(lambda: engine.step([single._replace(labels=torch.tensor([-100, -1])), good])),
     }
 
@@ -225,6 +243,19 @@ def run_late(rank: int, size: int) -> dict[str, Any]:
     return {"gathering": time.monotonic() - began}
 
 
+@torch.no_grad()
+def lost(model: Llama, microbatches: list[PackedTokens]) -> tuple[float, int]:
+    """Sum of the losses in 64 bits, document by document, and targets."""
+    model, total, targets = copy.deepcopy(model).double(), 0.0, 0
+    for tokens, offsets, _ in microbatches:
+        for document in tokens.tensor_split(offsets[1:-1]):
+            if len(document) > 1:
+                logits = model(document[:-1], torch.tensor([0, len(document) - 1]))
+                total += float(F.cross_entropy(logits, document[1:], reduction="sum"))
+                targets += len(document) - 1
+    return total, targets
+
+
 def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool = True) -> dict[str, Any]:
     """The same in one process, by torch's own loss, optimizer and clipping."""
     llama = Llama(model)
@@ -236,7 +267,7 @@ def plainly_trained(model: LlamaConfig, training: LanguageConfig, packed: bool =
         {"params": norms, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.eps)
-    found: dict[str, Any] = {"losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "evaluated": lost(llama, iteration(*HELD_OUT))}
     for step, count in enumerate(counts(STEPS)):
         total, targets = torch.zeros(()), 0
         for tokens, offsets, _ in iteration(step, count):
@@ -289,6 +320,25 @@ def of_mesh(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> list[d
     return [one[name] for one in executed[size].values()]
 
 
+def expected_traffic(config: ParallelConfig) -> set[str]:
+    """Names of what a mesh sends."""
+    found = {AGREED} if config.world > 1 else set()
+    if config.shard * config.context > 1:
+        found |= {GATHERED, SCATTERED}
+    if config.replicate > 1:
+        found.add(REDUCED)
+    if config.context > 1:
+        found |= {"plans", "keys and values", "their gradients"}
+        if config.transport == "ring":
+            found.add("keys and values again")
+    if config.tensor > 1:
+        cut = {tensor_parallel.GATHERED, tensor_parallel.SCATTERED, language_gradients.WHOLE}
+        found |= cut if config.sequence else {tensor_parallel.SUMMED}
+    if config.pipeline > 1:
+        found.add(PASSED_ON)
+    return found
+
+
 def deviation(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -309,6 +359,33 @@ def test_a_mesh_trains_as_one_process_does(executed: dict[int, dict[int, dict[st
             seen.add(weight)
             assert deviation(tensor, expected["gradients"][weight]) < 1e-5, key
     assert seen == set(expected["gradients"])
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_mesh_evaluates_as_one_process_does(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
+    total, targets = plain(model_of(name))["evaluated"]
+    for found in of_mesh(executed, name):
+        assert found["evaluated"] == of_mesh(executed, name)[0]["evaluated"]
+        assert found["evaluated"][1] == targets
+        assert found["evaluated"][0] / targets == pytest.approx(total / targets, abs=1e-6, rel=0)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_the_ledger_names_what_a_mesh_sends(executed: dict[int, dict[int, dict[str, Any]]], name: str) -> None:
+    config = next(meshes[name] for meshes in MESHES.values() if name in meshes)
+    for found in of_mesh(executed, name):
+        # only the last stage has the head, and only some ranks both ends of a tied one
+        assert found["traffic"].keys() - {EXCHANGED, language_gradients.TIED} == expected_traffic(config)
+        for traffic in found["traffic"].values():
+            assert traffic["bytes"] > 0
+            assert 0 < traffic["exposed_seconds"] <= traffic["seconds"] < 60
+    sent = set().union(*(found["traffic"] for found in of_mesh(executed, name)))
+    assert (EXCHANGED in sent) == (config.tensor > 1)
+    assert (language_gradients.TIED in sent) == (name.startswith("tied") and config.stages == config.pipeline == 2)
 
 
 @needs_gloo
@@ -392,7 +469,9 @@ def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dic
     assert "kv_heads (2) is not divisible by tensor (4)" in said[0]["model"]
     assert "rank 3 was given others than rank 2" in said[0]["different"]
     assert "rank 2 was given others than rank 0" in said[0]["more"]
-    assert "1 microbatches without a target" in said[0]["nothing"]
+    assert "1 microbatches without a target" in said[0]["nothing"] == said[3]["evaluated"]
+    assert "nan is no factor on a learning rate" in said[0]["rate"]
+    assert "rank 1 was given others than rank 0" in said[0]["unlike"]
 
 
 @needs_gloo

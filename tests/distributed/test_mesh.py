@@ -63,6 +63,8 @@ def test_a_plan_is_a_mesh() -> None:
     assert (config.tensor, config.context, config.pipeline, config.shard, config.replicate) == (2, 1, 4, 3, 2)
     assert config.order == ("tensor", "context", "pipeline", "data")
     assert (config.world, config.copies, config.stages) == (48, 6, 12)
+    assert not config.sequence
+    assert ParallelConfig.from_plan(plan(sequence_parallel=True)).sequence
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,7 @@ def test_what_is_no_plan_is_refused(broken: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"sequence": True},
         {"shard": 0},
         {"order": ("tensor", "data")},
         {"order": ("tensor", "tensor", "pipeline", "data")},

@@ -54,6 +54,19 @@ def test_every_size_is_valid(family: str, ranks: int, microbatches: int) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@given(ranks=st.integers(1, 9), microbatches=st.integers(1, 24))
+@settings(max_examples=20, deadline=None)
+def test_forwards_alone_can_be_done_for_any_number_of_microbatches(family: str, ranks: int, microbatches: int) -> None:
+    schedule = FAMILIES[family](ranks, 2 * ranks)
+    forwards = schedule.forwards(microbatches)
+    forwards.check()
+    assert forwards.only_forward
+    assert not schedule.only_forward
+    assert forwards.rank_of == schedule.rank_of
+    assert len(list(forwards)) == microbatches * schedule.stages
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_schedule_survives_its_own_notation(family: str) -> None:
     schedule = FAMILIES[family](3, 7)
     again = Schedule.from_csv(schedule.to_csv(), schedule.name)
@@ -135,6 +148,7 @@ def broken(*ranks: str) -> Schedule:
         (broken("0F0 0F0 0B0", "1F0 1B0"), "rank 0, action 0F0: it is done twice"),
         (broken("0F0 0B0", "1B0 1F0"), "ranks wait for one another: rank 0 for 0B0, rank 1 for 1B0"),
         (broken("0F0 0I0", "1F0 1B0"), "has F and I"),
+        (broken("0F0", ""), "microbatch 0 of stage 1 has nothing"),
         (broken("0F0 0B0 1F0", "1B0"), "rank 0, action 1F0: the stage is on rank 1"),
         (broken("0F1 0B1"), "no such stage or microbatch"),
     ],

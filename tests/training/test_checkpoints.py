@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_nothing_half_written(tmp_pat
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_sync", full)
+    monkeypatch.setattr(checkpoints, "flush", full)
     with pytest.raises(RunError, match="disk is full"):
         checkpoints.save(tmp_path, _tensors(), {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]

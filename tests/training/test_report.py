@@ -21,7 +21,7 @@ from tests.training.sample_runs import batches, click_data, make_evaluation, mak
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
-class _Page(HTMLParser):
+class Page(HTMLParser):
     """Checks nesting and collects tags, attributes and text."""
 
     def __init__(self, page: str) -> None:
@@ -58,7 +58,7 @@ def test_a_report_is_one_self_contained_well_formed_file(tmp_path: Path, tasks: 
     assert path == run.folder / "report.html"
     content = path.read_text()
     assert len(content) < 1_000_000
-    page = _Page(content)
+    page = Page(content)
     assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object"}
     assert not [value for _, attributes in page.tags for key, value in attributes.items() if key in ("src", "href")]
     assert "url(" not in re.sub(r"url\(#c\d+\)", "", content)
@@ -70,7 +70,7 @@ def test_a_report_is_one_self_contained_well_formed_file(tmp_path: Path, tasks: 
 
 def test_the_report_shows_what_the_run_holds(tmp_path: Path) -> None:
     result = make_evaluation()
-    said = _Page(render(make_run(tmp_path / "my-run", evaluation=result))).said()
+    said = Page(render(make_run(tmp_path / "my-run", evaluation=result))).said()
     metrics, intervals = result.metrics()["click"], result.tasks["click"].intervals
     for name in ("ne", "auc", "calibration"):
         assert f"{metrics[name]:.4f}" in said
@@ -86,7 +86,7 @@ def test_the_report_shows_what_the_run_holds(tmp_path: Path) -> None:
 
 def test_every_task_is_shown(tmp_path: Path) -> None:
     tasks = ("income", "married", "gain")
-    page = _Page(render(make_run(tmp_path / "run", tasks)))
+    page = Page(render(make_run(tmp_path / "run", tasks)))
     for task in tasks:
         assert f"Validation NE: {task}" in page.said()
     titles = [attributes for tag, attributes in page.tags if tag == "svg" and attributes.get("role") == "img"]
@@ -94,7 +94,7 @@ def test_every_task_is_shown(tmp_path: Path) -> None:
 
 
 def test_charts_have_names_for_those_who_cannot_see_them(tmp_path: Path) -> None:
-    page = _Page(render(make_run(tmp_path / "run")))
+    page = Page(render(make_run(tmp_path / "run")))
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     for tag, attributes in page.tags:
@@ -120,7 +120,7 @@ def test_untrusted_names_stay_text(tmp_path: Path) -> None:
     (run.folder / "model.json").write_text(json.dumps(card))
     (run.folder / "environment.json").write_text(json.dumps({"processor": evil, "libraries": {evil: evil}}))
     (run.folder / "recipe.toml").write_text(f"description = {json.dumps(evil)}\n# {evil}\n")
-    page = _Page(render(run))
+    page = Page(render(run))
     assert not {tag for tag, _ in page.tags} & {"script", "b"}
     assert page.said().count("<script>alert(1)</script>") > 10
     assert "(blank)" in page.said()
@@ -130,12 +130,12 @@ def test_an_unfinished_run_has_a_report_that_says_what_is_missing(tmp_path: Path
     run = make_run(tmp_path / "run")
     for name in ("evaluation.json", "model.json", "environment.json"):
         (run.folder / name).unlink()
-    said = _Page(render(run)).said()
+    said = Page(render(run)).said()
     assert "test split has not been evaluated" in said
     assert "no model.json" in said
     assert "0.8748" in said
     (run.folder / "metrics.jsonl").unlink()
-    assert "Nothing has been evaluated yet" in _Page(render(Run(run.folder))).said()
+    assert "Nothing has been evaluated yet" in Page(render(Run(run.folder))).said()
 
 
 def test_what_is_undefined_is_called_undefined(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_is_undefined_is_called_undefined(tmp_path: Path) -> None:
             line["tasks"]["click"]["ne"] = None
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = render(run)
-    said = _Page(page).said()
+    said = Page(page).said()
     assert "undefined" in said
     assert "Undefined on the test split for task click: NE (no positive labels)" in said
     assert "2 of 120 records of the training loss are not finite" in said
@@ -165,7 +165,7 @@ def test_infinite_metrics_do_not_break_charts(tmp_path: Path) -> None:
     broken = json.loads(first)
     broken["tasks"]["click"]["ne"] = "Infinity"
     (run.folder / "metrics.jsonl").write_text(text.replace(first, json.dumps(broken)))
-    assert "1 of 8 validations" in _Page(render(run)).said()
+    assert "1 of 8 validations" in Page(render(run)).said()
 
 
 def test_long_runs_keep_reports_small(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_progressive_windows_are_drawn(tmp_path: Path) -> None:
         for end in (1000, 2000, 3000):
             record = {"kind": "progressive", "step": end // 100, "begin": end - 1000, "end": end}
             file.write(json.dumps(record | {"tasks": {"click": {"ne": 0.9 - end / 1e5}}}) + "\n")
-    assert "Predict, then train" in _Page(render(run)).said()
+    assert "Predict, then train" in Page(render(run)).said()
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_best_possible_ne_is_drawn_where_it_is_known(tmp_path: Path) -> None
     card["data"]["facts"] |= {"bayes_ne": 0.81, "bayes_ne_by_split": {"validation": 0.82}}
     card["data"]["facts"]["unseen"] = {"test": {"user": 0.874, "hour": 0.0}}
     (run.folder / "model.json").write_text(json.dumps(card))
-    said = _Page(render(run)).said()
+    said = Page(render(run)).said()
     assert "Bayes-optimal" in said
     assert "0.81" in said
     assert "user 87.4 %" in said

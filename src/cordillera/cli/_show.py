@@ -13,6 +13,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from cordillera.training.evaluation import Evaluation
+    from cordillera.training.language_trainer import LanguageEvaluation, LanguageProgress
     from cordillera.training.trainer import Progress as TrainingProgress
 
 
@@ -38,6 +39,13 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     return table
 
 
+def language_line(evaluation: LanguageEvaluation) -> str:
+    """The evaluation of a language model, for people."""
+    loss, perplexity, bits, targets, _ = evaluation
+    per_byte = "" if math.isnan(bits) else f", {bits:.3f} bits a byte"
+    return f"loss {loss:.4f} nats a token, perplexity {perplexity:,.2f}{per_byte} ({targets:,} tokens)"
+
+
 @contextlib.contextmanager
 def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
     """A progress bar with rate and time left.
@@ -60,13 +68,13 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
     with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
         task = bar.add_task("preparing", total=None, note="")
 
-        def watch(record: dict[str, Any], progress: TrainingProgress, total: int) -> None:
+        def watch(record: dict[str, Any], progress: TrainingProgress | LanguageProgress, total: int) -> None:
             if progress.step == 1 or bar.tasks[task].total != total:
                 bar.reset(task, total=total, completed=progress.step)
             if record:
-                rate = f"{record['examples_per_second']:,.0f} examples/s"
-                bar.update(task, note=f"epoch {progress.epoch + 1}  loss {record['loss']:.4f}  {rate}")
-            best = "" if progress.best_step is None else f"  best NE {progress.best:.4f}"
+                bar.update(task, note=_note(record))
+            best_step = getattr(progress, "best_step", None)
+            best = "" if best_step is None else f"  best NE {progress.best:.4f}"  # type: ignore[union-attr]
             bar.update(task, completed=progress.step, description=f"training{best}")
 
         def say(text: str) -> None:
@@ -74,3 +82,13 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
                 bar.print(text, markup=False)
 
         yield watch, say
+
+
+def _note(record: dict[str, Any]) -> str:
+    """A record of training beside its bar."""
+    loss = f"loss {number(record['loss'])}"
+    if "examples_per_second" in record:
+        return f"epoch {record['epoch'] + 1}  {loss}  {record['examples_per_second']:,.0f} examples/s"
+    mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.0%}"
+    skipped = f"  {record['skipped']} skipped" if record["skipped"] else ""
+    return f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"

@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli import bench, compare, data, doctor, evaluate, generate, plan, predict, recipe, report, sweep, train
+from cordillera.cli import (
+    bench,
+    compare,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    isoflop,
+    plan,
+    predict,
+    recipe,
+    report,
+    sweep,
+    train,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +53,7 @@ app.command("predict")(predict.predict)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("sweep")(sweep.sweep)
+app.command("isoflop")(isoflop.isoflop)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)

@@ -20,7 +20,9 @@ _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A model's name (`smollm2`), a checkpoint's folder, or a GGUF file.")],
+    model: Annotated[
+        str, typer.Argument(help="A model's name (`smollm2`), the folder of a checkpoint or a run, or a GGUF file.")
+    ],
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; - is standard input.")] = None,
     file: Annotated[list[Path] | None, typer.Option("--file", help="A file that is a prompt.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Every line of a file is a prompt of its own.")] = False,

@@ -35,7 +35,7 @@ def isoflop(
 
     out = console()
     with training_progress(out) as (watch, say):
-        result = workflows.isoflop(  # type: ignore[attr-defined]
+        result = workflows.isoflop(
             recipe,
             budget,
             sizes=sizes,

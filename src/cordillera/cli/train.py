@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cordillera.workflows import LanguageOutcome, Outcome
 
 
 def train(
@@ -13,20 +18,30 @@ def train(
     run: Annotated[Path | None, typer.Option("--run", help="The run's folder. Default: runs/NAME.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: section.key=value.")] = None,
     seed: Annotated[int | None, typer.Option(help="Override the recipe's seed.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", min=1, help="Processes on this machine, for a language model; parallel.shard takes what is left."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the newest checkpoint; --set parallel.KEY changes the mesh."),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
-    """Train a recipe, evaluate it on its test split and write the report."""
+    """Train a recipe, evaluate it and write the report."""
     from cordillera import workflows
-    from cordillera.cli._show import console, evaluation_table, training_progress
+    from cordillera.cli._show import console, training_progress
     from cordillera.recipe import load
     from cordillera.run import Run, RunError
 
     overrides = list(set_ or []) + ([f"seed={seed}"] if seed is not None else [])
     what: Any
     if resume:
-        if overrides:
-            raise RunError("a resumed run keeps its recipe", where="--set", remedy="start a new run to change it")
+        if any(not override.strip().startswith("parallel.") for override in overrides):
+            remedy = "start a new run to change it; only the mesh (--set parallel.KEY=VALUE) may change"
+            raise RunError("a resumed run keeps its recipe", where="--set", remedy=remedy)
         what = Run(run or recipe)
     else:
         if (Path(recipe) / "recipe.toml").is_file() and run is None:
@@ -36,15 +51,32 @@ def train(
         what = load(recipe, overrides)
     out = console()
     with training_progress(out, quiet=quiet) as (watch, say):
-        outcome = workflows.train(what, run, watch=watch, say=say)
+        outcome = workflows.train(
+            what, run, processes=nproc, parallel=overrides if resume else (), watch=watch, say=say
+        )
     folder = outcome.run.folder
     if outcome.report.ended == "interrupted":
         out.print(f"interrupted at step {outcome.report.progress.step}; everything is saved")
         out.print(f"  -> continue with: cordillera train {folder} --resume", markup=False)
         raise typer.Exit(130)
+    _print(out, outcome)
+    out.print(f"report: {folder / 'report.html'}", markup=False)
+
+
+def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:
+    """How it ended."""
+    from cordillera.cli._show import evaluation_table, language_line
+    from cordillera.workflows import LanguageOutcome
+
+    report = outcome.report
+    how = {"finished": "finished", "early": "stopped early", "exhausted": "the text ended"}[report.ended]
+    ended = f"{how} after {report.progress.step:,} steps in {report.seconds:.1f} s"
+    if isinstance(outcome, LanguageOutcome):
+        tokens = outcome.report.progress.tokens
+        if outcome.report.evaluation is not None:
+            out.print(f"held-out text: {language_line(outcome.report.evaluation)}")
+        out.print(f"{ended}, {tokens:,} tokens")
+        return
     if outcome.evaluation is not None:
         out.print(evaluation_table(outcome.evaluation))
-    steps = outcome.report.progress.step
-    how = "stopped early" if outcome.report.ended == "early" else "finished"
-    out.print(f"{how} after {steps:,} steps in {outcome.report.seconds:.1f} s")
-    out.print(f"report: {folder / 'report.html'}", markup=False)
+    out.print(ended)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -14,9 +15,20 @@ import pyarrow.parquet
 from cordillera.errors import DataError
 
 _PACKED = (".gz", ".bz2", ".zst")
-_TEXT = (".txt", ".text", ".md")
+_TEXT = (".txt", ".text", ".md", ".py")
 _JSON_LINES = (".jsonl", ".ndjson")
 _PARQUET = (".parquet", ".pq")
+
+
+Date = float | str
+
+
+class _Fields(NamedTuple):
+    """Keys or columns of a row."""
+
+    text: str
+    url: str | None
+    date: str | None
 
 
 @dataclass(frozen=True)
@@ -27,28 +39,41 @@ class Document:
         text: All of it.
         file: Its file.
         row: Line or row in the file, from 1.
+        url: Of the page that it is a version of; empty for none.
+        date: Of this version, as the file has it: a number, or text that sorts by time. None if nobody asked.
     """
 
     text: str
     file: str
     row: int = 1
+    url: str = ""
+    date: Date | None = None
 
 
 def read_documents(
-    paths: Sequence[Path], *, text_field: str = "text", unit: Literal["file", "line"] = "file"
+    paths: Sequence[Path],
+    *,
+    text_field: str = "text",
+    unit: Literal["file", "line"] = "file",
+    url_field: str | None = None,
+    date_field: str | None = None,
 ) -> Iterator[Document]:
     """Documents of files, in order; memory holds one document, or one batch of a Parquet file.
 
     Args:
-        paths: ``.txt``, ``.text``, ``.md``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or ``.zst``),
-            ``.parquet``, ``.pq``.
+        paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or
+            ``.zst``), ``.parquet``, ``.pq``.
         text_field: Key or column that holds the text.
         unit: What a document is in a plain text file: the ``file``, or every ``line``.
+        url_field: Key or column that holds the page's address; a row may lack it.
+        date_field: Key or column that says how new a version of the page is; a number, or text that sorts by time, as
+            ISO 8601 does.
 
     Raises:
-        DataError: a file is missing, empty, of another kind, or not UTF-8; a row is not an object or lacks the text.
-            It names file and row.
+        DataError: a file is missing, empty, of another kind, or not UTF-8; a row is not an object, lacks the text, or
+            has an address without a date. It names file and row.
     """
+    fields = _Fields(text_field, url_field, date_field)
     for path in paths:
         kind = _kind(path)
         if not path.is_file():
@@ -57,16 +82,14 @@ def read_documents(
             raise DataError("the file is empty", where=str(path), remedy="delete it, or write it again")
         try:
             if kind == "parquet":
-                yield from _parquet(path, text_field)
+                yield from _parquet(path, fields)
             elif kind == "text" and unit == "file":
                 with _stream(path) as file:
                     yield Document(_utf8(file.read(), path, None), str(path))
             else:
                 for row, line in _lines(path):
                     text = _utf8(line, path, row)
-                    yield Document(
-                        text if kind == "text" else _field(text, text_field, f"{path}:{row}"), str(path), row
-                    )
+                    yield Document(text, str(path), row) if kind == "text" else _json(text, fields, path, row)
         except (OSError, pa.ArrowInvalid) as error:
             raise DataError(f"the file cannot be read ({error})", where=str(path)) from error
 
@@ -122,46 +145,69 @@ def _utf8(content: bytes, path: Path, row: int | None) -> str:
         ) from None
 
 
-def _field(line: str, name: str, where: str) -> str:
+def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
+    where = f"{path}:{number}"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"the line is not JSON ({error})", where=where) from None
     if not isinstance(row, dict):
         raise DataError("the line is not a JSON object", where=where)
-    if name not in row:
+    if fields.text not in row:
         raise DataError(
-            f"there is no field '{name}'; there are {sorted(row)[:8]}", where=where, remedy="set text_field"
+            f"there is no field '{fields.text}'; there are {sorted(row)[:8]}", where=where, remedy="set text_field"
         )
-    if not isinstance(row[name], str):
-        raise DataError(f"field '{name}' is not text but {type(row[name]).__name__}", where=where)
-    try:
-        row[name].encode("utf-8")
-    except UnicodeEncodeError as error:
+    return _document([row.get(name) for name in fields], fields, path, number)
+
+
+def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> Document:
+    """Of the values of a row: text, address, date."""
+    text, url, date = values
+    where = f"{path}:{row}"
+    for value, name in ((text, fields.text), (url or "", fields.url)):
+        if not isinstance(value, str):
+            raise DataError(f"field '{name}' is not text but {type(value).__name__}", where=where)
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"character {error.start} of field '{name}' is a lone surrogate, half a character", where=where
+            ) from None
+    if not url or fields.date is None:
+        return Document(text, str(path), row, url or "")
+    if isinstance(date, datetime.date):  # of a Parquet column
+        date = date.isoformat()
+    if isinstance(date, bool) or not isinstance(date, int | float | str) or date != date:
         raise DataError(
-            f"character {error.start} of field '{name}' is a lone surrogate, half a character", where=where
-        ) from None
-    return row[name]
+            f"field '{fields.date}' is no date but {date!r}",
+            where=where,
+            remedy="a number, or text that sorts by time, as ISO 8601 does",
+        )
+    return Document(text, str(path), row, url, date)
 
 
-def _parquet(path: Path, name: str) -> Iterator[Document]:
+def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
     with pa.parquet.ParquetFile(path) as file:
-        if name not in file.schema_arrow.names:
-            names = file.schema_arrow.names[:8]
-            raise DataError(f"there is no column '{name}'; there are {names}", where=str(path), remedy="set text_field")
-        kind = file.schema_arrow.field(name).type
+        names = file.schema_arrow.names
+        for name, key in zip(fields, ("text_field", "url_field", "date_field"), strict=True):
+            if name is not None and name not in names:
+                raise DataError(
+                    f"there is no column '{name}'; there are {names[:8]}", where=str(path), remedy=f"set {key}"
+                )
+        kind = file.schema_arrow.field(fields.text).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"column '{name}' is not text but {kind}", where=str(path), remedy="set text_field")
+            raise DataError(f"column '{fields.text}' is not text but {kind}", where=str(path), remedy="set text_field")
         if file.metadata.num_rows == 0:
             raise DataError("the file holds no rows", where=str(path), remedy="delete it, or write it again")
         row = 0
-        for batch in file.iter_batches(batch_size=256, columns=[name]):
-            for value in batch.column(0):
+        for batch in file.iter_batches(batch_size=256, columns=[name for name in fields if name is not None]):
+            columns = [None if name is None else batch.column(name) for name in fields]
+            for place in range(len(batch)):
                 row += 1
                 try:
-                    text = value.as_py()
+                    values = [None if column is None else column[place].as_py() for column in columns]
                 except UnicodeDecodeError as error:
                     raise DataError(f"byte {error.start} is not UTF-8", where=f"{path}:{row}") from None
-                if text is None:
-                    raise DataError(f"column '{name}' is blank", where=f"{path}:{row}", remedy="drop such rows")
-                yield Document(text, str(path), row)
+                if values[0] is None:
+                    raise DataError(f"column '{fields.text}' is blank", where=f"{path}:{row}", remedy="drop such rows")
+                yield _document(values, fields, path, row)

@@ -129,6 +129,16 @@ class Packer:
         """Documents that have arrived and are in no iteration yet, in the order of their arrival."""
         return sorted(itertools.chain(self._remained, *self._queues))
 
+    @property
+    def arrived(self) -> int:
+        """Documents that have arrived: the number of the next one."""
+        return self._arrived
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of the documents that found no room in the last iteration; those in queues do not count."""
+        return sum(document.length for document in self._remained)
+
     def pack(self, lengths: Iterable[int]) -> Iteration:
         """Take a global batch in and give an iteration out (algorithm 1).
 

@@ -8,8 +8,9 @@ import hashlib
 import itertools
 import json
 import os
+import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -25,6 +26,10 @@ from cordillera.data.text_shards import FORMAT, ShardWriter, TextDataset
 from cordillera.data.tokenizer import Tokenizer, load_tokenizer
 from cordillera.errors import DataError
 
+PYTHON_LIBRARY = "python-library"
+"""The corpus that needs no file of the user's."""
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 256
 _DEADLINE_S = 600.0
@@ -34,8 +39,8 @@ class TextConfig(BaseModel):
     """Which text is tokenised, and how.
 
     Attributes:
-        path: File, folder or pattern, or several.
-        tokenizer: Its file or folder; see :func:`cordillera.data.tokenizer.load_tokenizer`.
+        path: File, folder or pattern, or several; see :func:`text_files`.
+        tokenizer: Its file or folder, or a name; see :func:`cordillera.data.tokenizer.load_tokenizer`.
         text_field: Key or column of the text.
         unit: What a document is in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
@@ -58,6 +63,44 @@ class TextConfig(BaseModel):
     shard_tokens: int = Field(1 << 27, ge=1)
     processes: int = Field(0, ge=0)
     cache_dir: str | None = None
+
+
+def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
+    """Files of a corpus, in the order in which they are read.
+
+    Args:
+        path: As of :func:`cordillera.data.files.expand_paths`; or ``python-library``, the source files of the standard
+            library of the Python that runs this, without its tests: real text of very unequal lengths that every
+            machine has (a folder so called is ``./python-library``).
+
+    Raises:
+        DataError: a file or folder is missing.
+    """
+    found: list[Path] = []
+    for one in [path] if isinstance(path, str) else path:
+        found += _python_library() if one == PYTHON_LIBRARY else expand_paths(one)
+    for file in found:
+        if not file.is_file():
+            raise DataError("there is no such file", where=str(file))
+    return tuple(found)
+
+
+def _python_library() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _NOT_LIBRARY]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    found = sorted(file for file in found if file.stat().st_size)
+    if not found:
+        raise DataError("this Python came without the sources of its library", where=str(root))
+    return found
+
+
+def _name(path: str | Sequence[str], files: Sequence[Path]) -> str:
+    """What a corpus is called in the cache, before its key."""
+    named = PYTHON_LIBRARY in ([path] if isinstance(path, str) else path)
+    return PYTHON_LIBRARY if named else files[0].name.split(".")[0]
 
 
 def prepare_text(
@@ -85,13 +128,10 @@ def prepare_text(
         DataError: bad input (file and row are named), no document is left, another process prepares the same text.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    paths = expand_paths(config.path)
-    for path in paths:
-        if not path.is_file():
-            raise DataError("there is no such file", where=str(path))
+    paths = text_files(config.path)
     ends = _ends(tokenizer, tokenizer.adds_bos if config.bos is None else config.bos, config.eos)
     key = _key(config, tokenizer, ends, paths, (language, quality))
-    folder = cache_folder(config.cache_dir) / "text" / f"{paths[0].name.split('.')[0]}-{key}"
+    folder = cache_folder(config.cache_dir) / "text" / f"{_name(config.path, paths)}-{key}"
     if (folder / "meta.json").exists():
         return TextDataset(folder, verify=verify)
     # No cleaning configured still drops what is empty; every count has its place in one report.
@@ -116,12 +156,21 @@ def _write(
         return
     writer = ShardWriter(partial, tokenizer.vocab_size, config.shard_tokens)
     try:
-        kept = cleaner.clean(lambda: read_documents(paths, text_field=config.text_field, unit=config.unit))
+        kept = cleaner.clean(
+            lambda: read_documents(
+                paths,
+                text_field=config.text_field,
+                unit=config.unit,
+                url_field=cleaner.config.url_field,
+                date_field=cleaner.config.date_field,
+            )
+        )
         rest = itertools.islice(kept, writer.documents, None)
         before, after = ends
         with _encoders(config, tokenizer) as encode:
-            for tokens in encode(_batches(rest)):
-                writer.append([*before, *tokens, *after])
+            hashes: deque[int] = deque()  # of the texts on their way, whose tokens come in the same order
+            for tokens in encode(_batches(_hashed(rest, hashes))):
+                writer.append([*before, *tokens, *after], hashes.popleft())
         if not cleaner.report()["kept"]:
             raise DataError(
                 f"no document is left: {_said(cleaner.report())}",
@@ -177,6 +226,12 @@ def _key(
         ],
     }
     return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _hashed(documents: Iterable[Document], hashes: deque[int]) -> Iterator[Document]:
+    for document in documents:
+        hashes.append(int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest(), "little"))
+        yield document
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:

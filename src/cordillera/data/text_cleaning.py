@@ -1,7 +1,8 @@
 """What is taken out of a text corpus before a model learns from it (Llama 3, section 3.1.1).
 
-In this order: empty documents, exact duplicates, near duplicates (MinHash), lines that recur all over the corpus,
-documents that repeat themselves, other languages, low quality. Every drop is counted under its reason.
+In this order: empty documents, older versions of a page, exact duplicates, near duplicates (MinHash), lines that recur
+all over the corpus, documents that repeat themselves, other languages, low quality. Every drop is counted under its
+reason.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cordillera.data.documents import Document
+from cordillera.data.documents import Date, Document
 from cordillera.errors import DataError
 from cordillera.kernels.compiling import compiled
 
-EMPTY, EXACT, NEAR = "empty", "exact duplicate", "near duplicate"
+EMPTY, OLDER, EXACT, NEAR = "empty", "older version of its page", "exact duplicate", "near duplicate"
 LINES, NGRAMS, LANGUAGE, QUALITY = "only repeated lines", "repeats itself", "other language", "low quality"
-REASONS = (EMPTY, EXACT, NEAR, LINES, NGRAMS, LANGUAGE, QUALITY)
+REASONS = (EMPTY, OLDER, EXACT, NEAR, LINES, NGRAMS, LANGUAGE, QUALITY)
 
 # Scripts without spaces between words: each character counts as a word (kana, Han, Thai, Lao).
 _DENSE = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -33,6 +34,10 @@ class CleaningConfig(BaseModel):
     """Which documents and lines are dropped.
 
     Attributes:
+        url_field: Key or column of JSON lines and Parquet that holds the address of a page: of the versions of a page
+            the newest stays. None where documents are no pages.
+        date_field: Key or column by which versions are newer: a number, or text that sorts by time, as ISO 8601 does.
+            None for the order in which they are read.
         exact: Documents whose text was seen before.
         near_duplicates: Documents whose Jaccard similarity to one that was kept is estimated at this or more.
         shingle_words: Words in a shingle, of which similarity is counted.
@@ -48,6 +53,8 @@ class CleaningConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    url_field: str | None = None
+    date_field: str | None = None
     exact: bool = True
     near_duplicates: float | None = Field(0.8, gt=0, lt=1)
     shingle_words: int = Field(5, ge=1)
@@ -64,6 +71,8 @@ class CleaningConfig(BaseModel):
         wrong = [n for n, share in self.repeated_ngrams.items() if n < 1 or not 0 <= share <= 1]
         if wrong:
             raise ValueError(f"repeated_ngrams: {wrong[0]} must be at least 1 word, and its share from 0 to 1")
+        if self.date_field is not None and self.url_field is None:
+            raise ValueError("date_field: says which version of a page is newer; url_field says which page it is")
         return self
 
 
@@ -263,7 +272,7 @@ class _Counts:
 
 
 class Cleaner:
-    """Cleans a corpus; reads it twice if recurring lines are dropped, once to count them.
+    """Cleans a corpus; reads it once more to find the newest version of each page, and once to count recurring lines.
 
     Args:
         config: What is dropped.
@@ -303,7 +312,7 @@ class Cleaner:
         """
         self._counts, self._dropped = _Counts(), dict.fromkeys(REASONS, 0)
         reasons = ("", *REASONS)
-        judge = self._judge()
+        judge = self._judge(self._newest(documents()) if self.config.url_field is not None else {})
         verdicts, frequent = array("B"), list[np.ndarray]()
         if self.config.line_repeats is not None:
             frequent = list(self._count_lines(documents(), judge, verdicts))
@@ -311,7 +320,7 @@ class Cleaner:
         for number, document in enumerate(documents()):
             if frequent and number >= len(verdicts):
                 raise DataError("the corpus has grown while it was read", where=f"{document.file}:{document.row}")
-            reason = reasons[verdicts[number]] if frequent else judge(document.text)
+            reason = reasons[verdicts[number]] if frequent else judge(document, number)
             text = document.text
             self._counts.documents += 1
             self._counts.characters += len(text)
@@ -340,14 +349,39 @@ class Cleaner:
             "characters kept": counts.characters_kept,
         }
 
-    def _judge(self) -> Callable[[str], str]:
+    def _newest(self, documents: Iterable[Document]) -> dict[bytes, tuple[Date, int]]:
+        """Of every page, by a hash of its address, the newest version: its date and number."""
+        newest: dict[bytes, tuple[Date, int]] = {}
+        for number, document in enumerate(documents):
+            if not document.url or not document.text.strip():  # a page that came back empty takes no other's place
+                continue
+            page = _page(document)
+            date = number if document.date is None else document.date
+            before = newest.get(page, (date, number))[0]
+            if isinstance(date, str) != isinstance(before, str):
+                raise DataError(
+                    f"dates of {document.url} are text in one place and a number in another: {before!r}, {date!r}",
+                    where=f"{document.file}:{document.row}",
+                )
+            if date >= before:  # type: ignore[operator]
+                newest[page] = date, number
+        if not newest:
+            raise DataError(
+                f"no document has an address in '{self.config.url_field}'", where="cleaning", remedy="set url_field"
+            )
+        return newest
+
+    def _judge(self, newest: dict[bytes, tuple[Date, int]]) -> Callable[[Document, int], str]:
         """Says why a document is dropped before its lines are looked at, or nothing; remembers what it has seen."""
         texts: set[bytes] = set()
         near = NearDuplicates(self.config) if self.config.near_duplicates is not None else None
 
-        def judge(text: str) -> str:
+        def judge(document: Document, number: int) -> str:
+            text = document.text
             if not text.strip():
                 return EMPTY
+            if newest and document.url and newest.get(_page(document), ("", number))[1] != number:
+                return OLDER
             if self.config.exact:
                 digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
                 if digest in texts:
@@ -358,13 +392,13 @@ class Cleaner:
         return judge
 
     def _count_lines(
-        self, documents: Iterable[Document], judge: Callable[[str], str], verdicts: array[int]
+        self, documents: Iterable[Document], judge: Callable[[Document, int], str], verdicts: array[int]
     ) -> Iterator[np.ndarray]:
         """For every bucket, sorted hashes of the lines that recur too often."""
         assert self.config.line_repeats is not None
         counter, entered = _LineCounter(), 0
-        for document in documents:
-            reason = judge(document.text)
+        for number, document in enumerate(documents):
+            reason = judge(document, number)
             verdicts.append(REASONS.index(reason) + 1 if reason else 0)
             if reason:
                 continue
@@ -402,6 +436,10 @@ class Cleaner:
             if score < config.min_quality:
                 return QUALITY
         return ""
+
+
+def _page(document: Document) -> bytes:
+    return hashlib.blake2b(document.url.encode(), digest_size=16).digest()
 
 
 def _lines(text: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Tokenised documents on disk: memory-mapped shards of tokens with the documents' offsets.
 
 A corpus is one folder: ``meta.json``, and for each shard ``shard-00000.tokens`` (``uint16`` or ``uint32``,
-little-endian) and ``shard-00000.offsets`` (``int64 [documents + 1]``, from 0). A document never spans two shards.
+little-endian), ``shard-00000.offsets`` (``int64 [documents + 1]``, from 0) and ``shard-00000.hashes`` (``uint64
+[documents]``, of the texts). A document never spans two shards.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
 from cordillera.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 VERIFY_BYTES = 64 << 20
 """Corpora up to this size are verified in full whenever they are opened."""
 
@@ -59,8 +61,12 @@ class ShardWriter:
     def _name(self) -> str:
         return f"shard-{len(self.shards):05}"
 
-    def append(self, tokens: Sequence[int] | np.ndarray) -> None:
+    def append(self, tokens: Sequence[int] | np.ndarray, text_hash: int) -> None:
         """Add one document.
+
+        Args:
+            tokens: Of the document.
+            text_hash: 64 bits of its text, by which documents are told apart whatever the tokenizer.
 
         Raises:
             DataError: the disk is full or cannot be written.
@@ -68,11 +74,12 @@ class ShardWriter:
         with disk_errors(self.folder):
             if self._file is None:
                 self._file = open(self.folder / f"{self._name}.tokens", "wb", buffering=1 << 20)  # noqa: SIM115
-                self._digest, self._ends = hashlib.sha256(), [0]
+                self._digest, self._ends, self._hashes = hashlib.sha256(), [0], list[int]()
             content = np.asarray(tokens, self.dtype).tobytes()
             self._file.write(content)
         self._digest.update(content)
         self._ends.append(self._ends[-1] + len(tokens))
+        self._hashes.append(text_hash)
         if self._ends[-1] >= self.shard_tokens:
             self.close()
 
@@ -85,13 +92,11 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
         self._file = None
-        offsets = np.array(self._ends, "<i8").tobytes()
-        write_bytes(self.folder / f"{self._name}.offsets", offsets)
-        facts = {
-            "documents": len(self._ends) - 1,
-            "tokens": self._ends[-1],
-            "sha256": {"tokens": self._digest.hexdigest(), "offsets": hashlib.sha256(offsets).hexdigest()},
-        }
+        digests = {"tokens": self._digest.hexdigest()}
+        for name, values in (("offsets", np.array(self._ends, "<i8")), ("hashes", np.array(self._hashes, "<u8"))):
+            write_bytes(self.folder / f"{self._name}.{name}", values.tobytes())
+            digests[name] = hashlib.sha256(values.tobytes()).hexdigest()
+        facts = {"documents": len(self._ends) - 1, "tokens": self._ends[-1], "sha256": digests}
         write_bytes(self.folder / f"{self._name}.json", sealed(facts))
         self.shards.append(facts)
 
@@ -115,6 +120,28 @@ class ShardWriter:
             (self.folder / f"shard-{number:05}.json").unlink()
 
 
+class Documents(Protocol):
+    """What gives tokenised documents: a corpus, or a part of one.
+
+    Attributes:
+        folder: Where it lies.
+        offsets: Where documents begin, one after another, ``int64 [documents + 1]``.
+        hashes: Of the documents' texts, ``uint64 [documents]``.
+    """
+
+    folder: Path
+    offsets: np.ndarray
+    hashes: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all tokens and of where documents end."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
 class TextDataset:
     """A tokenised corpus, memory-mapped; ``dataset[i]`` is document ``i``, ``uint16`` or ``uint32 [T]``.
 
@@ -133,7 +160,7 @@ class TextDataset:
             raise DataError(f"format {meta.get('format')} is not known here", where=str(folder), remedy=_REMEDY)
         self.dtype, self.facts, self._shards = np.dtype(meta["dtype"]), meta["facts"], meta["shards"]
         self._tokens: list[np.ndarray] = []
-        offsets, documents = [np.zeros(1, np.int64)], [0]
+        offsets, documents, hashes = [np.zeros(1, np.int64)], [0], [np.zeros(0, np.uint64)]
         for number, shard in enumerate(self._shards):
             ends = self._map(number, "offsets", np.dtype("<i8"), shard["documents"] + 1)
             if ends[0] != 0 or ends[-1] != shard["tokens"] or (np.diff(ends) < 0).any():
@@ -141,10 +168,13 @@ class TextDataset:
                     "the file is damaged: offsets do not go up", where=self._place(number, "offsets"), remedy=_REMEDY
                 )
             self._tokens.append(self._map(number, "tokens", self.dtype, shard["tokens"]))
+            hashes.append(self._map(number, "hashes", np.dtype("<u8"), shard["documents"]))
             offsets.append(ends[1:] + offsets[-1][-1])
             documents.append(documents[-1] + shard["documents"])
         self.offsets = np.concatenate(offsets)
         """Where documents begin in the corpus, ``int64 [documents + 1]``."""
+        self.hashes = np.concatenate(hashes)
+        """Of the documents' texts, ``uint64 [documents]``."""
         self._first = np.array(documents)
         size = sum(tokens.nbytes for tokens in self._tokens) + self.offsets.nbytes
         if verify if verify is not None else size <= VERIFY_BYTES:
@@ -179,7 +209,7 @@ class TextDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = int(self._first.searchsorted(index, side="right")) - 1
         base = self.offsets[self._first[shard]]
         return self._tokens[shard][self.offsets[index] - base : self.offsets[index + 1] - base]
 
@@ -197,3 +227,31 @@ class TextDataset:
                 if checksum(Path(self._place(number, suffix))) != expected:
                     where = self._place(number, suffix)
                     raise DataError("the file is damaged: checksum does not fit", where=where, remedy=_REMEDY)
+
+
+class ChosenDocuments:
+    """Some documents of a corpus, in its order.
+
+    Args:
+        dataset: The corpus.
+        chosen: Which of its documents, ``bool [documents]``.
+    """
+
+    def __init__(self, dataset: TextDataset, chosen: np.ndarray) -> None:
+        self.folder, self.dataset = dataset.folder, dataset
+        self.numbers = np.flatnonzero(chosen)
+        self.offsets = np.concatenate([[0], np.cumsum(np.diff(dataset.offsets)[self.numbers])])
+        self.hashes = dataset.hashes[self.numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        return self.dataset[int(self.numbers[index])]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the corpus's own and of which documents were chosen."""
+        return hashlib.sha256(self.dataset.fingerprint.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from cordillera.data.text_shards import TextDataset
+from cordillera.data.text_shards import Documents
 from cordillera.errors import DataError
 
 _ORDER, _DEAL = 1, 2
@@ -63,7 +63,7 @@ class Piece:
 class _Items:
     """What a source gives, in the order on disk: documents, or parts of long ones."""
 
-    def __init__(self, dataset: TextDataset, config: StreamConfig, number: int) -> None:
+    def __init__(self, dataset: Documents, config: StreamConfig, number: int) -> None:
         self.dataset = dataset
         lengths = np.diff(dataset.offsets)
         limit = config.max_length
@@ -89,7 +89,7 @@ class _Items:
 
     def span(self, item: int) -> tuple[int, int, int]:
         """Document, first and last token (exclusive) of an item."""
-        document = int(np.searchsorted(self.first, item, side="right")) - 1
+        document = int(self.first.searchsorted(item, side="right")) - 1
         start = (item - int(self.first[document])) * self.limit
         length = int(self.dataset.offsets[document + 1] - self.dataset.offsets[document])
         return document, start, min(start + self.limit, length)
@@ -102,6 +102,9 @@ class DocumentStream:
     tokens. Of every ``world_size`` neighbours in that order each rank gets one; which one is drawn anew each time, so
     that no rhythm of the mixture falls together with the ranks. No document goes to two ranks, none is left out.
 
+    A rank cannot go on where another number of ranks stood: they hold documents half read. What must go on with any
+    number takes one stream for all ranks, as :class:`cordillera.data.text_batches.TextBatches` does.
+
     Args:
         sources: The corpora.
         config: Order, shares, limits.
@@ -113,7 +116,7 @@ class DocumentStream:
     """
 
     def __init__(
-        self, sources: Sequence[TextDataset], config: StreamConfig, *, rank: int = 0, world_size: int = 1
+        self, sources: Sequence[Documents], config: StreamConfig, *, rank: int = 0, world_size: int = 1
     ) -> None:
         if not sources:
             raise DataError("a stream needs at least one corpus", where="sources")

@@ -1,7 +1,7 @@
 """Text to token ids and back, whatever file the vocabulary came in.
 
-All three kinds of file hold the same thing, a byte-level byte-pair encoding: every text can be written, every token
-stands for bytes, and text that a person typed never becomes a special token.
+All three kinds of file hold the same thing, a byte-level byte-pair encoding; without a file, bytes are tokens. So every
+text can be written, every token stands for bytes, and text that a person typed never becomes a special token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class Tokenizer:
     """One vocabulary. Made by :func:`load_tokenizer`.
 
     Attributes:
-        kind: Which library encodes: ``tiktoken``, ``tokenizers``, or ``gguf`` (``tokenizers`` on a GGUF's vocabulary).
-        path: The file.
+        kind: Which library encodes: ``tiktoken``, ``tokenizers``, ``gguf`` (``tokenizers`` on a GGUF's vocabulary), or
+            none for ``bytes``.
+        path: The file, or the name where there is none.
         encode_plain: Texts to ids, no special tokens.
         token_bytes: What each id stands for; None where there is no token.
         special_tokens: Name to id.
@@ -35,7 +36,7 @@ class Tokenizer:
         fingerprint: SHA-256 of all that decides about ids.
     """
 
-    kind: Literal["tiktoken", "tokenizers", "gguf"]
+    kind: Literal["tiktoken", "tokenizers", "gguf", "bytes"]
     path: Path
     encode_plain: Callable[[Sequence[str]], list[list[int]]] = field(repr=False)
     token_bytes: Sequence[bytes | None] = field(repr=False)
@@ -184,13 +185,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Args:
         path: Llama 3's ``tokenizer.model``, a Hugging Face ``tokenizer.json``, a ``.gguf`` file, or a folder that holds
             one of them. Beside a ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and
-            ``chat_template.jinja`` are read too.
+            ``chat_template.jinja`` are read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
+            asset that was fetched, as ``smollm2`` and ``llama3-tokenizer`` (a folder so called is ``./smollm2``).
 
     Raises:
-        DataError: there is none, or it is damaged, or of a kind that cannot write every text.
+        DataError: there is none, or it is damaged, or of a kind that cannot write every text; an asset was not fetched.
     """
+    from cordillera.data.assets import ASSETS, stored_asset
+    from cordillera.data.byte_tokenizer import BYTES, byte_tokenizer
     from cordillera.data.tokenizer_files import read_tokenizer
 
+    if path == BYTES:
+        return byte_tokenizer()
+    if isinstance(path, str) and path in ASSETS:
+        return read_tokenizer(stored_asset(path))
     return read_tokenizer(Path(path).expanduser())
 
 

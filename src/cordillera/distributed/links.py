@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -110,6 +111,24 @@ class Links:
         part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
         return self._collective(name, reduce_scatter_single, part, whole, part)
 
+    def all_reduce(self, name: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """The ranks' tensors added up, in place.
+
+        Args:
+            name: For the ledger and for errors.
+            tensor: This rank's, contiguous, of the same shape on every rank.
+            op: What takes the place of the sum.
+
+        Raises:
+            PeerError: If not all come in time.
+        """
+        if self.size == 1 or not tensor.numel():
+            return tensor
+        others = self.size - 1
+        sent = 2 * others * tensor.nbytes // self.size  # of a reduce-scatter and an all-gather
+        self._wait_for(name, lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True), sent, 2 * others)
+        return tensor
+
     def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
         """A part from each rank for a part to each rank, in messages that can be waited for by name.
 
@@ -181,15 +200,21 @@ class Links:
     def _collective(self, name: str, function: Any, result: Tensor, given: Tensor, part: Tensor) -> Tensor:
         if self.size == 1 or not part.numel():
             return result.copy_(given)
+        others, given = self.size - 1, given.contiguous()
+        start = partial(function, result, given, group=self.group, async_op=True)
+        self._wait_for(name, start, others * part.nbytes, others)
+        return result
+
+    def _wait_for(self, name: str, start: Callable[[], Any], sent: int, messages: int) -> None:
+        """Start a collective and wait until it is over."""
         started = time.perf_counter()
         try:
-            work = function(result, given.contiguous(), group=self.group, async_op=True)
+            work = start()
         except RuntimeError as error:
             raise self._broken("another rank", None, name) from error
         self.wait(work, "another rank", None, name)
-        seconds, others = time.perf_counter() - started, self.size - 1
-        self.ledger.record(name, Traffic(1, others * part.nbytes, others, seconds, seconds))
-        return result
+        seconds = time.perf_counter() - started
+        self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
         """For a message or collective, no longer than the deadline.

@@ -78,6 +78,8 @@ class ParallelConfig(BaseModel):
             without a pipeline and no with one, where they would be gathered again for every microbatch.
         sharding: How a sequence is cut over the context ranks (:mod:`cordillera.distributed.sharding`).
         transport: Of keys and values between them (:mod:`cordillera.distributed.context_parallel`).
+        sequence: Whether activations between cut matrices are cut along their tokens over the tensor ranks (sequence
+            parallelism); else each of these has all of them.
         recompute: What a backward computes again instead of keeping it: nothing, feed-forward nets, whole blocks.
         deadline_s: The longest that one wait for other ranks may take, seconds.
     """
@@ -95,6 +97,7 @@ class ParallelConfig(BaseModel):
     reshard_after_forward: bool | None = None
     sharding: Literal["per_sequence", "per_document", "adaptive"] = "per_document"
     transport: Literal["all_gather", "ring"] = "all_gather"
+    sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
@@ -105,6 +108,8 @@ class ParallelConfig(BaseModel):
         fixed = _FAMILIES[self.schedule][1]
         if fixed is not None and self.chunks not in (None, fixed):
             raise ValueError(f"chunks ({self.chunks}) must be {fixed} for the schedule {self.schedule}")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence cuts tokens over the tensor ranks: tensor must be above 1")
         return self
 
     @property
@@ -163,6 +168,7 @@ class ParallelConfig(BaseModel):
                 raise PlanError(f"{shards} shards do not divide {sizes['data']} copies", where="plan")
             mesh = {name: sizes[name] for name in ("tensor", "context", "pipeline")}
             mesh |= {"shard": shards, "replicate": sizes["data"] // shards}
+            mesh["sequence"] = layout.get("sequence_parallel", False)
             return cls(**mesh, order=tuple(reversed(names)), **others)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"holds no mesh: {error}", where="plan") from error

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.errors import CordilleraError, PlanError
 from cordillera.planning.schedules import Action, Kind, Schedule
 from cordillera.planning.simulator import Timeline, Way
@@ -38,6 +39,8 @@ _AHEAD = 8
 _FIRST = 1 << 20
 _START = _FIRST - 1
 _LAYOUT = _FIRST - 2
+
+PASSED_ON = "activations and gradients between stages"
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_DIMENSIONS = 8
@@ -165,6 +168,8 @@ class PipelineRunner:
     stage computes no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations
     are freed by ``B`` and ``W``.
 
+    A schedule of forwards alone gives losses and keeps nothing for a backward.
+
     A joined pair runs one after the other, each action as soon as its own inputs are there; the schedule without its
     marks (``Action.joined``) is what to simulate beside it.
 
@@ -178,6 +183,7 @@ class PipelineRunner:
         deadline_s: The longest that one wait for another rank may take, seconds; more than the longest step.
         reduction: Of the microbatches' losses: ``mean`` or ``sum``.
         before: Called with each action before it is taken, when its inputs are there.
+        ledger: Gets the messages; this rank waits for them in the schedule's gaps as well. None for none.
 
     Raises:
         PlanError: If schedule, stages and group do not fit together.
@@ -193,6 +199,7 @@ class PipelineRunner:
         deadline_s: float = 300.0,
         reduction: Literal["mean", "sum"] = "mean",
         before: Callable[[Action], None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise PlanError("there is no process group", where="group", remedy="torch.distributed.init_process_group")
@@ -217,7 +224,7 @@ class PipelineRunner:
         self._stages, self._loss, self._failed = dict(stages), loss, False
         self._divisor = schedule.microbatches if reduction == "mean" else 1
         self._before = before or (lambda action: None)
-        self._mail = _Mail(schedule, rank, group, link, deadline_s)
+        self._mail = _Mail(schedule, rank, group, link, deadline_s, ledger or Ledger())
         self._held: dict[tuple[int, int], _Forward | _Split] = {}
         self._passed: dict[tuple[Kind, int, int], Tensor] = {}  # between two stages of this rank
 
@@ -228,7 +235,7 @@ class PipelineRunner:
         arguments: Sequence[tuple[Any, ...]] | None = None,
         rows: Sequence[int] | None = None,
     ) -> Step:
-        """Forwards and backwards of all microbatches; every rank of the group calls it.
+        """Forwards and, where the schedule has them, backwards of all microbatches; every rank of the group calls it.
 
         Args:
             inputs: One tensor a microbatch, needed on the rank of the first stage. One that requires a gradient gets
@@ -253,7 +260,8 @@ class PipelineRunner:
             raise PlanError("an earlier step failed", where="step", remedy="make a new group and a new runner")
         self._failed = True  # until the step is done
         try:
-            done = self._run(inputs, targets, arguments or [()] * count, rows)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.schedule.only_forward):
+                done = self._run(inputs, targets, arguments or [()] * count, rows)
         finally:
             self._mail.abandon()
             self._held.clear()
@@ -302,7 +310,8 @@ class PipelineRunner:
                     raise PlanError("the loss of a microbatch is not a scalar tensor", where="loss")
                 losses[microbatch] = loss.detach()
                 forward.output = loss / self._divisor
-            self._held[stage, microbatch] = forward
+            if not self.schedule.only_forward:
+                self._held[stage, microbatch] = forward
         elif kind is Kind.WEIGHT:
             start = time.perf_counter()
             self._before(action)
@@ -422,8 +431,15 @@ class _Mail:
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None, link: Links | None, deadline_s: float
+        self,
+        schedule: Schedule,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        link: Links | None,
+        deadline_s: float,
+        ledger: Ledger,
     ) -> None:
+        self._ledger = ledger
         self._rank, self._ranks, self._group, self._deadline = rank, schedule.ranks, group, deadline_s
         self._name = schedule.name
         plan = (schedule.microbatches, schedule.rank_of, schedule.to_csv())
@@ -456,11 +472,13 @@ class _Mail:
         sent = {other: self._send(mine, other, _START) for other in others}
         for source in self._incoming:
             self._post(source, _AHEAD)
-        until = time.perf_counter() + self._deadline
+        began = time.perf_counter()
+        until = began + self._deadline
         for works, verb in ((sent, "take"), (received, "give")):
             for other, work in works.items():
                 self._wait(work, other, verb, None, until)
         origin = time.perf_counter()
+        self._record_wait(began)
         for other, tensor in theirs.items():
             if int(tensor) != checksum:
                 what = "has another" if rows is None else "has another, or other rows of microbatches"
@@ -489,6 +507,7 @@ class _Mail:
             )
         if not tensor.numel():  # the other side knows as well
             return
+        self._ledger.record(PASSED_ON, Traffic(1, tensor.nbytes, 1))
         letter = _Letter(target, _FIRST + index, tensor, queued, message)
         if target in self._senders:
             self._senders[target].put(letter)
@@ -499,25 +518,34 @@ class _Mail:
     def receive(self, message: _Message) -> Tensor:
         """Wait for a message."""
         self._raise_failures()
+        began = time.perf_counter()
         source, index = self._number[message]
         self._post(source, index + _AHEAD, index)
         work, tensor = self._arriving.pop(message)
         if work is not None:
             self._wait(work, source, "give", message)
+        self._record_wait(began)
         return tensor
 
     def finish(self) -> None:
         """Wait until the other ranks have taken what was sent."""
+        began = time.perf_counter()
         for target, sender in self._senders.items():
             self._join(sender, target, self._deadline + sender.seconds_left())
         for target, reaper in self._reapers.items():
             self._join(reaper, target, self._deadline)
+        self._record_wait(began)
 
     def abandon(self) -> None:
         """Let go of everything; what is under way is given up."""
         for worker in self._workers():
             worker.stop()
         self._senders, self._reapers, self._arriving = {}, {}, {}
+
+    def _record_wait(self, began: float) -> None:
+        if self._ranks > 1:
+            seconds = time.perf_counter() - began
+            self._ledger.record(PASSED_ON, Traffic(seconds=seconds, exposed_seconds=seconds))
 
     def dispatch(self, letter: _Letter) -> dist.Work:
         """Begin a send."""

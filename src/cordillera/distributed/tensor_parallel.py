@@ -1,10 +1,13 @@
 """Matrices that are cut over ranks: two of them in a row, the first by columns, the second by rows, need one sum.
 
 Weights are DTensors, so that they can be sharded and saved as parts of a whole; what is computed with them are plain
-tensors, as the dispatch of a DTensor operation takes longer than a small product. Activations between such pairs are
-the same on every rank.
+tensors, as the dispatch of a DTensor operation takes longer than a small product.
 
-Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Between such pairs activations are the same on every rank. Or each rank has some tokens of them: they are gathered
+before a pair, and what is summed after it is scattered, which sends as much and keeps less. Every rank has as many
+rows, the last ones zeros where tokens do not divide: what lies between pairs must take a row of zeros to zeros.
+
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
+
+from cordillera.distributed.links import Links
+
+SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "activations scattered"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,69 +36,114 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_linear(linear: nn.Linear, mesh: DeviceMesh, dimension: int) -> None:
+class TensorRanks:
+    """Ranks that share matrices, and how activations lie on them between these.
+
+    Args:
+        mesh: The ranks, in one dimension.
+        links: Between them.
+        cuts_sequence: Whether each rank has some tokens there; else each has all.
+
+    Attributes:
+        mesh: Likewise.
+        links: Likewise.
+        cuts_sequence: Likewise.
+    """
+
+    def __init__(self, mesh: DeviceMesh, links: Links, cuts_sequence: bool = False) -> None:
+        self.mesh, self.links, self.cuts_sequence = mesh, links, cuts_sequence
+
+    def enter(self, x: Tensor, tokens: int | None = None) -> Tensor:
+        """What cut matrices read: all tokens. The ranks' gradients are summed.
+
+        Args:
+            x: From between them, ``[rows, ...]``.
+            tokens: Of the sequence; None to keep rows that fill it up.
+        """
+        entered: Tensor = _Gathered.apply(x, self.links, tokens) if self.cuts_sequence else _Shared.apply(x, self.links)
+        return entered
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What they give to what is between them: the sum of the ranks' terms, ``[rows, ...]``.
+
+        Args:
+            x: This rank's term, ``[T, ...]``.
+        """
+        left: Tensor = (_Scattered if self.cuts_sequence else _Summed).apply(x, self.links)
+        return left
+
+
+def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
     """Cut a linear layer without a bias.
 
     Args:
         linear: Changed: cut along its outputs, it gives this rank's of them; along its inputs, it takes this rank's of
             them and gives terms of a sum over the ranks.
-        mesh: The ranks, in one dimension.
-        dimension: 0 for outputs, 1 for inputs; the mesh's size divides it.
+        ranks: Their number divides it.
+        dimension: 0 for outputs, 1 for inputs.
     """
-    _cut(linear, mesh, dimension)
+    _cut(linear, ranks, dimension)
     _compute_by(linear, lambda x: F.linear(x, local(linear.weight)))
 
 
-def cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
     """Cut an embedding along its tokens; it gives what it gave before, summed over the ranks.
 
     Args:
         embedding: Changed.
-        mesh: The ranks, in one dimension; its size divides the tokens.
+        ranks: Their number divides its tokens.
     """
-    _cut(embedding, mesh, 0)
-    group = mesh.get_group()
+    _cut(embedding, ranks, 0)
 
     def forward(tokens: Tensor) -> Tensor:
         weight = local(embedding.weight)
-        rows = tokens - dist.get_rank(group) * len(weight)
+        rows = tokens - ranks.links.rank * len(weight)
         here = (rows >= 0) & (rows < len(weight))
-        found = F.embedding(rows.clamp(0, len(weight) - 1), weight).masked_fill(~here[:, None], 0.0)
-        summed: Tensor = _Summed.apply(found, group)
-        return summed
+        return ranks.leave(F.embedding(rows.clamp(0, len(weight) - 1), weight).masked_fill(~here[:, None], 0.0))
 
     _compute_by(embedding, forward)
 
 
-def cut_head(head: nn.Linear, mesh: DeviceMesh) -> None:
+def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
     """Cut the weight of a layer that is not called, along its outputs.
 
     Args:
         head: Changed.
-        mesh: The ranks, in one dimension; its size divides the outputs.
+        ranks: Their number divides its outputs.
     """
-    _cut(head, mesh, 0)
+    _cut(head, ranks, 0)
 
 
-def sum_over_ranks(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a module of cut matrices give the sum over the ranks, and its input's gradient likewise.
+def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., int] | None = None) -> None:
+    """Put a module of cut matrices between activations: what it gives is summed over the ranks.
 
     Args:
-        module: Changed; its first argument and its result are the same on every rank.
-        mesh: The ranks, in one dimension.
+        module: Changed; its first argument are activations.
+        ranks: Over which its matrices are cut.
+        tokens: From its other arguments to the tokens that it must be given, where it takes no more.
     """
-    group, inner = mesh.get_group(), module.forward
+    inner = module.forward
 
     def forward(x: Tensor, *others: Any) -> Tensor:
-        summed: Tensor = _Summed.apply(inner(_Shared.apply(x, group), *others), group)
-        return summed
+        return ranks.leave(inner(ranks.enter(x, tokens and tokens(*others)), *others))
 
     _compute_by(module, forward)
 
 
-def _cut(module: nn.Linear | nn.Embedding, mesh: DeviceMesh, dimension: int) -> None:
+def enter_after(module: nn.Module, ranks: TensorRanks) -> None:
+    """Make a module give what cut matrices read.
+
+    Args:
+        module: Changed; it reads and gives activations.
+        ranks: Over which the matrices are cut.
+    """
+    inner = module.forward
+    _compute_by(module, lambda x: ranks.enter(inner(x)))
+
+
+def _cut(module: nn.Linear | nn.Embedding, ranks: TensorRanks, dimension: int) -> None:
     # every rank cuts its own: nothing is sent
-    weight = distribute_tensor(module.weight, mesh, [Shard(dimension)], src_data_rank=None)
+    weight = distribute_tensor(module.weight, ranks.mesh, [Shard(dimension)], src_data_rank=None)
     module.weight = nn.Parameter(weight)
 
 
@@ -104,28 +155,58 @@ class _Shared(torch.autograd.Function):
     """The identity; ranks' gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, links: Links) -> Tensor:
+        ctx.links = links
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return ctx.links.all_reduce(SUMMED, gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Summed(torch.autograd.Function):
     """Ranks' values are summed; the gradient is the same on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, x: Tensor, links: Links) -> Tensor:
+        return links.all_reduce(SUMMED, x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    """Ranks' rows one after another; ranks' gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Links, tokens: int | None) -> Tensor:
+        ctx.links = links
+        return links.all_gather(GATHERED, x)[:tokens]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return ctx.links.reduce_scatter(SCATTERED, _filled_up(gradient, ctx.links.size)), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    """This rank's rows of the sum of ranks' values; gradients one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Links) -> Tensor:
+        ctx.links, ctx.tokens = links, len(x)
+        return links.reduce_scatter(SCATTERED, _filled_up(x, links.size))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return ctx.links.all_gather(GATHERED, gradient)[: ctx.tokens], None
+
+
+def _filled_up(x: Tensor, ranks: int) -> Tensor:
+    """With rows of zeros, so that every rank gets as many."""
+    missing = -len(x) % ranks
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -14,48 +14,61 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cordillera.distributed.links import Links
+
 IGNORED = -100  # the label of a row without a target, as in torch
+EXCHANGED = "sums of logits"
 
 
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None, rows: int = 1024
+    hidden: Tensor, weight: Tensor, labels: Tensor, links: Links | None = None, rows: int = 1024
 ) -> Tensor:
     """Sum over rows of the cross entropy of their logits ``hidden @ weight.T``.
 
-    Between forward and backward it holds the weight's gradient, in 32 bits.
+    Between forward and backward it holds the weight's gradient, in 32 bits. Where gradients are switched off, none is
+    computed.
 
     Args:
-        hidden: ``[n, H]``, the same on every rank of the group.
-        weight: ``[V, H]``; of a group each rank has as many consecutive rows of it, in the order of the ranks.
-        labels: ``int64 [n]``, below the whole vocabulary; :data:`IGNORED` where there is no target.
-        group: Whose ranks share the vocabulary; None where it is whole.
+        hidden: ``[m, H]``, the same on every rank; where ranks share the vocabulary, each gives it one term of a
+            gradient that is their sum.
+        weight: ``[V, H]``; of a shared vocabulary each rank has as many consecutive rows, in the order of the ranks.
+        labels: ``int64 [n]``, below the whole vocabulary; :data:`IGNORED` where there is no target. Rows of ``hidden``
+            beyond the first ``n`` have none.
+        links: To the ranks that share the vocabulary; None where it is whole.
         rows: Of a chunk.
 
     Returns:
         A scalar in 32 bits, of 64-bit inputs in 64: the same on every rank.
     """
-    total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, group, rows)
+    total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, links, rows, torch.is_grad_enabled())
     return total
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        links: Links | None,
+        rows: int,
+        differentiates: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         places = (labels != IGNORED).nonzero().squeeze(1)
         given, targets = hidden[places], labels[places]
-        first = 0 if group is None else dist.get_rank(group) * len(weight)
+        first = 0 if links is None else links.rank * len(weight)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        dhidden = torch.zeros_like(given)
-        dweight = torch.zeros_like(weight, dtype=wide)
+        if differentiates:
+            dhidden = torch.zeros_like(given)
+            dweight = torch.zeros_like(weight, dtype=wide)
         for chunk in range(0, len(given), rows):
             own = given[chunk : chunk + rows]
             logits = (own @ weight.T).to(wide)  # [n, V]
             most = logits.amax(1)
-            if group is not None:
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            if links is not None:
+                links.all_reduce(EXCHANGED, most, dist.ReduceOp.MAX)
             logits -= most[:, None]
             column = targets[chunk : chunk + rows] - first
             here = (column >= 0) & (column < len(weight))
@@ -63,15 +76,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
             target = logits.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
             exponentials = logits.exp_()
             sums = torch.stack([exponentials.sum(1), target])
-            if group is not None:
-                dist.all_reduce(sums, group=group)
+            if links is not None:
+                links.all_reduce(EXCHANGED, sums)
             total += (sums[0].log() - sums[1]).sum()
+            if not differentiates:
+                continue
             gradient = exponentials.div_(sums[0][:, None]).scatter_add_(1, column, -here[:, None].to(wide))
             narrow = gradient.to(weight.dtype)
             dhidden[chunk : chunk + rows] = narrow @ weight
             dweight += narrow.T @ own
-        if group is not None:
-            dist.all_reduce(dhidden, group=group)
+        if not differentiates:
+            return total
         ctx.save_for_backward(places, dhidden, dweight)
         ctx.shape, ctx.dtype = hidden.shape, weight.dtype
         return total
@@ -82,4 +97,4 @@ class _SummedCrossEntropy(torch.autograd.Function):
         places, dhidden, dweight = ctx.saved_tensors
         scattered = dhidden.new_zeros(ctx.shape)
         scattered[places] = (dhidden * gradient).to(dhidden.dtype)
-        return scattered, (dweight * gradient).to(ctx.dtype), None, None, None
+        return scattered, (dweight * gradient).to(ctx.dtype), None, None, None, None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 try:
@@ -25,6 +26,9 @@ except ImportError:  # a build without it
 # Older versions want as many heads of keys as of queries.
 _VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
+# Where our backward on CPUs is faster than torch's.
+_OWN_DTYPES = (torch.float32, torch.bfloat16)
+_OWN_LENGTH, _OWN_WIDTH = 64, 16
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -58,9 +62,47 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
         q_, k_, v_ = (  # [documents, heads, length, D]
             t[start : start + documents * length].unflatten(0, (documents, length)).transpose(1, 2) for t in (q, k, v)
         )
-        out = scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = _causal_attention(q_, k_, v_)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts) if parts else torch.zeros_like(q)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; training on a CPU gets its gradients from our kernel."""
+    is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if (
+        is_trained
+        and q.device.type == "cpu"
+        and q.dtype in _OWN_DTYPES
+        and q.shape[2] >= _OWN_LENGTH
+        and q.shape[3] % _OWN_WIDTH == 0
+        and not torch.compiler.is_compiling()
+    ):
+        out: Tensor = _CausalAttention.apply(q, k, v)
+        return out
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Torch's forward on CPUs and our backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, True)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        found: Tensor = out
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        from cordillera.kernels.numba_attention import causal_attention_backward
+
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        found = causal_attention_backward(gradient, q, k, v, out, logsumexp)
+        return tuple(one.to(like.dtype) for one, like in zip(found, (q, k, v), strict=True))
 
 
 def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -84,6 +84,25 @@ class Schedule:
         """Whether some backward is done in two parts."""
         return any(action.kind is I for action in self)
 
+    @cached_property
+    def only_forward(self) -> bool:
+        """Whether there is no backward at all."""
+        return all(action.kind is F for action in self)
+
+    def forwards(self, microbatches: int) -> Schedule:
+        """Forwards alone, of stages on the same ranks: what evaluation takes. No rank waits longer than it must.
+
+        Args:
+            microbatches: How many, at least 1, whatever this schedule has.
+        """
+        _positive(microbatches=microbatches)
+        every = sorted((m + stage, stage, m) for stage in range(self.stages) for m in range(microbatches))
+        actions = [
+            tuple(Action(F, stage, m) for _, stage, m in every if self.rank_of[stage] == rank)
+            for rank in range(self.ranks)
+        ]
+        return Schedule(f"forwards of {self.name}", microbatches, self.rank_of, tuple(actions))
+
     def __iter__(self) -> Iterator[Action]:
         return (action for actions in self.actions for action in actions)
 
@@ -95,7 +114,8 @@ class Schedule:
         """Refuse what cannot be executed.
 
         Every (stage, microbatch) has one forward and one backward, whole or in two parts with the weights' after the
-        input's, on the rank that holds the stage; and no set of ranks waits for one another.
+        input's, on the rank that holds the stage, or every one has a forward and none a backward; and no set of ranks
+        waits for one another.
 
         Raises:
             PlanError: Names the first rank and action that is wrong.
@@ -112,14 +132,15 @@ class Schedule:
                 if seen[key]:
                     raise PlanError("it is done twice", where=place)
                 seen[key] += 1
+        complete = ("F",) if self.only_forward else ("FB", "FIW")
         for stage in range(self.stages):
             for microbatch in range(self.microbatches):
                 have = "".join(kind.value for kind in Kind if seen[kind, stage, microbatch])
-                if have not in ("FB", "FIW"):
+                if have not in complete:
                     raise PlanError(
                         f"microbatch {microbatch} of stage {stage} has {' and '.join(have) or 'nothing'}",
                         where=f"schedule {self.name}",
-                        remedy="each needs F and B, or F, I and W",
+                        remedy="each needs F and B, or F, I and W, or all of them F alone",
                     )
         self.linear_order()
 

@@ -14,9 +14,10 @@ import torch
 from cordillera.data.assets import ASSETS, stored_asset
 from cordillera.data.chat import Message
 from cordillera.data.tokenizer import StreamDecoder, load_tokenizer
-from cordillera.errors import DataError, DependencyError
+from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.llama import Llama
+from cordillera.run import Run
 from cordillera.serving.generation import check_prompts, for_decoding, generate
 from cordillera.serving.sampler import Sampling
 
@@ -65,10 +66,10 @@ class LanguageModel:
     """A checkpoint and its tokenizer. Opening reads names and shapes; weights are read when they are first needed.
 
     Args:
-        name: An asset's name (``smollm2``), a checkpoint's folder, or a GGUF file.
+        name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run.
         dtype: Of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        tokenizer: A file or folder; None for that of the checkpoint.
+        tokenizer: A file or folder; None for that of the checkpoint, or of the run's text.
 
     Attributes:
         path: Of the checkpoint.
@@ -95,7 +96,7 @@ class LanguageModel:
         self.path = find_model(name)
         self._source = open_checkpoint(self.path)
         self.config = self._source.config
-        self.tokenizer = load_tokenizer(self.path if tokenizer is None else tokenizer)
+        self.tokenizer = load_tokenizer(_tokenizer_of(name, self.path) if tokenizer is None else tokenizer)
         if self.tokenizer.vocab_size > self.config.vocabulary:
             raise DataError(
                 f"has {self.tokenizer.vocab_size:,} tokens, the model has {self.config.vocabulary:,}",
@@ -232,15 +233,22 @@ def find_model(name: str | Path) -> Path:
     """Where a model lies.
 
     Args:
-        name: An asset's name, or a path (``./smollm2`` for a folder that is called as an asset is).
+        name: An asset's name, or a path (``./smollm2`` for a folder that is called as an asset is). Of a run's folder,
+            its newest checkpoint.
 
     Raises:
         DataError: an asset that was not fetched or is no model, or neither a name nor a path that exists.
+        CheckpointError: a run without a checkpoint.
     """
     models = [known for known, asset in ASSETS.items() if asset.kind == "model"]
     if name in models:
         return stored_asset(str(name))
     path = Path(name).expanduser()
+    if _is_run(path):
+        found = sorted((path / "checkpoints").glob("step-*"))
+        if not found:
+            raise CheckpointError("holds no checkpoint yet", where=str(path), remedy="train first")
+        return found[-1]
     if path.exists():
         return path
     if name in ASSETS:
@@ -251,6 +259,22 @@ def find_model(name: str | Path) -> Path:
         where=str(name),
         remedy=f"did you mean {close[0]}?" if close else "give the path of a checkpoint",
     )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "recipe.toml").is_file()
+
+
+def _tokenizer_of(name: str | Path, path: Path) -> str | Path:
+    """The tokenizer of a checkpoint at ``path``; a run's checkpoints have none, its folder says which."""
+    run = Path(name).expanduser()
+    if path == run or not _is_run(run):
+        return path
+    try:
+        return str(Run(run).read_json("model.json")["data"]["tokenizer"]["name"])
+    except (KeyError, TypeError) as error:
+        remedy = "name one with --tokenizer"
+        raise DataError("names no tokenizer", where=str(run / "model.json"), remedy=remedy) from error
 
 
 def _device(name: str) -> torch.device:

@@ -224,3 +224,35 @@ def interval_strip(
     if math.isfinite(value):
         parts.append(f'<circle class="dot s0" cx="{at(value):.1f}" cy="{middle}" r="3.5"/>')
     return f'<svg class="strip" viewBox="0 0 {width:g} 18" aria-hidden="true">{"".join(parts)}</svg>'
+
+
+def stacked_bar(title: str, description: str, parts: Sequence[tuple[str, float]]) -> str:
+    """Parts of a whole side by side on a bar as wide as its place; a style sheet gives its height.
+
+    Args:
+        title: What it shows.
+        description: What a reader who cannot see it should know.
+        parts: Style and size of each; sizes that are not above zero are left out.
+    """
+    shown = [(style, size) for style, size in parts if size > 0 and math.isfinite(size)]
+    whole, at, boxes = math.fsum(size for _, size in shown), 0.0, []
+    for style, size in shown:
+        width = 1000 * size / whole
+        boxes.append(f'<rect class="{style}" x="{at:.2f}" y="0" width="{width:.2f}" height="10"/>')
+        at += width
+    return (
+        '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(f"{title}. {description}")}">{"".join(boxes)}</svg>'
+    )
+
+
+def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Places and texts of round numbers on a logarithmic axis, places in powers of ten between ``low`` and ``high``."""
+    first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
+    step = max(1, -(-(last - first) // 6))
+    if last - first >= 2:
+        return [(float(power), compact(10.0**power)) for power in range(first, last + 1, step)]
+    found = [
+        (math.log10(digit) + power, digit * 10.0**power) for power in range(first - 1, last + 1) for digit in (1, 2, 5)
+    ]
+    return [(place, compact(value)) for place, value in found if low - 1e-9 <= place <= high + 1e-9]

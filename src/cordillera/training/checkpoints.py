@@ -45,12 +45,32 @@ class Checkpoint:
         return int(self.state["step"])
 
 
-def _sync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until the disk has what was written to a file, or which files were made in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Args:
+        path: Of the file.
+        tensors: On the CPU, contiguous, by name.
+        header: What it says beside.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        save_file(tensors, path, header)
+    except SafetensorError as error:
+        # The library reports a failed write as its own error; the cause (errno 28: no space) is in its text.
+        code = 28 if "os error 28" in str(error).lower() or "no space" in str(error).lower() else 5
+        raise OSError(code, str(error)) from error
 
 
 def folder_of(parent: Path, step: int) -> Path:
@@ -83,20 +103,16 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
         try:
             remove_folder(temporary)
             temporary.mkdir(parents=True)
-            try:
-                save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary / _TENSORS)
-            except SafetensorError as error:
-                # The library reports a failed write as its own error; the cause (errno 28: no space) is in its text.
-                code = 28 if "os error 28" in str(error).lower() or "no space" in str(error).lower() else 5
-                raise OSError(code, str(error)) from error
+            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            write_tensors(temporary / _TENSORS, plain)
             (temporary / _STATE).write_text(json.dumps(state), encoding="utf-8")
             sums = {name: checksum(temporary / name) for name in (_TENSORS, _STATE)}
             (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
             for name in (_TENSORS, _STATE, _CHECKSUMS):
-                _sync(temporary / name)
+                flush(temporary / name)
             remove_folder(target)
             os.rename(temporary, target)
-            _sync(parent)
+            flush(parent)
         finally:
             remove_folder(temporary)
     return target

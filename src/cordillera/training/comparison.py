@@ -28,6 +28,7 @@ else:
     import tomli as tomllib
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc")
+NAMED = ("run", "task")
 _NOT_IDENTITY = ("seed", "name", "description", "device", "threads")
 
 
@@ -125,21 +126,40 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """As a Markdown table, followed by the notes."""
-        headings, lines = self.cells()
-        left = len(headings) - len(headings[headings.index("seeds") :])
-        rule = ["---" if place < left else "---:" for place in range(len(headings))]
-        table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
-        return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in self.notes)]) + "\n"
+        return markdown_table(*self.cells(), self.notes)
 
     def to_table(self) -> Table:
         """As a table for the terminal, notes below it."""
-        headings, lines = self.cells()
-        table = Table(caption="\n".join(escape(note) for note in self.notes), caption_justify="left")
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading in ("run", "task") else "right")
-        for line in lines:
-            table.add_row(*(escape(cell) for cell in line))
-        return table
+        return terminal_table(*self.cells(), self.notes)
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A Markdown table, followed by notes.
+
+    Args:
+        headings: Of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
+        lines: Texts of the cells.
+        notes: Sentences.
+    """
+    rule = ["---" if heading in NAMED else "---:" for heading in headings]
+    table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
+    return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in notes)]) + "\n"
+
+
+def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
+    """A table for the terminal, notes below it.
+
+    Args:
+        headings: Of the columns, as for :func:`markdown_table`.
+        lines: Texts of the cells.
+        notes: Sentences.
+    """
+    table = Table(caption="\n".join(escape(note) for note in notes), caption_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in NAMED else "right")
+    for line in lines:
+        table.add_row(*(escape(cell) for cell in line))
+    return table
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Estimate:

@@ -9,46 +9,41 @@ gradients are added up over microbatches and over ranks in 32 bits).
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from cordillera.data.text_batches import PackedTokens
 from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
-from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.pipeline import PipelineRunner
 from cordillera.distributed.sharding import SHARDINGS
-from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.models.language.parallelize import Precision, check_fit, parallelize, reduce_after, reduce_now
+from cordillera.models.language.parallelize import (
+    Precision,
+    check_fit,
+    free_weights,
+    parallelize,
+    reduce_after,
+    reduce_now,
+)
 from cordillera.models.language.stages import cut_model
 from cordillera.planning.schedules import Action, Kind
+from cordillera.training.language_gradients import StageGradients
 from cordillera.training.optimizers import build_adamw
 
+AGREED = "numbers that all ranks know"
+
 Rate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class PackedTokens(NamedTuple):
-    """A microbatch: documents one after another.
-
-    Attributes:
-        tokens: ``int64 [T]``.
-        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
-        labels: ``int64 [T]``, each token's target, or ``IGNORED``; None for the next token of its document.
-    """
-
-    tokens: Tensor
-    offsets: Tensor
-    labels: Tensor | None = None
 
 
 class LanguageConfig(BaseModel):
@@ -125,7 +120,7 @@ class LanguageEngine:
         mesh: Likewise.
         stages: That this process holds, by number.
         optimizer: Of their weights.
-        ledger: Traffic between ranks that share sequences.
+        ledger: This rank's traffic, since the engine was made: of weights, sequences, matrices, stages.
         steps: That were begun.
         skipped: Of these, those that left the weights as they were.
 
@@ -139,12 +134,13 @@ class LanguageEngine:
         parallel = mesh.config
         check_fit(model, parallel)
         self.config, self.model, self.mesh = config, model, mesh
-        schedule = parallel.make_schedule(4 * parallel.stages)
-        self._splits_backward = schedule.splits_backward
-        held = schedule.stages_of(mesh.place["pipeline"])
+        self._schedule = parallel.make_schedule(4 * parallel.stages)
+        self._splits_backward = self._schedule.splits_backward
+        held = self._schedule.stages_of(mesh.place["pipeline"])
         self.stages = cut_model(model, parallel.stages, held)
+        self.ledger = Ledger()
         for stage in self.stages.values():
-            parallelize(stage, mesh, config.precision)
+            parallelize(stage, mesh, config.precision, self.ledger)
             stage.loss_rows = config.loss_rows
             stage.init_weights(seed)
         self.optimizer = build_adamw(
@@ -154,26 +150,28 @@ class LanguageEngine:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
-        self.ledger = Ledger()
+        self._gradients = StageGradients(self.stages, mesh, self.ledger)
         self.steps = self.skipped = 0
         self._context = ContextParallelConfig(transport=parallel.transport, deadline_s=parallel.deadline_s)
-        self._runners: dict[int, PipelineRunner] = {}
+        self._runners: dict[tuple[int, bool], PipelineRunner] = {}
         self._left: Counter[int] = Counter()  # whole backwards of each stage that are to come in this step
 
-    def step(self, microbatches: Sequence[PackedTokens]) -> StepReport:
+    def step(self, microbatches: Sequence[PackedTokens], rate: float = 1.0) -> StepReport:
         """Change the weights by one iteration, unless a gradient or the loss is not finite.
 
         Args:
             microbatches: Of the whole job, alike on every rank; copies of the model take them in turn.
+            rate: Factor on the learning rate of this step, finite and at least 0.
 
         Raises:
             DataError: If a microbatch is none: its offsets do not fit its tokens, or a token is not in the vocabulary.
-            PlanError: If ranks were given different ones, or the schedule has no place for so few.
+            PlanError: If ranks were given different ones, the schedule has no place for so few, or the rate is none.
             TrainingError: If there is nothing to predict in them, or another rank found a microbatch that is none.
             PeerError: If another rank is not heard of in time; the processes must then be started anew.
         """
+        _check_rate(rate)
         loss, targets = self.backward(microbatches)
-        return self.update(loss, targets)
+        return self.update(loss, targets, rate)
 
     def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
         """Add up the gradients of one iteration, without changing weights.
@@ -190,50 +188,83 @@ class LanguageEngine:
             TrainingError: As in :meth:`step`.
             PeerError: As in :meth:`step`.
         """
-        copies = self.mesh.config.copies
-        count = -(-len(microbatches) // copies)
-        own = list(microbatches[self.mesh.copy :: copies])
-        problem = next(filter(None, map(self._problem, own)), None)
-        if problem is None:
-            own = [_labelled(one) for one in own]
-        targets = self._agree(own, len(microbatches), problem)
-        own += [_nothing()] * (count - len(own))
+        own, targets = self._take(microbatches, "training")
         self.steps += 1
-        inputs, arguments, rows = self._cut(own)
-        divisor = torch.tensor(float(targets), device=self.mesh.device_type)
-        self._left = Counter(dict.fromkeys(self.stages, count))
-        done = self._runner(count).step(inputs, [divisor] * count, arguments, rows)
+        self._left = Counter(dict.fromkeys(self.stages, len(own)))
+        loss = self._run(own, targets)
         if self._splits_backward:
             for stage in self.stages.values():
                 reduce_now(stage)
-        self._add_tied_gradients()
-        is_counted = done.losses is not None and self.mesh.place["tensor"] == 0
-        return float(done.losses.double().sum()) if is_counted else 0.0, targets  # type: ignore[union-attr]
+        self._gradients.complete()
+        return loss, targets
 
-    def update(self, loss: float, targets: int) -> StepReport:
+    def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
+        """What the weights as they are lose on packed documents. Nothing is changed.
+
+        Args:
+            microbatches: As in :meth:`step`, but any number of them.
+
+        Returns:
+            The sum of the losses of all targets of the whole job, and how many they are; the same on every rank.
+
+        Raises:
+            DataError: As in :meth:`step`.
+            PlanError: If ranks were given different ones.
+            TrainingError: As in :meth:`step`.
+            PeerError: As in :meth:`step`.
+        """
+        own, targets = self._take(microbatches, "evaluation")
+        loss = self._run(own, None)
+        for stage in self.stages.values():
+            free_weights(stage)
+        return float(self._exchange([loss]).sum()), targets
+
+    def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
         """Change the weights by the gradients that were added up, and clear them.
 
         Args:
             loss: This process's part, of :meth:`backward`.
             targets: Likewise.
+            rate: Factor on the learning rate of this step, finite and at least 0.
 
         Raises:
+            PlanError: If the rate is none.
             PeerError: If another rank is not heard of in time.
         """
+        _check_rate(rate)
         # every rank adds up the same numbers in the same order, so all of them come to the same decision
-        loss, square = self.mesh.exchange([loss, self._square()]).sum(0).tolist()
+        loss, square = self._exchange([loss, self._gradients.square()]).sum(0).tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
         is_skipped = not (math.isfinite(norm) and math.isfinite(loss))
         if is_skipped:
             self.skipped += 1
         else:
             if self.config.clip is not None and norm > self.config.clip:
-                for _, _, parameter in self._parameters():
-                    if parameter.grad is not None:
-                        local(parameter.grad).mul_(self.config.clip / norm)
+                self._gradients.scale(self.config.clip / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * self.config.learning_rate
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepReport(loss, norm, targets, is_skipped)
+
+    def _take(self, microbatches: Sequence[PackedTokens], purpose: str) -> tuple[list[PackedTokens], int]:
+        """This rank's microbatches, as many as every rank has, and the targets of the whole iteration."""
+        copies = self.mesh.config.copies
+        own = list(microbatches[self.mesh.copy :: copies])
+        problem = next(filter(None, map(self._problem, own)), None)
+        if problem is None:
+            own = [_labelled(one) for one in own]
+        targets = self._agree(own, len(microbatches), problem, purpose)
+        return own + [_nothing()] * (-(-len(microbatches) // copies) - len(own)), targets
+
+    def _run(self, own: Sequence[PackedTokens], targets: int | None) -> float:
+        """Forwards and backwards of the mean over the targets; without targets, forwards of the sum."""
+        inputs, arguments, rows = self._cut(own)
+        divisor = torch.tensor(float(targets or 1), device=self.mesh.device_type)
+        runner = self._runner(len(own), targets is not None)
+        losses = runner.step(inputs, [divisor] * len(own), arguments, rows).losses
+        # ranks that share matrices have the same losses
+        return 0.0 if losses is None or self.mesh.place["tensor"] else float(losses.double().sum())
 
     def _problem(self, one: PackedTokens) -> str | None:
         """What is wrong with a microbatch."""
@@ -253,16 +284,16 @@ class LanguageEngine:
                 return f"{name} {int(wrong[0])} is not in the vocabulary of {self.model.vocabulary}"
         return None
 
-    def _agree(self, own: Sequence[PackedTokens], count: int, problem: str | None) -> int:
-        """Hold against the other ranks what this one was given; targets of the whole iteration."""
-        digest, targets = zlib.crc32(repr((self.steps, count)).encode()), 0
+    def _agree(self, own: Sequence[PackedTokens], count: int, problem: str | None, purpose: str) -> int:
+        """Hold against the other ranks what this one was given and for what; targets of the whole iteration."""
+        digest, targets = zlib.crc32(repr((purpose, self.steps, count)).encode()), 0
         for one in own if problem is None else ():
             assert one.labels is not None
             for tensor in (one.tokens, one.offsets, one.labels):
                 digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)
             targets += int((one.labels != IGNORED).sum())
         numbers = [self.mesh.copy, digest, targets, count, problem is not None]
-        found = self.mesh.exchange(numbers).long().tolist()
+        found = self._exchange(numbers).long().tolist()
         if problem is not None:
             raise DataError(problem, where="microbatch")
         first: dict[int, tuple[int, list[int]]] = {}
@@ -284,7 +315,7 @@ class LanguageEngine:
         return total
 
     def _cut(self, own: Sequence[PackedTokens]) -> tuple[list[Tensor], list[tuple[object, ...]], list[int]]:
-        """This rank's tokens of each microbatch, what its stages take beside them, and how many they are."""
+        """This rank's tokens of each microbatch, what its stages take beside them, and the rows they pass on."""
         parallel, device = self.mesh.config, self.mesh.device_type
         inputs: list[Tensor] = []
         arguments: list[tuple[object, ...]] = []
@@ -299,20 +330,23 @@ class LanguageEngine:
             core.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
             inputs.append(core.shard(tokens.to(device)))
             arguments.append((offsets, core.positions().to(device), core.shard(labels.to(device)), core))
-        return inputs, arguments, [len(tokens) for tokens in inputs]
+        ranks = parallel.tensor if parallel.sequence else 1
+        return inputs, arguments, [-(-len(tokens) // ranks) for tokens in inputs]
 
-    def _runner(self, microbatches: int) -> PipelineRunner:
-        if microbatches not in self._runners:
-            self._runners[microbatches] = PipelineRunner(
-                self.mesh.config.make_schedule(microbatches),
+    def _runner(self, microbatches: int, trains: bool) -> PipelineRunner:
+        if (microbatches, trains) not in self._runners:
+            make = self.mesh.config.make_schedule if trains else self._schedule.forwards
+            self._runners[microbatches, trains] = PipelineRunner(
+                make(microbatches),
                 self.stages,
                 torch.div,  # the sum of a microbatch's losses by the targets of all
                 self.mesh.pipeline_group,
                 deadline_s=self.mesh.config.deadline_s,
                 reduction="sum",
                 before=self._prepare,
+                ledger=self.ledger,
             )
-        return self._runners[microbatches]
+        return self._runners[microbatches, trains]
 
     def _prepare(self, action: Action) -> None:
         """Gradients stay whole on each rank until a stage's last backward, and are then reduced once."""
@@ -324,37 +358,19 @@ class LanguageEngine:
         self._left[action.stage] -= 1
         reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
 
-    def _add_tied_gradients(self) -> None:
-        """The embedding's and the tied head's, where first and last stage are two."""
-        if not self.model.tied or self.mesh.config.stages == 1:
-            return
-        ends = [self.stages[stage] for stage in (0, self.mesh.config.stages - 1) if stage in self.stages]
-        gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
-        if len(gradients) == 2:  # folded like a V: both ends are here
-            total = torch.stack(gradients).sum(0)
-            for gradient in gradients:
-                gradient.copy_(total)
-        elif gradients:
-            dist.all_reduce(gradients[0], group=self.mesh.ends_group)
+    def _exchange(self, numbers: Sequence[float]) -> Tensor:
+        """Every process's numbers, written down."""
+        began = time.perf_counter()
+        found = self.mesh.exchange(numbers)
+        others, seconds = self.mesh.config.world - 1, time.perf_counter() - began
+        if others:
+            self.ledger.record(AGREED, Traffic(1, 8 * others * len(numbers), others, seconds, seconds))
+        return found
 
-    def _square(self) -> float:
-        """Sum of the squares of the gradients' elements that this rank answers for: each is counted on one rank."""
-        place, total = self.mesh.place, 0.0
-        for number, name, parameter in self._parameters():
-            assert isinstance(parameter, DTensor)
-            is_cut = "tensor" in (parameter.device_mesh.mesh_dim_names or ())
-            is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not is_cut)
-            is_tied_copy = number > 0 and name == "embedding.weight"
-            if parameter.grad is not None and not is_copy and not is_tied_copy:
-                total += float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
-        return total
 
-    def _parameters(self) -> list[tuple[int, str, nn.Parameter]]:
-        return [
-            (number, name, parameter)
-            for number, stage in self.stages.items()
-            for name, parameter in stage.named_parameters()
-        ]
+def _check_rate(rate: float) -> None:
+    if not (math.isfinite(rate) and rate >= 0):
+        raise PlanError(f"{rate} is no factor on a learning rate", where="rate", remedy="a finite one, 0 or more")
 
 
 def _labelled(one: PackedTokens) -> PackedTokens:

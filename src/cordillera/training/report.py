@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cordillera.errors import DataError
 from cordillera.run import Run
+from cordillera.training import report_page
 from cordillera.training.charts import Chart, compact, interval_strip, nice_ticks, padded
 from cordillera.training.evaluation import Evaluation, Segment, TaskEvaluation, number
+from cordillera.training.report_page import (
+    Pictures,
+    count,
+    definitions,
+    duration,
+    figure,
+    framed,
+    notes,
+    page,
+    plain,
+    read_object,
+    read_recipe,
+    reproduction,
+    thin,
+    tile,
+)
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_POINTS = 400  # of a line; more would only make the file larger
 _SHOWN_SEGMENTS = 12
 _MEANINGS = {
     "ne": "1 is the constant base rate; lower is better",
@@ -48,7 +53,7 @@ class _Material:
     model: dict[str, Any]
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    pictures: Pictures = field(default_factory=Pictures)
 
     @property
     def tasks(self) -> list[str]:
@@ -80,65 +85,29 @@ def write_report(run: Run) -> Path:
     Raises:
         DataError: one of the files is there but cannot be read.
     """
-    page = render(run)
-    target = run.folder / "report.html"
-    beside = target.with_name(f".report.html.{os.getpid()}.tmp")
-    try:
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
-    return target
+    return report_page.write(run, render(run))
 
 
 def render(run: Run) -> str:
     """The report of a run as HTML text; see :func:`write_report`."""
     material = _read(run)
-    style = resources.files("cordillera.training").joinpath("report_style.css").read_text(encoding="utf-8")
-    sections = [_results(material), _notes(material), _learning(material), _progressive(material)]
+    sections = [_results(material), notes(material.warnings), _learning(material), _progressive(material)]
     if material.evaluation is not None:
         sections += [_scores(material, material.evaluation), _segments(material.evaluation)]
-    sections += [_throughput(material), _model_card(material), _reproduction(material)]
-    body = "\n".join(section for section in sections if section)
+    sections += [_throughput(material), _model_card(material), reproduction(material.recipe_text)]
     model = material.model.get("name", material.recipe.get("model", {}).get("name", "model"))
     data = material.recipe.get("data", {}).get("dataset") or "own data"
     description = material.recipe.get("description") or ""
     lede = f"{_title(model)} on {data}" + (f". {description}" if description else "")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="color-scheme" content="light dark">
-<title>{escape(material.name)}: training report</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<h1>{escape(material.name)}</h1>
-<p class="lede">{escape(lede)}</p>
-</header>
-<main>
-{body}
-</main>
-<footer>Written by Cordillera from the files of this run.</footer>
-</body>
-</html>
-"""
+    return page(material.name, lede, sections)
 
 
 # Reading
 
 
 def _read(run: Run) -> _Material:
-    recipe_text = run.recipe_file.read_text(encoding="utf-8") if run.recipe_file.exists() else ""
+    recipe_text, recipe = read_recipe(run)
     warnings = []
-    try:
-        recipe = tomllib.loads(recipe_text)
-    except tomllib.TOMLDecodeError as error:
-        raise DataError(f"is not TOML: {error}", where=str(run.recipe_file)) from error
     records = run.metrics()
     train = [record for record in records if record.get("kind") == "train"]
     evaluations = [record for record in records if record.get("kind") == "evaluation" and record.get("tasks")]
@@ -160,22 +129,12 @@ def _read(run: Run) -> _Material:
         evaluations=evaluations,
         progressive=progressive,
         evaluation=evaluation,
-        model=_json(run.folder / "model.json"),
-        environment=_json(run.folder / "environment.json"),
+        model=read_object(run.folder / "model.json"),
+        environment=read_object(run.folder / "environment.json"),
         warnings=warnings,
     )
     warnings += _warnings(material)
     return material
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"is not JSON: {error}", where=str(path)) from error
-    return content if isinstance(content, dict) else {}
 
 
 def _mean_ne(record: Mapping[str, Any]) -> float:
@@ -222,12 +181,6 @@ def _warnings(material: _Material) -> list[str]:
 # Small pieces
 
 
-def _figure(value: float, digits: int = 4) -> str:
-    if math.isnan(value):
-        return "undefined"
-    return ("infinite" if value > 0 else "-infinite") if math.isinf(value) else f"{value:.{digits}f}"
-
-
 def _interval(pair: Sequence[float] | None, digits: int = 4) -> str:
     return f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}" if pair else ""
 
@@ -235,27 +188,6 @@ def _interval(pair: Sequence[float] | None, digits: int = 4) -> str:
 def _title(text: str) -> str:
     return {"lr": "Logistic regression", "fm": "Factorisation machine", "dnn": "DNN", "dlrm": "DLRM", "dcn": "DCN-V2",
             "dhen": "DHEN", "wukong": "Wukong"}.get(text, text)  # fmt: skip
-
-
-def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in pairs if text)
-    return f"<dl>{rows}</dl>"
-
-
-def _picture(material: _Material, heading: str, chart: Chart, caption: str, key: str = "") -> str:
-    drawing = chart.svg(next(material.numbers))
-    return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}{key}</figcaption></figure>"
-
-
-def _key(*entries: tuple[str, str]) -> str:
-    return "".join(f'<span class="key {style}"></span>{escape(text)}' for style, text in entries)
-
-
-def _thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float], int]:
-    """Means of so many neighbours that a line has at most a few hundred points; NaN in a mean stays NaN."""
-    size = -(-len(xs) // _POINTS) or 1
-    chunks = [(xs[i : i + size], ys[i : i + size]) for i in range(0, len(xs), size)]
-    return [sum(a) / len(a) for a, _ in chunks], [sum(b) / len(b) for _, b in chunks], size
 
 
 def _examples(record: Mapping[str, Any]) -> float:
@@ -306,23 +238,19 @@ def _tiles(result: TaskEvaluation, task: str, level: float) -> str:
     tiles = []
     for name in ("ne", "auc", "calibration"):
         pair = result.intervals.get(name)
-        bounds = f'<dd class="range">{f"{100 * level:g} %: {_interval(pair)}" if pair else "no interval"}</dd>'
-        tiles.append(
-            f'<dl class="tile"><dt>{_NAMES[name]}</dt>'
-            f'<dd class="value">{_figure(result.metrics.get(name, math.nan))}</dd>{bounds}'
-            f'<dd class="small soft">{escape(_MEANINGS[name])}</dd></dl>'
-        )
-    more = [f"log loss {_figure(result.metrics.get('log_loss', math.nan))}"]
+        bounds = f"{100 * level:g} %: {_interval(pair)}" if pair else "no interval"
+        tiles.append(tile(_NAMES[name], figure(result.metrics.get(name, math.nan)), bounds, _MEANINGS[name]))
+    more = [f"log loss {figure(result.metrics.get('log_loss', math.nan))}"]
     if not math.isnan(result.metrics.get("gauc", math.nan)):
         excluded = int(result.metrics.get("gauc_excluded_groups", 0))
         kept = int(result.metrics.get("gauc_groups", 0))
         pair = result.intervals.get("gauc")
         more.append(
-            f"GAUC {_figure(result.metrics['gauc'])}{f' ({_interval(pair)})' if pair else ''} over {kept:,} groups, "
+            f"GAUC {figure(result.metrics['gauc'])}{f' ({_interval(pair)})' if pair else ''} over {kept:,} groups, "
             f"{excluded:,} with one class left out"
         )
     rate = result.metrics.get("base_rate", math.nan)
-    more.append(f"base rate {_figure(rate)}")
+    more.append(f"base rate {figure(rate)}")
     return f'<div class="tiles">{"".join(tiles)}</div><p>Task {escape(task)}: {escape("; ".join(more))}.</p>'
 
 
@@ -335,8 +263,8 @@ def _task_table(tasks: Mapping[str, TaskEvaluation]) -> str:
                 continue
             bounds = _interval(result.intervals.get(name))
             shown = f'<br><span class="range">{bounds}</span>' if bounds else ""
-            cells.append(f"<td>{_figure(result.metrics.get(name, math.nan))}{shown}</td>")
-        rate = _figure(result.metrics.get("base_rate", math.nan))
+            cells.append(f"<td>{figure(result.metrics.get(name, math.nan))}{shown}</td>")
+        rate = figure(result.metrics.get("base_rate", math.nan))
         rows.append(f'<tr><th scope="row">{escape(task)}</th>{"".join(cells)}<td>{rate}</td></tr>')
     names = [n for n in ("ne", "auc", "calibration", "gauc", "log_loss") if n != "gauc" or _any_defined(tasks, "gauc")]
     head = "".join(f'<th scope="col">{_NAMES[name]}</th>' for name in names)
@@ -352,13 +280,6 @@ def _any_defined(tasks: Mapping[str, TaskEvaluation], name: str) -> bool:
     return any(not math.isnan(result.metrics.get(name, math.nan)) for result in tasks.values())
 
 
-def _notes(material: _Material) -> str:
-    if not material.warnings:
-        return ""
-    entries = "".join(f"<li>{escape(text)}</li>" for text in material.warnings)
-    return f'<ul class="notes" aria-label="Notes">{entries}</ul>'
-
-
 def _learning(material: _Material) -> str:
     charts = []
     end = max([_examples(record) for record in (*material.train, *material.evaluations)], default=math.nan)
@@ -366,17 +287,14 @@ def _learning(material: _Material) -> str:
         return ""
     span = (0.0, end)
     if material.train:
-        xs, ys, size = _thin(
+        xs, ys, size = thin(
             [_examples(record) for record in material.train], [number(record.get("loss")) for record in material.train]
         )
+        (low, high), cut = framed(ys)
         finite = sorted(value for value in ys if math.isfinite(value))
-        # The first values of an untrained model can dwarf the rest; the frame follows the bulk and says so.
-        bulk = finite[: max(1, int(len(finite) * 0.97))]
-        cut = bool(finite) and finite[-1] - bulk[0] > 3 * (bulk[-1] - bulk[0]) > 0
-        low, high = padded(bulk if cut else finite)
         chart = Chart(
             "Training loss",
-            f"Between {_figure(finite[0])} and {_figure(finite[-1])} over {compact(end)} examples."
+            f"Between {figure(finite[0])} and {figure(finite[-1])} over {compact(end)} examples."
             if finite
             else "No finite values.",
             span,
@@ -387,7 +305,11 @@ def _learning(material: _Material) -> str:
         chart.line(xs, ys)
         caption = "Mean of the batches since the last record" if size == 1 else f"Mean of {size} records a point"
         charts.append(
-            _picture(material, "Training loss", chart, caption + ("; early values leave the frame." if cut else "."))
+            material.pictures.draw(
+                "Training loss",
+                chart,
+                caption + ("; early values leave the frame." if cut else "."),
+            )
         )
     best = material.best
     averaged = ", averaged over tasks" if len(material.tasks) > 1 else ""
@@ -403,7 +325,7 @@ def _learning(material: _Material) -> str:
         heading = "Validation NE" if len(material.tasks) == 1 else f"Validation NE: {task}"
         values = [ne for _, ne, _ in points]
         marked = next(((at, ne) for at, ne, record in points if record is best), None)
-        text = f"At step {best['step']:,}: {_figure(marked[1])}." if best and marked else "No step has a defined NE."
+        text = f"At step {best['step']:,}: {figure(marked[1])}." if best and marked else "No step has a defined NE."
         range_ = padded([*values, bayes], 0.2)
         chart = Chart(heading, text, span, range_, x_label="training examples", y_label="NE")
         chart.rule(y=1.0, text="base rate")
@@ -412,7 +334,7 @@ def _learning(material: _Material) -> str:
         chart.dots([at for at, _, _ in points], values, "s1", 2.5 if len(points) <= 60 else 1.2)
         if best and marked and math.isfinite(marked[1]):
             chart.mark(*marked, f"{'best mean: ' if averaged else 'best '}{marked[1]:.4f}")
-        charts.append(_picture(material, heading, chart, f"Ring: the step with the lowest NE{averaged}. {text}"))
+        charts.append(material.pictures.draw(heading, chart, f"Ring: the step with the lowest NE{averaged}. {text}"))
     return f'<section><h2>Learning curves</h2><div class="charts">{"".join(charts)}</div></section>'
 
 
@@ -432,7 +354,7 @@ def _progressive(material: _Material) -> str:
         ys = [number(record["tasks"].get(task, {}).get("ne")) for record in material.progressive]
         chart = Chart(
             f"Progressive NE: {task}",
-            f"{len(xs)} windows, the last at {_figure(ys[-1])}.",
+            f"{len(xs)} windows, the last at {figure(ys[-1])}.",
             (0.0, max([*(x for x in xs if math.isfinite(x)), 1.0])),
             padded(ys, 0.12),
             x_label="examples of the stream",
@@ -440,7 +362,7 @@ def _progressive(material: _Material) -> str:
         )
         chart.rule(y=1.0, text="base rate")
         chart.line(xs, ys, "s1")
-        charts.append(_picture(material, task, chart, "NE of each window, predicted before training on it."))
+        charts.append(material.pictures.draw(task, chart, "NE of each window, predicted before training on it."))
     return f'<section><h2>Predict, then train</h2><div class="charts">{"".join(charts)}</div></section>'
 
 
@@ -470,7 +392,7 @@ def _calibration(material: _Material, result: TaskEvaluation) -> str:
     chart.whiskers(xs, [entry.low for entry in bins], [entry.high for entry in bins])
     chart.dots(xs, [entry.rate for entry in bins])
     caption = f"{len(bins)} bins of equal weight, 95 % Wilson intervals; dashed: perfect calibration. {text}"
-    return _picture(material, "Calibration", chart, caption)
+    return material.pictures.draw("Calibration", chart, caption)
 
 
 def _histogram(material: _Material, result: TaskEvaluation) -> str:
@@ -494,8 +416,11 @@ def _histogram(material: _Material, result: TaskEvaluation) -> str:
     )
     chart.steps(histogram.edges, densities[0], "s0")
     chart.steps(histogram.edges, densities[1], "s1")
-    return _picture(
-        material, "Scores by class", chart, "", "Share of each class." + _key(("s0", "negative"), ("s1", "positive"))
+    return material.pictures.draw(
+        "Scores by class",
+        chart,
+        "Share of each class.",
+        '<span class="key s0"></span>negative<span class="key s1"></span>positive',
     )
 
 
@@ -587,15 +512,15 @@ def _segment_row(
     share = segment.examples / evaluation.examples if evaluation.examples else 0.0
     cells = [
         f'<td>{segment.examples:,}<span class="share" aria-hidden="true"><i style="width:{share:.1%}"></i></span></td>',
-        f"<td>{_figure(metrics.get('base_rate', math.nan), 3)}</td>",
+        f"<td>{figure(metrics.get('base_rate', math.nan), 3)}</td>",
     ]
     for name in ("ne", "auc"):
         value_ = metrics.get(name, math.nan)
         pair, reference = intervals.get(name), overall.get(name, math.nan)
         strip = interval_strip(value_, pair, reference, limits[name]) if math.isfinite(reference) else ""
         spoken = f' title="{_interval(pair)}"' if pair else ""
-        cells += [f"<td>{_figure(value_)}</td>", f'<td class="strip"{spoken}>{strip}</td>']
-    cells.append(f"<td>{_figure(metrics.get('calibration', math.nan), 3)}</td>")
+        cells += [f"<td>{figure(value_)}</td>", f'<td class="strip"{spoken}>{strip}</td>']
+    cells.append(f"<td>{figure(metrics.get('calibration', math.nan), 3)}</td>")
     tag = ' <span class="tag">few</span>' if segment.small else ""
     style = ' class="few"' if segment.small else ""
     shown = escape(value) if value else "(blank)"
@@ -606,7 +531,7 @@ def _throughput(material: _Material) -> str:
     records = [record for record in material.train if math.isfinite(number(record.get("examples_per_second")))]
     if not records:
         return ""
-    xs, rates, _ = _thin([_examples(r) for r in records], [number(r["examples_per_second"]) for r in records])
+    xs, rates, _ = thin([_examples(r) for r in records], [number(r["examples_per_second"]) for r in records])
     end = max(xs)
     seconds = sum(number(record.get("seconds")) for record in records)
     validating = sum(number(record.get("seconds")) for record in material.evaluations)
@@ -624,12 +549,14 @@ def _throughput(material: _Material) -> str:
     )
     speed.line(xs, rates)
     charts = [
-        _picture(
-            material, "Throughput", speed, f"Median {compact(middle)} examples per second, {len(records):,} records."
+        material.pictures.draw(
+            "Throughput",
+            speed,
+            f"Median {compact(middle)} examples per second, {len(records):,} records.",
         )
     ]
     if math.isfinite(waiting):
-        _, shares, _ = _thin([_examples(r) for r in records], [100 * number(r.get("data_fraction")) for r in records])
+        _, shares, _ = thin([_examples(r) for r in records], [100 * number(r.get("data_fraction")) for r in records])
         top = max([10.5, *(1.15 * share for share in shares if math.isfinite(share))])
         loading = Chart(
             "Time spent waiting for data",
@@ -643,39 +570,17 @@ def _throughput(material: _Material) -> str:
         loading.rule(y=10.0, text="10 %")
         loading.line(xs, shares, "s1")
         charts.append(
-            _picture(material, "Waiting for data", loading, f"{100 * waiting:.1f} % of the training time in all.")
+            material.pictures.draw("Waiting for data", loading, f"{100 * waiting:.1f} % of the training time in all.")
         )
-    times = [f"{_duration(seconds)} of training"]
+    times = [f"{duration(seconds)} of training"]
     if material.evaluations and math.isfinite(validating):
-        times.append(f"{_duration(validating)} of validation")
+        times.append(f"{duration(validating)} of validation")
     if material.evaluation is not None and math.isfinite(material.evaluation.examples_per_second):
         times.append(
             f"the test split was scored at {compact(material.evaluation.examples_per_second)} examples a second"
         )
     text = escape("; ".join(times))
     return f'<section><h2>Throughput</h2><p>{text}.</p><div class="charts">{"".join(charts)}</div></section>'
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "unknown time"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else _plain(value)
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_count(entry)}" for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(str(entry) for entry in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _model_card(material: _Material) -> str:
@@ -686,51 +591,51 @@ def _model_card(material: _Material) -> str:
     architecture = [("Model", _title(str(model.get("name", recipe.get("model", {}).get("name", "")))))]
     config = model.get("config") or recipe.get("model", {})
     for key, text in (("parameters", "Dense parameters"), ("embedding_parameters", "Embedding parameters")):
-        architecture.append((text, _count(model.get(key))))
+        architecture.append((text, count(model.get(key))))
     for key, text in (
         ("forward_macs", "Forward MACs an example"),
         ("forward_flops", "Forward FLOPs an example"),
         ("training_flops", "Training FLOPs an example"),
     ):
-        architecture.append((text, _count(model.get(key))))
+        architecture.append((text, count(model.get(key))))
     tables = model.get("tables", {})
     if tables:
         rows = sum(value for value in tables.values() if isinstance(value, int))
         architecture.append(("Embedding tables", f"{len(tables)} with {rows:,} rows"))
-    architecture += [(key, _plain(value)) for key, value in config.items() if key != "name"]
+    architecture += [(key, plain(value)) for key, value in config.items() if key != "name"]
     origin = [
-        ("Data set", str(facts.get("name") or data.get("dataset") or _plain(data.get("path")))),
-        ("Source", _plain(facts.get("source"))),
-        ("Terms", _plain(facts.get("terms") or facts.get("licence"))),
-        ("Split", _plain(facts.get("split") or data.get("split"))),
-        ("Examples", _plain(described.get("examples"))),
+        ("Data set", str(facts.get("name") or data.get("dataset") or plain(data.get("path")))),
+        ("Source", plain(facts.get("source"))),
+        ("Terms", plain(facts.get("terms") or facts.get("licence"))),
+        ("Split", plain(facts.get("split") or data.get("split"))),
+        ("Examples", plain(described.get("examples"))),
         ("Positive rate", _rates(facts.get("positives"))),
         ("Unseen ids in test", _unseen(facts.get("unseen"))),
-        ("Bayes-optimal NE", _plain(facts.get("bayes_ne"))),
-        ("Fingerprint", _plain(described.get("fingerprint"))),
-        ("Tasks", _plain(model.get("tasks"))),
-        ("Dense features", _plain(model.get("dense_features"))),
-        ("Sparse features", _plain(model.get("sparse_features"))),
+        ("Bayes-optimal NE", plain(facts.get("bayes_ne"))),
+        ("Fingerprint", plain(described.get("fingerprint"))),
+        ("Tasks", plain(model.get("tasks"))),
+        ("Dense features", plain(model.get("dense_features"))),
+        ("Sparse features", plain(model.get("sparse_features"))),
     ]
     versions = material.environment.get("libraries", {})
     machine = [
-        ("Seed", _plain(recipe.get("seed"))),
-        ("Precision", _plain(training.get("precision"))),
-        ("Batch size", _count(data.get("batch_size"))),
+        ("Seed", plain(recipe.get("seed"))),
+        ("Precision", plain(training.get("precision"))),
+        ("Batch size", count(data.get("batch_size"))),
         (
             "Tables' optimizer",
-            _plain(recipe.get("tables", {}).get("optimizer") or recipe.get("tables", {}).get("name")),
+            plain(recipe.get("tables", {}).get("optimizer") or recipe.get("tables", {}).get("name")),
         ),
-        ("Steps", _count(material.train[-1].get("step")) if material.train else ""),
-        ("Processor", _plain(material.environment.get("processor"))),
-        ("Cores", _plain(material.environment.get("cores"))),
-        ("Platform", _plain(material.environment.get("platform"))),
-        ("Python", _plain(material.environment.get("python"))),
-        ("Libraries", _plain(versions)),
+        ("Steps", count(material.train[-1].get("step")) if material.train else ""),
+        ("Processor", plain(material.environment.get("processor"))),
+        ("Cores", plain(material.environment.get("cores"))),
+        ("Platform", plain(material.environment.get("platform"))),
+        ("Python", plain(material.environment.get("python"))),
+        ("Libraries", plain(versions)),
     ]
     return (
-        f'<section><h2>Model card</h2><div class="card"><div><h3>Architecture</h3>{_definitions(architecture)}</div>'
-        f"<div><h3>Data</h3>{_definitions(origin)}</div><div><h3>Training and machine</h3>{_definitions(machine)}</div>"
+        f'<section><h2>Model card</h2><div class="card"><div><h3>Architecture</h3>{definitions(architecture)}</div>'
+        f"<div><h3>Data</h3>{definitions(origin)}</div><div><h3>Training and machine</h3>{definitions(machine)}</div>"
         "</div></section>"
     )
 
@@ -746,7 +651,7 @@ def _unseen(unseen: Any) -> str:
 
 def _rates(positives: Any) -> str:
     if not isinstance(positives, dict):
-        return _plain(positives)
+        return plain(positives)
     return "; ".join(
         f"{split} "
         + (
@@ -754,15 +659,7 @@ def _rates(positives: Any) -> str:
                 f"{task} {rate:.4g}" if isinstance(rate, float) else f"{task} {rate}" for task, rate in rates.items()
             )
             if isinstance(rates, dict)
-            else _plain(rates)
+            else plain(rates)
         )
         for split, rates in positives.items()
-    )
-
-
-def _reproduction(material: _Material) -> str:
-    return (
-        "<section><h2>How to reproduce</h2><p>Save the recipe below as <code>recipe.toml</code>. It is resolved: every "
-        "value that was used stands in it, the seed included.</p><pre>cordillera train recipe.toml</pre>"
-        f"<details><summary>Resolved recipe</summary><pre>{escape(material.recipe_text)}</pre></details></section>"
     )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +27,7 @@ from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.run import Run
 from cordillera.training import checkpoints
+from cordillera.training.interrupts import Interrupt
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
 
@@ -265,7 +264,7 @@ class Trainer:
         epochs = config.epochs * len(training)
         self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
         self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
-        self._stop = threading.Event()
+        self._interrupt = Interrupt()
         unknown = sorted(set(config.task_weights or {}) - set(self.tasks))
         if unknown:
             raise TrainingError(
@@ -342,26 +341,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
-        self._stop.set()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run after the step in progress; a second one ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: Any) -> None:
-            if self._stop.is_set():
-                raise KeyboardInterrupt
-            self.stop()
-
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        self._interrupt.ask()
 
     def fit(self) -> Report:
         """Train to the end, to the end of patience, or to a signal.
@@ -379,7 +359,7 @@ class Trainer:
         began = time.perf_counter()
         ended: Literal["finished", "early", "interrupted"] = "finished"
         board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
-        with self.run.lock(), self._signals(), contextlib.closing(board):
+        with self.run.lock(), self._interrupt.signals(), contextlib.closing(board):
             self.model.train()
             ended = self._epochs(board)
             if ended == "interrupted":
@@ -422,7 +402,7 @@ class Trainer:
                         self.save()
                     if self.watch is not None:
                         self.watch(record, progress, self.total_steps)
-                    if self._stop.is_set() and not last:
+                    if self._interrupt.is_asked() and not last:
                         return "interrupted"
                     if last or end_of_epoch:
                         break

@@ -4,7 +4,7 @@ The order matters: matrices are cut first, then recomputation is put around whol
 that a block's weights are gathered once for both its forwards. What cuts a sequence is given with each microbatch.
 
 Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for how matrices are cut;
-Zhao et al. 2023 (FSDP), sections 3 and 4.4.
+Korthikanti et al. 2022, section 4.2.2, for activations between them; Zhao et al. 2023 (FSDP), sections 3 and 4.4.
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ import functools
 from typing import Literal
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.links import Links
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.tensor_parallel import cut_embedding, cut_head, cut_linear, sum_over_ranks
+from cordillera.distributed.tensor_parallel import (
+    TensorRanks,
+    cut_embedding,
+    cut_head,
+    cut_linear,
+    enter_after,
+    sum_over_ranks,
+)
 from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.distributed.weight_traffic import record_weight_traffic
 from cordillera.errors import PlanError
-from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.llama import Core, LlamaConfig
 from cordillera.models.language.stages import LlamaStage
 
 Precision = Literal["float32", "bfloat16"]
@@ -51,7 +60,9 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
         raise PlanError("; ".join(wrong), where="mesh", remedy="smaller sizes of the mesh, or another model")
 
 
-def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "float32") -> None:
+def parallelize(
+    stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "float32", ledger: Ledger | None = None
+) -> None:
     """Cut a stage over the processes of a mesh. Its weights are not filled.
 
     Weights stay in 32 bits, and gradients are added up in them over all ranks, without being divided.
@@ -60,10 +71,12 @@ def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "fl
         stage: On the meta device; changed.
         mesh: Of all processes.
         precision: In which blocks compute.
+        ledger: Gets the traffic of weights and of cut matrices; None for none.
     """
     parallel = mesh.config
     if parallel.tensor > 1:
-        _cut_matrices(stage, mesh.tensor)
+        links = Links(mesh.tensor.get_group(), ledger or Ledger(), parallel.deadline_s)
+        _cut_matrices(stage, TensorRanks(mesh.tensor, links, parallel.sequence))
     if parallel.recompute != "none":
         for block in stage.blocks:
             part: nn.Module = block if parallel.recompute == "full" else block.feed_forward
@@ -79,6 +92,8 @@ def parallelize(stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "fl
             # losses are divided by the tokens of the whole iteration already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if ledger is not None:
+        record_weight_traffic(stage, mesh.weights, ledger)
     stage.to_empty(device=mesh.device_type)
 
 
@@ -98,22 +113,38 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
     stage.set_reshard_after_backward(is_last or reshards)
 
 
-def _cut_matrices(stage: LlamaStage, mesh: DeviceMesh) -> None:
+def free_weights(stage: LlamaStage) -> None:
+    """Let each rank have its part of the weights alone, as a backward does and a forward without one does not.
+
+    Args:
+        stage: Parallelised.
+    """
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
     """Each half of a block has matrices cut by outputs, then one by inputs, and needs one sum."""
+
+    def tokens(offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> int:
+        return len(table[0])
+
     for block in stage.blocks:
         attention, feed_forward = block.attention, block.feed_forward
         for linear in (attention.query, attention.key, attention.value, feed_forward.gate, feed_forward.up):
-            cut_linear(linear, mesh, 0)
+            cut_linear(linear, ranks, 0)
         for linear in (attention.output, feed_forward.down):
-            cut_linear(linear, mesh, 1)
-        sum_over_ranks(attention, mesh)
-        sum_over_ranks(feed_forward, mesh)
+            cut_linear(linear, ranks, 1)
+        sum_over_ranks(attention, ranks, tokens)
+        sum_over_ranks(feed_forward, ranks)
     if hasattr(stage, "embedding"):
-        cut_embedding(stage.embedding, mesh)
+        cut_embedding(stage.embedding, ranks)
     if stage.is_last:
         if stage.head is not None:
-            cut_head(stage.head, mesh)
-        stage.vocabulary_group = mesh.get_group()
+            cut_head(stage.head, ranks)
+        enter_after(stage.norm, ranks)
+        stage.vocabulary_links = ranks.links
 
 
 def reduce_now(stage: LlamaStage) -> None:

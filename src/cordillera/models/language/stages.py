@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cordillera.distributed.links import Links
 from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import summed_cross_entropy
 from cordillera.errors import CheckpointError
@@ -56,7 +56,7 @@ class LlamaStage(nn.Module):
         config: The model's.
         is_first: Whether it reads tokens.
         is_last: Whether it gives the loss.
-        vocabulary_group: Ranks over which the head is cut; None where it is whole.
+        vocabulary_links: To the ranks over which the head is cut; None where it is whole.
         loss_rows: Of whose logits as many exist at a time.
     """
 
@@ -64,7 +64,7 @@ class LlamaStage(nn.Module):
         super().__init__()
         self.config = model.config
         self.is_first, self.is_last = stage == 0, stage == stages - 1
-        self.vocabulary_group: dist.ProcessGroup | None = None
+        self.vocabulary_links: Links | None = None
         self.loss_rows = 1024
         if self.is_first or (self.is_last and self.config.tied):
             self.embedding = model.embedding
@@ -91,7 +91,8 @@ class LlamaStage(nn.Module):
         """The residual stream, or of the last stage the sum of the losses.
 
         Args:
-            x: Tokens ``int64 [T]`` for the first stage, else what the stage before gave, ``[T, hidden]``.
+            x: Tokens ``int64 [T]`` for the first stage, else what the stage before gave, ``[T, hidden]``. Where a
+                sequence is cut over the ranks that share matrices, this rank's rows of it.
             offsets: ``int64 [B + 1]``, where documents begin.
             positions: ``int64 [T]``, of each token in its document; None to count from 0.
             labels: ``int64 [T]``: each token's target, or
@@ -111,7 +112,7 @@ class LlamaStage(nn.Module):
         if not self.is_last:
             return x
         weight = local(self.head_weight)
-        return summed_cross_entropy(self.norm(x), weight, labels, self.vocabulary_group, self.loss_rows)
+        return summed_cross_entropy(self.norm(x), weight, labels, self.vocabulary_links, self.loss_rows)
 
     @torch.no_grad()
     def fill(self, weights: Callable[[str, torch.Size], Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of Llama models in the formats that they are published in.
+"""Checkpoints of Llama models in the formats that they are published in, and in our own.
 
 =================  ========================================================================================
 format             what lies at the path
@@ -6,6 +6,7 @@ format             what lies at the path
 Hugging Face       a folder with ``config.json`` and one or several ``.safetensors`` with an index
 Meta consolidated  a folder with ``params.json`` and ``consolidated.NN.pth``, one for each model-parallel rank
 GGUF               one ``.gguf`` file, or a folder with one; quantised weights are dequantised
+our own            a folder ``step-NNNNNNNNN`` of a training, with ``model.json`` and ``checksums.json``
 =================  ========================================================================================
 
 Everything that can be wrong with names, shapes and dtypes is refused before weights are read, and nothing is unpickled
@@ -24,7 +25,8 @@ from cordillera.errors import CheckpointError
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
 from cordillera.models.language.checkpoints.gguf_file import GGUFFile
 from cordillera.models.language.checkpoints.hugging_face import HuggingFace, save_hugging_face
-from cordillera.models.language.checkpoints.source import Source
+from cordillera.models.language.checkpoints.sharded import CHECKSUMS, MODEL, STATE, Sharded
+from cordillera.models.language.checkpoints.source import Source, check_architecture
 from cordillera.models.language.llama import Llama, LlamaConfig
 
 __all__ = ["Source", "load", "load_into", "open_checkpoint", "read_model", "save_consolidated", "save_hugging_face"]
@@ -54,6 +56,8 @@ def open_checkpoint(path: str | Path) -> Source:
         return HuggingFace(path)
     if (path / "params.json").exists():
         return Consolidated(path)
+    if (path / MODEL).exists() and ((path / CHECKSUMS).exists() or (path / STATE).exists()):
+        return Sharded(path)
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return GGUFFile(found[0])
@@ -122,15 +126,7 @@ def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
         DependencyError: GGUF without the library ``gguf``.
     """
     source = open_checkpoint(path)
-    ours, theirs = model.config.model_dump(), source.config.model_dump()
-    differing = [name for name in ours if name not in ("context", "head_dim") and ours[name] != theirs[name]]
-    if differing or model.config.head_width != source.config.head_width:
-        name = differing[0] if differing else "head_dim"
-        raise CheckpointError(
-            f"{name} is {theirs[name]}, that of the model is {ours[name]}",
-            where=str(path),
-            remedy="load a checkpoint of the same architecture, or make the model from its config",
-        )
+    check_architecture(model.config, source.config, Path(path))
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(
             "the model has no memory to load into", where=str(path), remedy="call model.to_empty(device=...) before"

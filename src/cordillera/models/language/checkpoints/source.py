@@ -97,6 +97,28 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
 
 
+def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path) -> None:
+    """Refuse a checkpoint that computes something else than the model; only the length of the context may differ.
+
+    Args:
+        model: To be loaded into.
+        checkpoint: What is stored.
+        where: The checkpoint.
+
+    Raises:
+        CheckpointError: Names the first difference.
+    """
+    ours, theirs = model.model_dump(), checkpoint.model_dump()
+    differing = [name for name in ours if name not in ("context", "head_dim") and ours[name] != theirs[name]]
+    if differing or model.head_width != checkpoint.head_width:
+        name = differing[0] if differing else "head_dim"
+        raise CheckpointError(
+            f"{name} is {theirs[name]}, that of the model is {ours[name]}",
+            where=str(where),
+            remedy="load a checkpoint of the same architecture, or make the model from its config",
+        )
+
+
 def check_shape(name: str, stored: Stored, shape: tuple[int, ...], hint: str = "") -> None:
     """Refuse a tensor whose shape is not what the configuration says.
 

@@ -1,8 +1,4 @@
-"""What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep.
-
-The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a
-model from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``.
-"""
+"""What a person does with the recipe of a ranking model, as functions."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import Recipe
 from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
 from cordillera.training import scaling_laws
-from cordillera.training.comparison import Comparison
-from cordillera.training.comparison import compare as compare_runs
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
@@ -110,7 +104,7 @@ def _describe(recipe: Recipe, model: RankingModel, splits: Splits) -> dict[str, 
 
 
 def train(
-    recipe: Recipe | Run,
+    recipe: Recipe,
     folder: Path | str | None = None,
     *,
     resume: bool = False,
@@ -120,9 +114,9 @@ def train(
     """Train a recipe into a run folder, evaluate it on the test split and write its report.
 
     Args:
-        recipe: What to train; with ``resume`` it may be the run.
+        recipe: What to train.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Continue the run in ``folder`` from its newest checkpoint, with the recipe that stands in it.
+        resume: Continue the run in ``folder`` from its newest checkpoint; the recipe is the one that stands in it.
         watch: Called after every step; see :class:`~cordillera.training.trainer.Trainer`.
         say: Called with one line of text at each stage.
 
@@ -132,20 +126,13 @@ def train(
         DataError: the data cannot be had or is not acceptable.
         TrainingError: the loss is not finite.
     """
-    if isinstance(recipe, Run):
-        folder, resume = recipe.folder, True
-    if resume:
-        if folder is None:
-            raise RunError("name the run folder that is to be resumed", where="--resume")
-        run = Run(folder)
-        recipe = recipes.load(run.recipe_file)
-    assert isinstance(recipe, Recipe)
     device = select_device(recipe.device)
     with _threads(recipe.threads):
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
         if resume:
+            run = Run(folder or "")
             described = run.read_json("model.json")
             if described["data"]["fingerprint"] != splits.folder.name:
                 raise DataError(
@@ -206,6 +193,18 @@ def _evaluate(
     return evaluation
 
 
+def _recipe_of(run: Run) -> Recipe:
+    """The recipe that stands in a run's folder."""
+    recipe = recipes.load(run.recipe_file)
+    if not isinstance(recipe, Recipe):
+        raise RunError(
+            "is a run of a language model, which scores no samples",
+            where=str(run.folder),
+            remedy=f"let it write with `cordillera generate {run.folder}`",
+        )
+    return recipe
+
+
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
     """The recipe of a run and its model with the weights that the run stands for, ready to score.
 
@@ -217,7 +216,7 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupt.
     """
-    recipe = recipes.load(run.recipe_file)
+    recipe = _recipe_of(run)
     model = model_of(recipe, features)
     load_weights(model, best_checkpoint(run, use_best=recipe.training.patience is not None))
     return recipe, model.to(device).eval()
@@ -236,17 +235,12 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     run = run if isinstance(run, Run) else Run(run)
     if split not in ("train", "validation", "test"):
         raise RunError(f"must be train, validation or test, got {split!r}", where="--split")
-    recipe = recipes.load(run.recipe_file)
+    recipe = _recipe_of(run)
     device = select_device(recipe.device)
     with _threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, device)
         return _evaluate(run, recipe, model, splits, split, device)
-
-
-def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` anew and return its path."""
-    return write_report(run if isinstance(run, Run) else Run(run))
 
 
 def predict(
@@ -277,7 +271,7 @@ def predict(
         raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
     if not target.parent.is_dir():
         raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
-    recipe = recipes.load(run.recipe_file)
+    recipe = _recipe_of(run)
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
     tasks = tuple(run.read_json("model.json")["tasks"])
@@ -340,19 +334,6 @@ class _Writer:
         self.temporary.unlink(missing_ok=True)
 
 
-def compare(runs: Sequence[Run | Path | str]) -> Comparison:
-    """Put finished runs side by side; runs of one recipe with several seeds become one row with intervals.
-
-    Args:
-        runs: Runs or their folders; the first one's recipe is what the others are compared with.
-
-    Raises:
-        RunError: one of them is not a run.
-        DataError: one has no evaluation, or their test splits differ.
-    """
-    return compare_runs([run if isinstance(run, Run) else Run(run) for run in runs])
-
-
 @dataclass
 class Sweep:
     """What :func:`sweep` found.
@@ -400,11 +381,11 @@ def sweep(
     """
     if len(sizes) < 3:
         raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="--size")
-    first = recipes.load(source, [*overrides, *shlex.split(sizes[0])])
+    first = _ranking_recipe(source, [*overrides, *shlex.split(sizes[0])])
     planned = []
     for number, size in enumerate(sizes):
         for seed in range(first.seed, first.seed + seeds):
-            recipe = recipes.load(source, [*overrides, *shlex.split(size), f"seed={seed}"])
+            recipe = _ranking_recipe(source, [*overrides, *shlex.split(size), f"seed={seed}"])
             planned.append((f"size-{number + 1}-seed-{seed}", recipe))
     parent = Path(folder) if folder is not None else Path("runs") / f"{first.name}-sweep"
     runs = []
@@ -433,3 +414,11 @@ def sweep(
     scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
     write_atomically(parent / "sweep.json", study.to_json() + "\n")
     return Sweep(parent, study, plot)
+
+
+def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> Recipe:
+    recipe = recipes.load(source, overrides)
+    if not isinstance(recipe, Recipe):
+        remedy = "for language models, `cordillera isoflop` fits losses against compute"
+        raise DataError("is a recipe of a language model; a sweep fits test NE", where=str(source), remedy=remedy)
+    return recipe

@@ -1,0 +1,154 @@
+"""Iterations of text, prepared by a thread while others are computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from cordillera.data.text_batches import TextBatches, TextIteration
+from cordillera.errors import DataError
+
+_POLL_S = 0.1
+
+_Item = tuple[TextIteration, dict[str, Any]] | BaseException
+
+
+class PrefetchedBatches(Iterator[TextIteration]):
+    """The same iterations, a few of them planned and read ahead.
+
+    Its state is that of the iterations that were taken, not of those prepared, so a run that goes on from it leaves
+    out none.
+
+    Args:
+        batches: Not to be used by others meanwhile.
+        part: Which microbatches of each iteration are read ahead: those that this rank computes.
+        ahead: Iterations, at most.
+        deadline_s: The most seconds that one is waited for.
+
+    Attributes:
+        waited: Seconds that iterations were waited for, since the beginning.
+
+    Raises:
+        DataError: ``ahead`` is below 1.
+    """
+
+    def __init__(
+        self, batches: TextBatches, *, part: slice = slice(None), ahead: int = 2, deadline_s: float = 600.0
+    ) -> None:
+        if ahead < 1:
+            raise DataError(f"{ahead} iterations cannot be read ahead", where="ahead", remedy="at least 1")
+        self.batches, self.part, self.ahead, self.deadline_s = batches, part, ahead, deadline_s
+        self.waited = 0.0
+        self._state: dict[str, Any] | None = None
+        self._end: BaseException | None = None
+        self._ready: queue.Queue[_Item] | None = None
+        self._thread: threading.Thread | None = None
+        self._stop: weakref.finalize | None = None
+
+    def __iter__(self) -> PrefetchedBatches:
+        return self
+
+    def __next__(self) -> TextIteration:
+        """The next iteration.
+
+        Raises:
+            DataError: None was prepared in time, or what preparing it raised.
+        """
+        if self._end is not None:
+            raise self._end
+        if self._ready is None:
+            self._start()
+        assert self._ready is not None
+        began = time.perf_counter()
+        try:
+            item = self._ready.get(timeout=self.deadline_s)
+        except queue.Empty:
+            raise DataError(
+                f"no iteration was prepared within {self.deadline_s:g} s",
+                where="data",
+                remedy="see whether disks answer",
+            ) from None
+        finally:
+            self.waited += time.perf_counter() - began
+        if isinstance(item, BaseException):
+            self._end = item
+            raise item
+        iteration, self._state = item
+        return iteration
+
+    def _start(self) -> None:
+        self._ready = queue.Queue(maxsize=self.ahead)
+        stop = threading.Event()
+        # The thread knows nothing of this object, so one that is dropped without being closed ends its thread as well.
+        self._stop = weakref.finalize(self, stop.set)
+        self._state = self.batches.state_dict()
+        self._thread = threading.Thread(
+            target=_prepare,
+            args=(self.batches, self.part, self._ready, stop),
+            name="cordillera-prefetch",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread; what it prepared and nobody took is let go, and is prepared again by the next that goes on.
+
+        Raises:
+            DataError: It did not stop in time.
+        """
+        if self._thread is None or self._stop is None:
+            return
+        self._stop()
+        self._thread.join(self.deadline_s)
+        if self._thread.is_alive():
+            raise DataError(f"the thread that reads ahead did not stop within {self.deadline_s:g} s", where="data")
+        self._thread = self._stop = self._ready = None
+        if self._state is not None:
+            self.batches.load_state_dict(self._state)
+
+    def __enter__(self) -> PrefetchedBatches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iterations stand that were taken; see :meth:`TextBatches.state_dict`."""
+        return self.batches.state_dict() if self._state is None else self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on elsewhere; see :meth:`TextBatches.load_state_dict`.
+
+        Args:
+            state: Of :meth:`state_dict`, of these or of plain batches.
+
+        Raises:
+            DataError: As there; these are then as they were.
+        """
+        self.close()
+        self.batches.load_state_dict(state)
+        self._state = self._end = None
+
+
+def _prepare(batches: TextBatches, part: slice, ready: queue.Queue[_Item], stop: threading.Event) -> None:
+    def put(item: _Item) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=_POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    try:
+        for iteration in batches:
+            iteration.microbatches[part]
+            if not put((iteration, batches.state_dict())):
+                return
+        put(StopIteration())
+    except BaseException as error:  # carried over to the consumer's thread
+        put(error)

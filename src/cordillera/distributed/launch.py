@@ -1,0 +1,455 @@
+"""Processes of a job, started on this machine.
+
+:func:`launch` starts them and stays: it says which rank failed, ended or stalled, once; it alone hears Ctrl-C and tells
+the ranks; and it leaves nothing running. A rank whose launcher is killed ends itself. What each process does from its
+first moment to its last is :func:`~cordillera.distributed.job.join_job`, as under any other launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+
+from cordillera.distributed.hearts import Hearts, RankError, Verdict, named
+from cordillera.distributed.job import join_job
+from cordillera.distributed.pipeline import PeerError
+from cordillera.distributed.watch import ABANDONED, GRACE_S, WatchConfig
+from cordillera.errors import CordilleraError, DependencyError
+
+_POLL_S = 0.1
+_LOOK_S = 0.5
+_FINISH_S = 15.0  # from what a process gave back to its end
+_SAME_S = 1.0  # signals within this time are one: a launcher may send again what the terminal has sent
+_LAST_LINES = 5
+
+_starting = threading.Lock()  # the environment is the process's
+
+
+class LaunchConfig(BaseModel):
+    """How processes are started.
+
+    Attributes:
+        device_type: ``cpu``, or ``cuda`` with a GPU for each process.
+        threads: That each computes with on the CPU; None for its share of the cores.
+        deadline_s: The longest that one may be silent, or stand still while others wait for it, seconds.
+        remedy: What to do when one has ended, for instance with which command to resume.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    threads: int | None = Field(None, ge=1)
+    deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    remedy: str = "start it again; what was saved is intact"
+
+
+class _Failure(NamedTuple):
+    """What a process raised.
+
+    Attributes:
+        text: Class and message.
+        packed: Class, arguments and attributes, pickled; None where they cannot be.
+        traced: The traceback's text.
+        is_consequence: Whether it was for another process's sake.
+        is_exit: Whether it ended itself by other than an error.
+    """
+
+    text: str
+    packed: bytes | None
+    traced: str
+    is_consequence: bool
+    is_exit: bool
+
+
+class _Done(NamedTuple):
+    result: bytes
+
+
+class _Death(NamedTuple):
+    code: int
+
+
+class RankTraceback(Exception):
+    """The cause of an error that a rank raised: its traceback's text."""
+
+
+def launch(
+    work: Callable[..., Any], size: int, arguments: Sequence[Any] = (), *, config: LaunchConfig | None = None
+) -> Any:
+    """Do work in several processes on this machine, each in their process group and under their watch.
+
+    Rank 0 writes to the terminal, the others are silent. Ctrl-C and SIGTERM ask the ranks to stop
+    (:attr:`Watch.stop <cordillera.distributed.watch.Watch>`); a second one ends all at once. In the ranks,
+    :func:`~cordillera.distributed.job.join_job` gives the job and its watch.
+
+    Args:
+        work: ``work(rank, *arguments)``, importable by the processes.
+        size: How many.
+        arguments: Plain values.
+        config: How they are started.
+
+    Returns:
+        What ``work`` gave on rank 0.
+
+    Raises:
+        RankError: If a rank was ended or stalled; the message names it.
+        CordilleraError: That a rank raised, of its class, with the rank before its place unless all raised the same.
+        DependencyError: If there are fewer GPUs than processes.
+        KeyboardInterrupt: At the second Ctrl-C or SIGTERM.
+    """
+    config = config or LaunchConfig()
+    if config.device_type == "cuda" and torch.cuda.device_count() < size:
+        raise DependencyError(
+            f"{size} processes take {size} GPUs, there are {torch.cuda.device_count()}",
+            where="processes",
+            remedy="start fewer, or use the CPU",
+        )
+    payload = pickle.dumps((work, tuple(arguments)))
+    with tempfile.TemporaryDirectory(prefix="cordillera-") as folder, _asked() as asked:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4 * size)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=config.deadline_s),
+        )
+        ranks: list[_Rank] = []
+        try:
+            _start(ranks, size, payload, config, Path(folder), port)
+            return _Supervisor(ranks, store, config, asked).result()
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+class _Rank:
+    """A process, seen from the one that started it."""
+
+    def __init__(self, number: int, process: Any, pipe: Connection, log: Path) -> None:
+        self.number, self.process, self.log = number, process, log
+        self.pipe: Connection | None = pipe
+        self.outcome: _Done | _Failure | _Death | None = None
+        self.known = 0.0  # when the outcome was
+
+    def look(self) -> None:
+        """Take what it says, or how it ended."""
+        code = self.process.exitcode  # before its last words are read, so that none are missed
+        try:
+            while self.pipe is not None and self.pipe.poll():
+                self._note(pickle.loads(self.pipe.recv_bytes()))
+        except (EOFError, OSError):
+            self.pipe = None
+        if code is not None:
+            self._note(_Death(code))
+
+    def stop(self) -> None:
+        """Ask it to stop."""
+        with contextlib.suppress(OSError):
+            if self.pipe is not None:
+                self.pipe.send_bytes(b"stop")
+
+    def end(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+    def last_words(self) -> str:
+        """The last lines that it wrote, where they were not seen."""
+        if not self.log.exists():
+            return ""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return "".join(f"\n  | {line}" for line in lines[-_LAST_LINES:])
+
+    def _note(self, outcome: _Done | _Failure | _Death) -> None:
+        if self.outcome is None:
+            self.outcome, self.known = outcome, time.monotonic()
+
+
+class _Supervisor:
+    """What the process that started the ranks does until they end."""
+
+    def __init__(self, ranks: list[_Rank], store: dist.Store, config: LaunchConfig, asked: Callable[[], int]) -> None:
+        self._ranks, self._config, self._asked = ranks, config, asked
+        watched = WatchConfig(config.deadline_s)
+        store = dist.PrefixStore("cordillera/0/1", store)
+        self._hearts = Hearts(store, len(ranks), watched.deadline_s, watched.join_s)
+        self._is_stopping = False
+
+    def result(self) -> Any:
+        """Of rank 0, when all have ended."""
+        looked, until = 0.0, float("inf")
+        while not all(rank.process.exitcode is not None for rank in self._ranks):
+            pipes = [rank.pipe for rank in self._ranks if rank.pipe is not None]
+            wait([*pipes, *(rank.process.sentinel for rank in self._ranks if rank.process.exitcode is None)], _POLL_S)
+            for rank in self._ranks:
+                rank.look()
+            self._pass_on_signals()
+            now = time.monotonic()
+            outcomes = [rank.outcome for rank in self._ranks]
+            if now - looked > _LOOK_S or any(isinstance(outcome, _Death) for outcome in outcomes):
+                looked = now
+                self._judge()
+            is_over = self._hearts.verdict is not None or any(outcomes)
+            if is_over and until == float("inf"):
+                until = now + (_FINISH_S if any(isinstance(o, _Done) for o in outcomes) else GRACE_S + 2)
+            if now > until:
+                break
+        for rank in self._ranks:
+            rank.look()
+        first = self._ranks[0].outcome
+        if isinstance(first, _Done) and all(isinstance(rank.outcome, _Done) for rank in self._ranks):
+            return pickle.loads(first.result)
+        raise self._error()
+
+    def _pass_on_signals(self) -> None:
+        count = self._asked()
+        if count > 1:
+            raise KeyboardInterrupt
+        if count and not self._is_stopping:
+            self._is_stopping = True
+            for rank in self._ranks:
+                rank.stop()
+
+    def _judge(self) -> None:
+        """Look for what the ranks cannot go on with, and tell them."""
+        if self._hearts.verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
+            return
+        self._hearts.look()
+        verdict = self._hearts.verdict
+        deaths = [rank for rank in self._ranks if isinstance(rank.outcome, _Death)]
+        if verdict is None and deaths:
+            verdict = self._death(deaths[0])
+        if verdict is None:
+            verdict = self._hearts.judge()
+        if verdict is None and self._is_stopping and self._hearts.still() > self._config.deadline_s:
+            what = f"no rank moved for {self._config.deadline_s:g} s after they were asked to stop"
+            verdict = Verdict((), what, "see what they do")
+        if verdict is not None:
+            self._hearts.accuse(verdict)
+
+    def _death(self, rank: _Rank) -> Verdict:
+        assert isinstance(rank.outcome, _Death)
+        code = -rank.outcome.code
+        if code == signal.SIGKILL:
+            how = "was ended by SIGKILL (by hand, or for want of memory)"
+        else:
+            how = f"was ended by {_name(code)}" if code > 0 else f"ended with exit code {-code}"
+        words = "" if code == signal.SIGKILL else rank.last_words()
+        what = f"rank {rank.number} {how}; {self._hearts.describe(rank.number)}{words}"
+        return Verdict((rank.number,), what, "see why")
+
+    def _named(self, verdict: Verdict) -> RankError:
+        return verdict._replace(remedy=f"{verdict.remedy}; {self._config.remedy}").error()
+
+    def _error(self) -> BaseException:
+        """What went wrong first, of what is no consequence of something else."""
+        ended = sorted((rank for rank in self._ranks if rank.outcome is not None), key=lambda rank: rank.known)
+        first = next((rank for rank in ended if not _is_consequence(rank.outcome)), None)
+        if self._is_stopping and (first is None or _is_exit(first.outcome)):
+            return KeyboardInterrupt()
+        verdict = self._hearts.verdict
+        if first is None and verdict is not None:
+            return self._named(verdict)
+        first = first or next(rank for rank in ended if not isinstance(rank.outcome, _Done))
+        if isinstance(first.outcome, _Death):
+            return self._named(self._death(first))
+        assert isinstance(first.outcome, _Failure)
+        failures = {rank.number: rank.outcome for rank in ended if isinstance(rank.outcome, _Failure)}
+        alike = sorted(number for number, failure in failures.items() if failure.text == first.outcome.text)
+        others = {
+            f"rank {number} failed as well: {failure.text}"
+            for number, failure in failures.items()
+            if number not in alike and not failure.is_consequence
+        }
+        return _unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
+
+
+def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, folder: Path, port: int) -> None:
+    """Begin the processes; those that were begun are in ``ranks``, whatever happens."""
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # unblocks signals where it begins
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    job = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    if loopback:
+        job |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    # until a process has said what it does at signals, they wait
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        for number in range(size):
+            pipe, other = context.Pipe()
+            log = folder / f"rank-{number}.txt"
+            process = context.Process(
+                target=_be_rank,
+                args=(payload, other, config, threads, str(log) if number else None),
+                name=f"cordillera rank {number}",
+            )
+            with _starting, _environment({**job, "RANK": str(number), "LOCAL_RANK": str(number)}):
+                process.start()
+            other.close()
+            ranks.append(_Rank(number, process, pipe, log))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: int, log: str | None) -> None:
+    """What a process does from its first moment to its last."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # what it starts ends with it
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
+    if log is not None:
+        with open(log, "wb") as file:
+            for output in (sys.stdout, sys.stderr):
+                output.flush()
+                os.dup2(file.fileno(), output.fileno())
+    torch.set_num_threads(threads)
+    try:
+        work, arguments = pickle.loads(payload)
+        with join_job(config.device_type, config.deadline_s, stop=stop, abandon=partial(_give_up, pipe)) as job:
+            result = work(job.rank, *arguments)
+        pipe.send_bytes(pickle.dumps(_Done(pickle.dumps(result if job.rank == 0 else None))))
+    except BaseException as error:
+        _give_up(pipe, error)
+
+
+def _listen(pipe: Connection, stop: threading.Event) -> None:
+    """To the process that started this one: it asks to stop, or is no more."""
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.recv_bytes():
+            stop.set()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _give_up(pipe: Connection, error: BaseException) -> None:
+    """Say why, and end at once: torch would wait for what was begun."""
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(pickle.dumps(_pack(error)))
+    for output in (sys.stdout, sys.stderr):
+        output.flush()
+    os._exit(ABANDONED if isinstance(error, RankError) else 1)
+
+
+def _pack(error: BaseException) -> _Failure:
+    """Classes may take other arguments than those that an error keeps, so it is not pickled as a whole."""
+    packed = None
+    with contextlib.suppress(Exception):
+        packed = pickle.dumps((type(error), error.args, error.__dict__))
+    return _Failure(
+        "".join(traceback.format_exception_only(type(error), error)).strip(),
+        packed,
+        "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        isinstance(error, PeerError),
+        not isinstance(error, Exception),
+    )
+
+
+def _unpack(failure: _Failure, who: str | None, others: Sequence[str]) -> BaseException:
+    """An error of a rank as one of this process."""
+    error: BaseException | None = None
+    if failure.packed is not None and not failure.is_exit:
+        with contextlib.suppress(Exception):
+            kind, arguments, attributes = pickle.loads(failure.packed)
+            error = kind.__new__(kind, *arguments)
+            error.__dict__.update(attributes)
+    if error is None:
+        error = RankError(f"failed: {failure.text}")
+    if isinstance(error, CordilleraError):
+        error.where = ", ".join(part for part in (who, error.where) if part) or None
+        CordilleraError.__init__(error, "\n".join((error.what, *others)), where=error.where, remedy=error.remedy)
+    error.__cause__ = RankTraceback(f"in {who or 'every rank'}:\n{failure.traced}")
+    return error
+
+
+def _is_consequence(outcome: _Done | _Failure | _Death | None) -> bool:
+    """Whether a process ended well or for another's sake; gloo aborts some whose peers are gone."""
+    if isinstance(outcome, _Failure):
+        return outcome.is_consequence
+    return not isinstance(outcome, _Death) or outcome.code in (-signal.SIGABRT, ABANDONED)
+
+
+def _name(number: int) -> str:
+    """Of a signal; those of real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _is_exit(outcome: _Done | _Failure | _Death | None) -> bool:
+    return isinstance(outcome, _Failure) and outcome.is_exit
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """For processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[Callable[[], int]]:
+    """How often a signal asked to stop."""
+    times: list[float] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if not times or time.monotonic() - times[-1] > _SAME_S:
+            times.append(time.monotonic())
+
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in heard}
+    try:
+        yield lambda: len(times)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

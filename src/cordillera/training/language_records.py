@@ -1,0 +1,233 @@
+"""What the folder of a language run holds, read once and checked: its records as numbers, its other files as they are.
+
+A number that a file does not have, or has as null because it was not finite, is NaN here, and one beyond 1e100 is
+infinite; what is no number where one belongs is an error that names file and line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cordillera.distributed.mesh import ParallelConfig
+from cordillera.errors import DataError
+from cordillera.mistakes import explain
+from cordillera.run import Run
+from cordillera.training.report_page import read_object, read_recipe
+
+Record = dict[str, float]
+
+_KEYS = {
+    "train": (
+        *("step", "tokens", "documents", "loss", "gradient_norm", "learning_rate", "targets", "skipped", "seconds"),
+        *("steps", "tokens_per_second", "flops_per_second", "mfu", "imbalance", "delay", "memory_bytes"),
+        *("communication_seconds", "exposed_seconds", "data_seconds"),
+    ),
+    "evaluation": ("step", "tokens", "loss", "perplexity", "bits_per_byte", "targets", "seconds"),
+    "checkpoint": ("step", "seconds", "bytes"),
+    "skipped": ("step", "loss", "gradient_norm"),
+    "resumed": ("step", "world"),
+}
+_SIGNED = ("loss", "bits_per_byte")
+_LARGEST = 1e100
+
+
+@dataclass(frozen=True)
+class LanguageRecords:
+    """A language run as its files tell it.
+
+    Attributes:
+        name: Of the folder.
+        recipe_text: The resolved recipe.
+        recipe: What it says.
+        train: Records of training, in order.
+        validations: Records of evaluations by split.
+        events: Kind and record of checkpoints, skipped steps and resumptions, in order.
+        final: Of ``evaluation.json``; None if it is not there.
+        final_split: What that is of.
+        model: ``model.json``; empty if it is not there.
+        mesh: How the job was cut; None if ``model.json`` does not say.
+        environment: ``environment.json``, likewise.
+    """
+
+    name: str
+    recipe_text: str
+    recipe: dict[str, Any]
+    train: list[Record]
+    validations: dict[str, list[Record]]
+    events: list[tuple[str, Record]]
+    final: Record | None
+    final_split: str
+    model: dict[str, Any]
+    mesh: ParallelConfig | None
+    environment: dict[str, Any]
+
+    @classmethod
+    def read(cls, run: Run) -> LanguageRecords:
+        """Read a run's files; what is not there yet is empty.
+
+        Args:
+            run: The run.
+
+        Raises:
+            DataError: A file is there but is not what it should be.
+            RunError: A line of ``metrics.jsonl`` other than the last is not JSON.
+        """
+        recipe_text, recipe = read_recipe(run)
+        train: list[Record] = []
+        validations: dict[str, list[Record]] = {}
+        events: list[tuple[str, Record]] = []
+        for where, content in _lines(run):
+            kind = content.get("kind")
+            if not isinstance(kind, str) or kind not in _KEYS:
+                continue
+            record = _numbers(content, _KEYS[kind], where)
+            if kind == "train":
+                train.append(record)
+            elif kind == "evaluation":
+                validations.setdefault(str(content.get("split", "validation")), []).append(record)
+            else:
+                events.append((kind, record))
+        path = run.folder / "evaluation.json"
+        content = read_object(path)
+        if content and content.get("kind") != "language":
+            raise DataError("is not an evaluation of a language model", where=str(path))
+        model = _read_model(run.folder / "model.json")
+        mesh = model.get("mesh")
+        return cls(
+            name=run.name,
+            recipe_text=recipe_text,
+            recipe=recipe,
+            train=train,
+            validations=validations,
+            events=events,
+            final=_numbers(content, _KEYS["evaluation"], str(path)) if content else None,
+            final_split=str(content.get("split", "validation")),
+            model=model,
+            mesh=ParallelConfig.model_validate(mesh) if mesh is not None else None,
+            environment=read_object(run.folder / "environment.json"),
+        )
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Events of a ``kind``: ``checkpoint``, ``skipped`` or ``resumed``."""
+        return [record for found, record in self.events if found == kind]
+
+    def setting(self, section: str, key: str) -> Any:
+        """What the recipe's ``section`` says of ``key``; None if nothing."""
+        found = self.recipe.get(section)
+        return found.get(key) if isinstance(found, dict) else None
+
+    @property
+    def headline(self) -> tuple[str, Record] | None:
+        """The evaluation that the run stands for, with its split: the final one, else the last on validation data."""
+        if self.final is not None:
+            return self.final_split, self.final
+        for split in ("validation", *self.validations):
+            if self.validations.get(split):
+                return split, self.validations[split][-1]
+        return None
+
+    @property
+    def skipped(self) -> float:
+        """Steps that left the weights as they were; NaN if nothing was recorded."""
+        counted = self.last("skipped")
+        listed = len(self.of_kind("skipped"))
+        return max(listed, counted) if math.isfinite(counted) else float(listed) if listed else counted
+
+    def last(self, key: str) -> float:
+        """The newest finite number of ``key`` in the records of training; NaN if there is none."""
+        return next((record[key] for record in reversed(self.train) if math.isfinite(record[key])), math.nan)
+
+    def size(self, key: str) -> float:
+        """A number of ``model.json`` by its ``key``; NaN if it is not there."""
+        return _number(self.model.get(key), key, "model.json")
+
+    @property
+    def parameters(self) -> float:
+        """Of the model; NaN if not known."""
+        return self.size("parameters")
+
+    @property
+    def validating(self) -> float:
+        """Seconds that evaluations took; NaN if not known."""
+        return total([record for found in self.validations.values() for record in found], "seconds")
+
+
+def total(records: Sequence[Record], key: str) -> float:
+    """The sum of what is finite of ``key`` over ``records``; NaN if nothing is."""
+    found = [record[key] for record in records if math.isfinite(record[key])]
+    return math.fsum(found) if found else math.nan
+
+
+def mean(records: Sequence[Record], value: Callable[[Record], float], weight: str) -> float:
+    """A weighted mean over the records where both value and weight are known.
+
+    Args:
+        records: Of one kind.
+        value: Of a record.
+        weight: Key of what it counts for.
+
+    Returns:
+        The mean; NaN without such records.
+    """
+    pairs = [(value(record), record[weight]) for record in records]
+    pairs = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and b > 0]
+    whole = math.fsum(b for _, b in pairs)
+    return math.fsum(a * (b / whole) for a, b in pairs) if pairs else math.nan
+
+
+def share(records: Sequence[Record], key: str) -> float:
+    """The share of the time of ``records`` that the seconds under ``key`` are; NaN where it was not recorded."""
+    return mean(records, lambda record: record[key] / record["seconds"] if record["seconds"] else math.nan, "seconds")
+
+
+def _read_model(path: Path) -> dict[str, Any]:
+    """``model.json``, its parts of the kinds that they are to be."""
+    model = read_object(path)
+    for key in ("config", "mesh", "data"):
+        if not isinstance(model.get(key), dict | None):
+            raise DataError(f"{key} is not an object", where=str(path), remedy="restore the file")
+    for key in ("parameters", "flops_per_token", "world"):
+        _number(model.get(key), key, str(path))
+    if model.get("mesh") is not None:
+        try:
+            ParallelConfig.model_validate(model["mesh"])
+        except ValidationError as error:
+            found = explain(error.errors(), lambda place: list(ParallelConfig.model_fields), "mesh")
+            raise DataError("; ".join(f"{key}: {text}" for key, text in found), where=f"{path}, mesh") from error
+    return model
+
+
+def _lines(run: Run) -> list[tuple[str, dict[str, Any]]]:
+    """Records and where they stand."""
+    path = run.folder / "metrics.jsonl"
+    try:
+        records = run.metrics()
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is not JSON: {error}", where=str(path), remedy="restore the file") from error
+    places = [f"{path}, line {number}" for number in range(1, len(records) + 1)]
+    for where, record in zip(places, records, strict=True):
+        if not isinstance(record, dict):
+            raise DataError("is not a JSON object", where=where, remedy="restore the file or delete that line")
+    return list(zip(places, records, strict=True))
+
+
+def _numbers(content: Mapping[str, Any], keys: Sequence[str], where: str) -> Record:
+    return {key: _number(content.get(key), key, where) for key in keys}
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{key} is no number: {str(value)[:40]!r}", where=where, remedy="restore the file")
+    if value < 0 and key not in _SIGNED:
+        raise DataError(f"{key} is negative: {str(value)[:40]}", where=where, remedy="restore the file")
+    if abs(value) > _LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return float(value)

@@ -1,0 +1,427 @@
+"""The loop that trains a language model: packed iterations in, updates out, the same steps on every rank.
+
+Everything that a step depends on (weights, moments, counters, the place in the text, documents that wait) is in a
+checkpoint, and none of it depends on the mesh: a run goes on bit for bit on the mesh that it was stopped on, and to
+rounding on any other. Only rank 0 writes the run's records; what it writes of other ranks comes with the exchange in
+which all agree on when to stop.
+
+Source: Grattafiori et al. 2024, section 3.4.1, for the schedule of rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from pydantic import Field
+
+from cordillera.data.prefetch import PrefetchedBatches
+from cordillera.data.text_batches import PackedTokens, TextBatches, TextIteration
+from cordillera.distributed.watch import Watch
+from cordillera.errors import TrainingError
+from cordillera.models.language.flops import training_flops
+from cordillera.run import Run
+from cordillera.training.language import LanguageConfig, LanguageEngine, StepReport
+from cordillera.training.optimizers import schedule
+
+
+class LanguageTrainingConfig(LanguageConfig):
+    """How a language model is trained.
+
+    Attributes:
+        start: A checkpoint whose weights training begins with: a model's name (``smollm2``), a folder, a GGUF file, or
+            the folder of a run. Null draws them from the seed.
+        steps: Updates of the whole run; fewer where the text ends.
+        warmup_steps: Over which the rate rises linearly from zero.
+        decay: How the rate falls after the warm-up: ``none``, ``linear``, ``cosine``.
+        final_rate: The factor on the rate at the last step, with ``linear`` and ``cosine``.
+        log_every: Steps between records.
+        evaluate_every: Steps between evaluations on held-out documents; null for the end only.
+        checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
+        keep_checkpoints: Of the newest ones, how many stay.
+        asynchronous: Whether checkpoints are written while training goes on.
+        max_skipped: After so many skipped steps in a row training ends with an error.
+    """
+
+    start: str | None = None
+    steps: int = Field(1000, ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["none", "linear", "cosine"] = "cosine"
+    final_rate: float = Field(0.1, ge=0, le=1)
+    log_every: int = Field(10, ge=1)
+    evaluate_every: int | None = Field(None, ge=1)
+    checkpoint_every: int | None = Field(None, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    asynchronous: bool = True
+    max_skipped: int = Field(10, ge=1)
+
+
+@dataclass
+class LanguageProgress:
+    """Where a training stands. Everything in it is in the checkpoint.
+
+    Attributes:
+        step: Updates done or skipped.
+        tokens: Trained on.
+        documents: Likewise.
+        stale: Steps skipped in a row, up to this one.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    documents: int = 0
+    stale: int = 0
+
+
+class LanguageEvaluation(NamedTuple):
+    """How well held-out documents are predicted.
+
+    Attributes:
+        loss: Mean negative log-likelihood, nats a token.
+        perplexity: ``exp(loss)``.
+        bits_per_byte: Of the documents' text: it compares models of other vocabularies.
+        targets: Tokens that were predicted.
+        seconds: That it took.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    targets: int
+    seconds: float
+
+
+@dataclass
+class LanguageReport:
+    """How a training ended.
+
+    Attributes:
+        ended: ``finished`` (all steps done), ``exhausted`` (the text ended), ``interrupted`` (asked to; resumable).
+        progress: Where it stood.
+        seconds: Wall time of this process's share.
+        evaluation: Of the weights at the end; None where it was interrupted, or nothing was held out.
+    """
+
+    ended: Literal["finished", "exhausted", "interrupted"]
+    progress: LanguageProgress
+    seconds: float
+    evaluation: LanguageEvaluation | None = None
+
+
+class Checkpoints(Protocol):
+    """Where engines are saved; see :mod:`cordillera.training.sharded_checkpoints`.
+
+    Attributes:
+        last: Step of the checkpoint that was saved or restored last; None before.
+        bytes: Of the one that was saved last.
+    """
+
+    last: int | None
+    bytes: int
+
+    def save(self, engine: LanguageEngine, state: dict[str, Any]) -> Any:
+        """Begin to write the ``engine``, and plain ``state`` beside it."""
+
+    def wait(self) -> None:
+        """Until all that was begun is on the disk."""
+
+    def restore(self, engine: LanguageEngine) -> dict[str, Any] | None:
+        """Put the newest checkpoint into the ``engine``; its state, or None where there is none."""
+
+    def steps(self) -> list[int]:
+        """Of whole checkpoints, ascending."""
+
+    def prune(self, keep: set[int]) -> None:
+        """Delete all but those of the steps to ``keep``."""
+
+
+@dataclass
+class _Window:
+    """What happened since the last record. Sums of the text are checkpointed, clocks are not."""
+
+    loss: float = 0.0
+    targets: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    imbalance: float = 0.0
+    delay: float = 0.0
+    steps: int = 0
+    timed_tokens: int = 0
+    timed_flops: float = 0.0
+    waiting: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def to_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("loss", "targets", "tokens", "imbalance", "delay", "steps")}
+
+
+LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
+"""Called after every step with the newest record (empty at steps without one), the progress, and the steps of all."""
+
+
+class LanguageTrainer:
+    """Trains one model on one stream of iterations; every process of the mesh makes one and calls it alike.
+
+    Args:
+        config: How to train.
+        engine: Weights, optimizer, mesh.
+        batches: What to train on.
+        checkpoints: Where to save.
+        run: Where records go; on rank 0 only, None on others.
+        held_out: What to evaluate on; empty for nothing.
+        held_out_bytes: Of its text, in UTF-8.
+        peak: FLOP/s of one device at best in the blocks' precision; None where it is not known.
+        guard: Is told where the loop is, and whether this process was asked to end: one that was ends all, after the
+            step in progress. None for a loop that nobody watches or ends.
+        watch: Draws progress, on rank 0.
+
+    Attributes:
+        progress: Where it stands.
+    """
+
+    Config = LanguageTrainingConfig
+
+    def __init__(
+        self,
+        config: LanguageTrainingConfig,
+        engine: LanguageEngine,
+        batches: TextBatches,
+        checkpoints: Checkpoints,
+        run: Run | None = None,
+        *,
+        held_out: Sequence[PackedTokens] = (),
+        held_out_bytes: int = 0,
+        peak: float | None = None,
+        guard: Watch | None = None,
+        watch: LanguageWatcher | None = None,
+    ) -> None:
+        self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
+        mesh = engine.mesh
+        own = slice(mesh.copy, None, mesh.config.copies)
+        self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
+        self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
+        self.guard, self.watch = guard, watch
+        self.progress = LanguageProgress()
+        self._window = _Window()
+        self._board: Any = None
+        self._last = StepReport(math.nan, math.nan, 0, False)
+
+    def resume(self) -> bool:
+        """Go to the newest checkpoint; False if there is none, and the run begins anew.
+
+        Raises:
+            CheckpointError: It is corrupt, or of another model.
+            DataError: It was written with other text.
+        """
+        state = self.checkpoints.restore(self.engine)
+        if state is not None:
+            self.batches.load_state_dict(state["batches"])
+            self.progress = LanguageProgress(**state["progress"])
+            self._window = _Window(**state["window"])
+        if self.run is not None:
+            self.run.rewind_metrics(self.progress.step)
+            if state is not None:
+                self.run.log({"kind": "resumed", "step": self.progress.step, "world": self.engine.mesh.config.world})
+        return state is not None
+
+    def fit(self) -> LanguageReport:
+        """Train to the last step, to the end of the text, or until asked to stop.
+
+        Raises:
+            TrainingError: Too many steps in a row were not finite.
+            PeerError: Another rank is not heard of in time.
+            RunError: The disk is full or the run is in use.
+        """
+        began = time.perf_counter()
+        evaluation = None
+        with contextlib.ExitStack() as stack:
+            if self.run is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                stack.enter_context(self.run.lock())
+                folder = str(self.run.folder / "tensorboard")
+                self._board = stack.enter_context(
+                    contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
+                )
+            stack.callback(self.batches.close)
+            ended = self._steps()
+            if self.checkpoints.last != self.progress.step:
+                self._save()
+            if ended != "interrupted" and self.held_out:
+                evaluation = self._evaluate()
+            self.checkpoints.wait()
+            self._prune()
+            if self.run is not None and evaluation is not None:
+                content = {"kind": "language", "split": "validation", **self._place(), **evaluation._asdict()}
+                self.run.write_json("evaluation.json", content)
+        return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
+
+    def evaluate(self) -> LanguageEvaluation:
+        """How well the weights predict what is held out; every rank calls it."""
+        began = time.perf_counter()
+        parallel = self.engine.mesh.config
+        loss, targets = 0.0, 0
+        together = parallel.copies * parallel.pipeline
+        for first in range(0, len(self.held_out), together):
+            self._at(f"evaluation after step {self.progress.step}")
+            part, counted = self.engine.evaluate(self.held_out[first : first + together])
+            loss, targets = loss + part, targets + counted
+        mean = loss / targets
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        bits = loss / math.log(2) / self.held_out_bytes if self.held_out_bytes else math.nan
+        return LanguageEvaluation(mean, perplexity, bits, targets, time.perf_counter() - began)
+
+    def _steps(self) -> Literal["finished", "exhausted", "interrupted"]:
+        config, progress = self.config, self.progress
+        while progress.step < config.steps:
+            asked = time.perf_counter()
+            iteration = next(self.batches, None)
+            self._window.waiting += time.perf_counter() - asked
+            if iteration is None:
+                return "exhausted"
+            self._step(iteration)
+            is_asked = self._agree()
+            record = {}
+            if self._is_due(config.log_every):
+                record, self._window = self._log(), _Window()
+            is_last = progress.step >= config.steps
+            paused = time.perf_counter()
+            if self.held_out and not is_last and self._is_due(config.evaluate_every):
+                self._evaluate()
+            if not is_last and not is_asked and self._is_due(config.checkpoint_every):
+                self._save()
+            self._window.started += time.perf_counter() - paused
+            if self.watch is not None:
+                self.watch(record, progress, config.steps)
+            if is_asked and not is_last:
+                return "interrupted"
+        return "finished"
+
+    def _step(self, iteration: TextIteration) -> None:
+        config, progress, window = self.config, self.progress, self._window
+        self._at(f"step {progress.step + 1}")
+        rate = schedule(
+            progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
+        )
+        self._last = report = self.engine.step(iteration.microbatches, rate)
+        progress.step += 1
+        progress.tokens += iteration.tokens
+        progress.documents += iteration.documents
+        flops = training_flops(self.engine.model, [length for lengths in iteration.lengths for length in lengths])
+        window.steps += 1
+        window.tokens += iteration.tokens
+        window.timed_tokens += iteration.tokens
+        window.timed_flops += flops
+        window.imbalance += iteration.imbalance
+        window.delay += iteration.delay
+        if not report.is_skipped:
+            progress.stale = 0
+            window.loss += report.loss * report.targets
+            window.targets += report.targets
+            return
+        progress.stale += 1
+        if self.run is not None:
+            found = {"loss": report.loss, "gradient_norm": report.gradient_norm}
+            self.run.log({"kind": "skipped", **self._place(), **found})
+        if progress.stale >= config.max_skipped:
+            raise TrainingError(
+                f"{progress.stale} steps in a row gave a loss or gradients that are not finite",
+                where=f"step {progress.step}",
+                remedy="lower training.learning_rate, raise warmup_steps, or look at the text at hand; an earlier "
+                "checkpoint can be resumed",
+            )
+
+    def _agree(self) -> bool:
+        """Whether any rank was asked to stop; what ranks found out each for itself, the largest of all."""
+        traffic = self.engine.ledger.total()
+        self.engine.ledger.clear()
+        is_asked = self.guard is not None and self.guard.should_stop
+        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, float(_memory(self.engine))]
+        stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
+        self._window.communication += communication
+        self._window.exposed += exposed
+        return stop > 0
+
+    def _at(self, where: str) -> None:
+        if self.guard is not None:
+            self.guard.at(where)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _place(self) -> dict[str, int]:
+        return {"step": self.progress.step, "tokens": self.progress.tokens}
+
+    def _log(self) -> dict[str, Any]:
+        if self.run is None:
+            return {}
+        window, world = self._window, self.engine.mesh.config.world
+        seconds = max(time.perf_counter() - window.started, 1e-9)
+        speed = window.timed_flops / seconds
+        record = {
+            "kind": "train",
+            **self._place(),
+            "documents": self.progress.documents,
+            "loss": window.loss / window.targets if window.targets else math.nan,
+            "gradient_norm": self._last.gradient_norm,
+            "learning_rate": self.engine.optimizer.param_groups[0]["lr"],
+            "targets": window.targets,
+            "skipped": self.engine.skipped,
+            "seconds": seconds,
+            "steps": window.steps,
+            "tokens_per_second": window.timed_tokens / seconds,
+            "flops_per_second": speed,
+            "mfu": None if self.peak is None else speed / (self.peak * world),
+            "imbalance": window.imbalance / window.steps,
+            "delay": window.delay / window.steps,
+            "memory_bytes": int(self._memory),
+            "communication_seconds": window.communication,
+            "exposed_seconds": window.exposed,
+            "data_seconds": window.waiting,
+        }
+        self.run.log(record)
+        for key in ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance"):
+            self._board.add_scalar(f"train/{key}", record[key], self.progress.step)
+        return record
+
+    def _evaluate(self) -> LanguageEvaluation:
+        found = self.evaluate()
+        if self.run is not None:
+            self.run.log({"kind": "evaluation", "split": "validation", **self._place(), **found._asdict()})
+            self._board.add_scalar("validation/loss", found.loss, self.progress.step)
+        return found
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        state = {
+            **self._place(),
+            "progress": asdict(self.progress),
+            "window": self._window.to_state(),
+            "batches": self.batches.state_dict(),
+        }
+        self.checkpoints.save(self.engine, state)
+        self._prune()
+        if self.run is not None:
+            seconds = time.perf_counter() - began
+            self.run.log({"kind": "checkpoint", **self._place(), "seconds": seconds, "bytes": self.checkpoints.bytes})
+
+    def _prune(self) -> None:
+        """Keep the newest; one that is being written is not among them yet."""
+        if self.run is not None:
+            self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
+
+
+def _memory(engine: LanguageEngine) -> int:
+    """The most bytes that this process had at a time: of the device, or of the host where that is the device."""
+    if engine.mesh.device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,136 @@
+"""What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep, isoflop.
+
+The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a
+model from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``. What is done
+depends on the recipe's model: see :mod:`cordillera.workflows.ranking` and :mod:`cordillera.workflows.language`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cordillera import recipe as recipes
+from cordillera.errors import RecipeError
+from cordillera.recipe import LanguageRecipe, Recipe
+from cordillera.run import Run, RunError
+from cordillera.training.comparison import Comparison
+from cordillera.training.comparison import compare as compare_ranking
+from cordillera.training.evaluation import Evaluation
+from cordillera.training.language_comparison import LanguageComparison, compare_language
+from cordillera.training.language_report import write_language_report
+from cordillera.training.language_trainer import LanguageEvaluation
+from cordillera.training.report import write_report
+from cordillera.workflows import language, ranking
+from cordillera.workflows.language import LanguageOutcome
+from cordillera.workflows.ranking import Outcome, Sweep, load_model, model_of, predict, sweep
+from cordillera.workflows.scaling import isoflop
+
+__all__ = [
+    "LanguageOutcome",
+    "Outcome",
+    "Sweep",
+    "compare",
+    "evaluate",
+    "isoflop",
+    "load_model",
+    "model_of",
+    "predict",
+    "report",
+    "sweep",
+    "train",
+]
+
+
+def train(
+    recipe: Recipe | LanguageRecipe | Run,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    processes: int | None = None,
+    parallel: Sequence[str] = (),
+    watch: Callable[[dict[str, Any], Any, int], None] | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Outcome | LanguageOutcome:
+    """Train a recipe into a run folder, evaluate it and write its report.
+
+    Args:
+        recipe: What to train; with ``resume`` it may be the run.
+        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
+        resume: Continue the run in ``folder`` from its newest checkpoint, with the recipe that stands in it.
+        processes: On this machine, for a language model; see :func:`cordillera.workflows.language.train`.
+        parallel: Texts ``parallel.key=value`` by which a language model's run goes on on another mesh.
+        watch: Called after every step with the newest log record (empty at steps that log nothing), the progress and
+            the number of all steps.
+        say: Called with one line of text at each stage.
+
+    Raises:
+        RunError: the folder exists (without ``resume``) or does not (with it).
+        CheckpointError: the newest checkpoint is corrupt.
+        DataError: the data cannot be had or is not acceptable.
+        PlanError: the mesh does not fit the model or the processes.
+        RecipeError: ``processes`` or ``parallel`` for a model that is trained in one process.
+        TrainingError: the loss is not finite.
+    """
+    if isinstance(recipe, Run):
+        folder, resume = recipe.folder, True
+    if resume:
+        if folder is None:
+            raise RunError("name the run folder that is to be resumed", where="--resume")
+        recipe = recipes.load(Run(folder).recipe_file, parallel)
+    if isinstance(recipe, LanguageRecipe):
+        return language.train(recipe, folder, resume=resume, processes=processes, watch=watch, say=say)
+    assert isinstance(recipe, Recipe)
+    if processes not in (None, 1):
+        raise RecipeError(recipe.name, [("--nproc", "ranking models are trained in one process")])
+    return ranking.train(recipe, folder, resume=resume, watch=watch, say=say)
+
+
+def evaluate(run: Run | Path | str, split: str | None = None) -> Evaluation | LanguageEvaluation:
+    """Evaluate a run on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
+
+    Args:
+        run: The run or its folder.
+        split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
+
+    Raises:
+        RunError: it is not a run, or has no such split.
+        CheckpointError: there is no checkpoint, or it is corrupt.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe = recipes.load(run.recipe_file)
+    if isinstance(recipe, LanguageRecipe):
+        return language.evaluate(run, recipe, split or "validation")
+    return ranking.evaluate(run, split or "test")
+
+
+def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
+    """Put finished runs side by side; ranking runs of one recipe with several seeds become one row with intervals.
+
+    Args:
+        runs: Runs or their folders; the first one's recipe is what the others are compared with.
+
+    Raises:
+        RunError: one of them is not a run, or some are of ranking and some of language models.
+        DataError: one has no evaluation, or their splits differ.
+    """
+    opened = [run if isinstance(run, Run) else Run(run) for run in runs]
+    kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
+    if all(kinds):
+        return compare_language(opened)
+    if any(kinds):
+        other = opened[kinds.index(not kinds[0])]
+        raise RunError("is a run of another kind of model than the first", where=str(other.folder))
+    return compare_ranking(opened)
+
+
+def report(run: Run | Path | str) -> Path:
+    """Write a run's ``report.html`` anew and return its path.
+
+    Args:
+        run: The run or its folder.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
+    return write_language_report(run) if is_language else write_report(run)

@@ -1,0 +1,379 @@
+"""What a person does with the recipe of a language model, as functions: train, evaluate.
+
+The process that is called reads the recipe, checks all that can be checked, prepares text and folder, and starts the
+processes that train. Where a launcher has started them already (``torchrun``), each of them does so, and rank 0 alone
+writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cordillera import recipe as recipes
+from cordillera.data.document_work import DocumentWork
+from cordillera.data.held_out import held_out_batches
+from cordillera.data.text_batches import TextBatches
+from cordillera.data.text_corpora import TextCorpora, prepare_corpora
+from cordillera.distributed.job import Job, join_job
+from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.errors import CheckpointError, PlanError, RecipeError
+from cordillera.models.language.checkpoints import open_checkpoint
+from cordillera.models.language.checkpoints.source import Source
+from cordillera.models.language.flops import flops_per_token, peak_flops
+from cordillera.models.language.llama import LlamaConfig, parameter_count
+from cordillera.models.language.parallelize import check_fit
+from cordillera.recipe import LanguageRecipe
+from cordillera.run import Run, RunError, next_folder
+from cordillera.serving.language_model import find_model
+from cordillera.training.language import LanguageEngine
+from cordillera.training.language_report import write_language_report
+from cordillera.training.language_trainer import (
+    LanguageEvaluation,
+    LanguageProgress,
+    LanguageReport,
+    LanguageTrainer,
+    LanguageWatcher,
+)
+from cordillera.training.sharded_checkpoints import ShardedCheckpoints
+from cordillera.training.trainer import select_device
+
+Say = Callable[[str], object]
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+@dataclass
+class LanguageOutcome:
+    """What :func:`train` did.
+
+    Attributes:
+        run: The run's folder.
+        report: How training ended.
+    """
+
+    run: Run
+    report: LanguageReport
+
+
+def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
+    """A recipe whose mesh takes so many processes: ``parallel.shard`` takes what the other sizes leave.
+
+    Args:
+        recipe: As written.
+        processes: None for as many as its sizes make.
+
+    Raises:
+        PlanError: the other sizes do not divide the processes, or ``shard`` is another number already.
+    """
+    parallel = recipe.parallel
+    if processes is None or processes == parallel.world:
+        return recipe
+    others = parallel.world // parallel.shard
+    sizes = f"replicate {parallel.replicate} x context {parallel.context} x tensor {parallel.tensor} x pipeline "
+    sizes += f"{parallel.pipeline}"
+    if processes % others:
+        raise PlanError(
+            f"{sizes} take a multiple of {others} processes, not {processes}",
+            where="parallel",
+            remedy=f"start {-(-processes // others) * others} processes, or make one of the sizes smaller",
+        )
+    if parallel.shard != 1:
+        raise PlanError(
+            f"{sizes} x shard {parallel.shard} take {parallel.world} processes, not {processes}",
+            where="parallel",
+            remedy=f"set parallel.shard={processes // others}, or start {parallel.world} processes",
+        )
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update={"shard": processes // others})})
+
+
+def train(
+    recipe: LanguageRecipe,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    processes: int | None = None,
+    watch: LanguageWatcher | None = None,
+    say: Say = _silent,
+) -> LanguageOutcome:
+    """Train a language model into a run folder, evaluate it on held-out text and write its report.
+
+    Args:
+        recipe: What to train; to resume, the one that stands in the folder, of which ``parallel`` may be another.
+        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
+        resume: Continue the run in ``folder`` from its newest checkpoint.
+        processes: On this machine, where no launcher has started any; see :func:`with_processes`. Default: as many as
+            ``recipe.parallel`` makes.
+        watch: Called on rank 0 after every step.
+        say: Called on rank 0 with one line of text at each stage.
+
+    Raises:
+        RunError: the folder exists (without ``resume``) or does not (with it); a process died.
+        CheckpointError: the newest checkpoint is corrupt, or ``training.start`` is none.
+        DataError: the text cannot be had or is not acceptable.
+        PlanError: the mesh does not fit the model or the processes.
+        TrainingError: too many steps in a row were not finite.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else None
+    if size is not None and processes not in (None, size):
+        raise PlanError(f"the launcher has started {size} processes, not {processes}", where="--nproc")
+    recipe = with_processes(recipe, processes or size)
+    device = select_device(recipe.device).type
+    parallel = recipe.parallel
+    _check(recipe)
+    if size is None and parallel.world > 1:
+        run = _prepare(recipe, folder, resume, say)
+        report = _launch(recipe, run, resume, device, watch, say)
+    else:
+        with join_job(device, parallel.deadline_s) as job:
+            place = [str(_prepare(recipe, folder, resume, say).folder) if job.rank == 0 else ""]
+            if job.size > 1:
+                dist.broadcast_object_list(place)
+            run = Run(place[0])
+            report = _train(job, recipe, run, resume, watch, say)
+        if job.rank > 0:
+            return LanguageOutcome(run, report)
+    if report.ended != "interrupted":
+        write_language_report(run)
+    return LanguageOutcome(run, report)
+
+
+def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> LanguageEvaluation:
+    """Evaluate the newest checkpoint of a run in this process, on whatever mesh it was trained.
+
+    Args:
+        run: The run.
+        recipe: That stands in its folder.
+        split: ``validation``: the documents that were held out.
+
+    Raises:
+        RunError: there is no such split, or nothing was held out.
+        CheckpointError: there is no checkpoint, or it is corrupt.
+    """
+    if split != "validation":
+        raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
+    alone = recipe.model_copy(update={"parallel": ParallelConfig()})
+    device = select_device(recipe.device).type
+    with join_job(device, alone.parallel.deadline_s) as job:
+        trainer = _trainer(job, alone, run)
+        if trainer.checkpoints.restore(trainer.engine) is None:
+            raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
+        if not trainer.held_out:
+            raise RunError("nothing was held out", where="data.held_out", remedy="give data.validation, or hold out")
+        return trainer.evaluate()
+
+
+def _check(recipe: LanguageRecipe) -> None:
+    """Refuse what does not fit, before any work."""
+    check_fit(recipe.model, recipe.parallel)
+    # schedules are made for the microbatches of one copy
+    count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
+    recipe.parallel.make_schedule(-(-count // recipe.parallel.copies))
+    if recipe.training.start is None:
+        return
+    source = open_checkpoint(find_model(recipe.training.start))
+    if source.config.model_copy(update={"context": recipe.model.context}) != recipe.model:
+        own, other = recipe.model.model_dump(), source.config.model_dump()
+        different = [f"{name} is {own[name]}, there {other[name]}" for name in own if own[name] != other[name]]
+        raise CheckpointError(
+            f"holds another model: {'; '.join(different)}",
+            where=f"training.start, {recipe.training.start}",
+            remedy="leave [model] with its name alone to take the sizes of the checkpoint",
+        )
+
+
+def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
+    """Text into the cache, and the run's folder."""
+    say(f"text: {recipe.data.label}")
+    corpora = prepare_corpora(recipe.data)
+    vocabulary = corpora.tokenizer.vocab_size
+    if vocabulary > recipe.model.vocabulary:
+        raise RecipeError(
+            recipe.name,
+            [("model.vocabulary", f"{recipe.model.vocabulary} is less than the {vocabulary} tokens of the tokenizer")],
+        )
+    learnt = sum(source["tokens"] for source in corpora.facts["sources"])
+    held = sum(part["tokens"] for part in corpora.facts["held_out"])
+    say(f"      {learnt:,} tokens to learn from, {held:,} held out")
+    batches_of(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
+    described = _describe(recipe, corpora)
+    if resume:
+        run = Run(folder or "")
+        was = run.read_json("model.json")
+        if was["data"] != described["data"]:
+            raise RunError(
+                "the text has changed since the run began; a resumed run must see the same",
+                where=recipe.data.label,
+                remedy="restore the files, or start a new run",
+            )
+        with run.lock():
+            run.recipe_file.write_text(recipes.dump(recipe), encoding="utf-8")
+    else:
+        run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+    run.write_json("model.json", described)
+    say(
+        f"model: {described['parameters']:,} parameters"
+        + (f", from {recipe.training.start}" if recipe.training.start else "")
+    )
+    say(f"mesh:  {_mesh_text(recipe.parallel)}")
+    return run
+
+
+def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:
+    return {
+        "name": recipe.model.name,
+        "config": recipe.model.model_dump(mode="json"),
+        "parameters": parameter_count(recipe.model),
+        "flops_per_token": flops_per_token(recipe.model),
+        "mesh": recipe.parallel.model_dump(mode="json"),
+        "world": recipe.parallel.world,
+        "data": corpora.facts,
+    }
+
+
+def _mesh_text(parallel: ParallelConfig) -> str:
+    sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "context", "tensor", "pipeline")}
+    cut = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{parallel.world} processes, {cut}" if cut else "1 process"
+
+
+def _work(model: LlamaConfig) -> DocumentWork:
+    return DocumentWork.of_model(model.hidden, model.ffn, model.heads, model.kv_heads)
+
+
+def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
+    """What a recipe trains on.
+
+    Args:
+        recipe: The recipe.
+        corpora: Its text.
+    """
+    parallel = recipe.parallel
+    return TextBatches(
+        recipe.data,
+        recipe.packing,
+        corpora,
+        work=_work(recipe.model),
+        microbatches=recipe.packing.count(parallel.copies * parallel.pipeline),
+        seed=recipe.seed,
+    )
+
+
+class _Line:
+    """From rank 0 to the process that started it: what the person who waits is told."""
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self._connection: Connection = Client(address, authkey=key)
+
+    def say(self, text: str) -> None:
+        self._connection.send(("say", text))
+
+    def watch(self, record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
+        self._connection.send(("watch", record, asdict(progress), total))
+
+
+def _listen(listener: Listener, watch: LanguageWatcher | None, say: Say) -> None:
+    """Pass on what rank 0 tells, until it ends."""
+    with contextlib.suppress(EOFError, OSError, AuthenticationError), listener.accept() as connection:
+        while True:
+            kind, *content = connection.recv()
+            if kind == "say":
+                say(content[0])
+            elif watch is not None:
+                record, progress, total = content
+                watch(record, LanguageProgress(**progress), total)
+
+
+def _launch(
+    recipe: LanguageRecipe, run: Run, resume: bool, device: Any, watch: LanguageWatcher | None, say: Say
+) -> LanguageReport:
+    """Train in processes on this machine."""
+    config = LaunchConfig(
+        device_type=device,
+        threads=recipe.threads,
+        deadline_s=recipe.parallel.deadline_s,
+        remedy=f"continue it with `cordillera train {run.folder} --resume`",
+    )
+    key = secrets.token_bytes(32)
+    with Listener(authkey=key) as listener:
+        ear = threading.Thread(target=_listen, args=(listener, watch, say), daemon=True)
+        ear.start()
+        arguments = (recipe, str(run.folder), resume, listener.address, key)
+        found = launch(_launched, recipe.parallel.world, arguments, config=config)
+    ear.join(10)
+    evaluation = found.pop("evaluation")
+    return LanguageReport(
+        progress=LanguageProgress(**found.pop("progress")),
+        evaluation=evaluation and LanguageEvaluation(**evaluation),
+        **found,
+    )
+
+
+def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool, address: str, key: bytes) -> dict[str, Any]:
+    """One of several processes on this machine; what it returns are plain values."""
+    with join_job() as job:
+        line = _Line(address, key) if rank == 0 else None
+        report = _train(job, recipe, Run(folder), resume, *((line.watch, line.say) if line else (None, _silent)))
+    return {**asdict(report), "evaluation": report.evaluation and report.evaluation._asdict()}
+
+
+def _train(
+    job: Job, recipe: LanguageRecipe, run: Run, resume: bool, watch: LanguageWatcher | None, say: Say
+) -> LanguageReport:
+    """What each process does; the recipe's mesh has as many places as the job has processes."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    trainer = _trainer(job, recipe, run, watch)
+    found = resume and trainer.resume()
+    if resume:
+        say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
+    if recipe.training.start is not None and not found:
+        _start_from(trainer.engine, open_checkpoint(find_model(recipe.training.start)))
+    return trainer.fit()
+
+
+def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher | None = None) -> LanguageTrainer:
+    device = select_device(recipe.device).type
+    corpora = prepare_corpora(recipe.data)
+    mesh = ProcessMesh(recipe.parallel, device)
+    engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
+    peak = peak_flops(device, torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32)
+    held_out = held_out_batches(corpora, recipe.packing)
+    return LanguageTrainer(
+        recipe.training,
+        engine,
+        batches_of(recipe, corpora),
+        ShardedCheckpoints(run.checkpoints, mesh, recipe.training.asynchronous),
+        run if job.rank == 0 else None,
+        held_out=held_out.microbatches,
+        held_out_bytes=held_out.bytes,
+        peak=None if peak is None else peak.flops_per_s,
+        guard=job.watch,
+        watch=watch,
+    )
+
+
+def _start_from(engine: LanguageEngine, source: Source) -> None:
+    """Give an engine the weights of a checkpoint; each rank reads what its stages hold."""
+
+    def read(name: str, shape: torch.Size) -> torch.Tensor:
+        whole = torch.empty(shape)
+        source.read(name, whole)
+        return whole
+
+    for stage in engine.stages.values():
+        stage.fill(read)

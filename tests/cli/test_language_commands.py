@@ -1,0 +1,318 @@
+"""A language model is trained, stopped, resumed, evaluated and asked, on one process and on several, by commands."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cordillera.models.language.checkpoints import load
+from cordillera.run import Run
+from cordillera.training import checkpoints
+from tests.distributed.processes import needs_gloo
+
+RECIPE = """
+description = "a small Llama on made-up sentences"
+seed = 3
+device = "cpu"
+threads = 1
+
+[data]
+path = "text.jsonl"
+tokenizer = "bytes"
+held_out = 0.1
+
+[packing]
+tokens = 256
+context = 64
+
+[model]
+name = "llama"
+layers = 2
+hidden = 32
+heads = 4
+kv_heads = 2
+ffn = 64
+vocabulary = 272
+context = 128
+tied = true
+
+[training]
+steps = 12
+learning_rate = 1e-2
+warmup_steps = 2
+log_every = 3
+evaluate_every = 6
+checkpoint_every = 4
+
+[parallel]
+deadline_s = 60
+"""
+
+CLOCKS = (
+    "seconds",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+    "memory_bytes",
+    "communication_seconds",
+    "exposed_seconds",
+    "data_seconds",
+)
+
+
+def write_text(path: Path, documents: int = 200) -> None:
+    """Sentences of very different lengths."""
+    generator = random.Random(5)
+    words = "the river runs from a high mountain to some far and quiet sea under stars".split()  # noqa: SIM905
+    lines = (
+        " ".join(generator.choice(words) for _ in range(1 + int(generator.paretovariate(0.8)) % 40))
+        for _ in range(documents)
+    )
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+@pytest.fixture
+def recipe(cli, tmp_path):
+    write_text(tmp_path / "text.jsonl")
+    (tmp_path / "small.toml").write_text(RECIPE)
+    return tmp_path / "small.toml"
+
+
+def facts(folder):
+    """All that a run wrote down but what its clocks said."""
+    records = [{k: v for k, v in r.items() if k not in CLOCKS} for r in Run(folder).metrics()]
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    del evaluation["seconds"]
+    return [record for record in records if record["kind"] != "resumed"], evaluation
+
+
+def weights(folder):
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return {name: tensor.clone() for name, tensor in load(newest)[1].state_dict().items()}
+
+
+def losses(folder):
+    return [record["loss"] for record in Run(folder).metrics() if record["kind"] in ("train", "evaluation")]
+
+
+def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, tmp_path):
+    done = cli("train", recipe, "--run", "runs/a", "--quiet")
+    assert done.code == 0, done.err
+    folder = tmp_path / "runs/a"
+    for name in ("recipe.toml", "environment.json", "metrics.jsonl", "model.json", "evaluation.json", "report.html"):
+        assert (folder / name).is_file(), name
+    assert list((folder / "tensorboard").iterdir())
+    assert checkpoints.steps(folder / "checkpoints") == [8, 12]
+    records = Run(folder).metrics()
+    first, *_, last = [record for record in records if record["kind"] == "train"]
+    assert last["loss"] < first["loss"] - 0.5
+    assert last["step"] == 12
+    assert last["imbalance"] >= 1
+    assert last["tokens_per_second"] > 0
+    assert last["memory_bytes"] > 1e6
+    assert 0 < last["mfu"] < 1.5
+    held_out = json.loads((folder / "evaluation.json").read_text())
+    assert f"{held_out['loss']:.4f}" in done.out
+    assert held_out["perplexity"] == pytest.approx(2.718281828459045 ** held_out["loss"])
+
+    evaluated = cli("evaluate", "runs/a")
+    assert evaluated.code == 0, evaluated.err
+    assert f"{held_out['loss']:.4f}" in evaluated.out
+    assert json.loads(cli("evaluate", "runs/a", "--json").out)["targets"] == held_out["targets"]
+    assert "must be validation" in cli("evaluate", "runs/a", "--split", "test").err
+
+    written = cli("generate", "runs/a", "the river", "-n", 12, "--raw", "--temperature", 0, "--dtype", "float32", "-q")
+    assert written.code == 0, written.err
+    assert cli("predict", "runs/a", "text.jsonl").code == 2
+
+    assert cli("train", recipe, "--run", "runs/b", "--seed", 4, "-q").code == 0
+    compared = cli("compare", "runs/a", "runs/b")
+    assert compared.code == 0, compared.err
+    (folder / "report.html").unlink()
+    assert cli("report", "runs/a").code == 0
+    assert (folder / "report.html").is_file()
+
+
+def test_training_goes_on_from_the_weights_of_another(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "a", "-q", "--set", "training.steps=6").code == 0
+    more = ("--set", "training.start='a'", "--set", "training.learning_rate=0.0", "--set", "training.steps=2")
+    done = cli("train", recipe, "--run", "b", "-q", *more)
+    assert done.code == 0, done.err
+    for name, tensor in weights(tmp_path / "a").items():
+        assert torch.equal(tensor, weights(tmp_path / "b")[name]), name
+    wrong = cli("train", recipe, "--run", "c", "-q", "--set", "training.start='a'", "--set", "model.ffn=32")
+    assert wrong.code == 2
+    assert "ffn is 32, there 64" in wrong.err
+    assert not (tmp_path / "c").exists()
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_was_stopped_on_its_mesh_and_on_another(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "whole", "-q").code == 0
+    mesh = ("--nproc", 2, "--set", "parallel.context=2")
+    done = cli("train", recipe, "--run", "spread", "-q", *mesh)
+    assert done.code == 0, done.err
+    assert losses(tmp_path / "spread") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+    process = start(recipe, tmp_path / "killed", "--nproc", "2", "--set", "parallel.context=2")
+    wait_for_step(tmp_path / "killed", process, random.Random(0).choice([4, 8]))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    gone(process)
+    resumed = cli("train", "killed", "--resume", "-q")
+    assert resumed.code == 0, resumed.err
+    assert facts(tmp_path / "killed") == facts(tmp_path / "spread")
+    expected = weights(tmp_path / "spread")
+    for name, tensor in weights(tmp_path / "killed").items():
+        assert torch.equal(tensor, expected[name]), name
+
+    assert cli("train", recipe, "--run", "moved", "-q", "--set", "training.steps=8", *mesh).code == 0
+    text = (tmp_path / "moved/recipe.toml").read_text()
+    (tmp_path / "moved/recipe.toml").write_text(text.replace("steps = 8", "steps = 12"))
+    refused = cli("train", "moved", "--resume", "-q", "--set", "training.steps=20")
+    assert "keeps its recipe" in refused.err
+    again = cli("train", "moved", "--resume", "-q", "--set", "parallel.context=1", "--set", "parallel.shard=2")
+    assert again.code == 0, again.err
+    assert Run(tmp_path / "moved").read_json("model.json")["mesh"]["shard"] == 2
+
+
+def start(recipe, folder, *more):
+    """A training in a process of its own, as a user's shell would start it."""
+    source = str(Path(__file__).parents[2] / "src")
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", PYTHONPATH=source)
+    command = [sys.executable, "-m", "cordillera", "train", str(recipe), "--run", str(folder), *more]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=recipe.parent
+    )
+
+
+def wait_for_step(folder, process, at_least, deadline=240):
+    until = time.monotonic() + deadline
+    while time.monotonic() < until:
+        if any(step >= at_least for step in checkpoints.steps(folder / "checkpoints")):
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError("no checkpoint in time")
+
+
+def ranks_of(process):
+    """Processes that a training started, by rank."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            facts = dict(line.split("=", 1) for line in (entry / "environ").read_text().split("\0") if "=" in line)
+            parent = int(re.search(r"PPid:\s+(\d+)", (entry / "status").read_text())[1])
+        except (OSError, TypeError, ValueError):
+            continue
+        if parent == process.pid and "RANK" in facts:
+            found[int(facts["RANK"])] = int(entry.name)
+    return found
+
+
+def gone(process, deadline=60):
+    """All that a process started has ended."""
+    until = time.monotonic() + deadline
+    while ranks_of(process):
+        assert time.monotonic() < until, ranks_of(process)
+        time.sleep(0.05)
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="only Linux tells a process's environment")
+def test_ctrl_c_saves_and_a_rank_that_dies_or_stalls_is_named(cli, recipe, tmp_path):
+    endless = ("--nproc", "2", "--set", "training.steps=100000", "--set", "parallel.deadline_s=5")
+    process = start(recipe, tmp_path / "asked", *endless)
+    wait_for_step(tmp_path / "asked", process, 4)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, said
+    step = int(re.search(r"interrupted at step (\d+); everything is saved", said)[1])
+    assert checkpoints.steps(tmp_path / "asked/checkpoints")[-1] == step
+    assert "--resume" in said
+
+    for number, words in ((signal.SIGKILL, ("rank 1", "SIGKILL", "--resume")), (signal.SIGSTOP, ("rank 1",))):
+        folder = tmp_path / number.name
+        process = start(recipe, folder, *endless)
+        wait_for_step(folder, process, 4)
+        victim = ranks_of(process)[1]
+        os.kill(victim, number)
+        try:
+            said = process.communicate(timeout=120)[0]
+        finally:
+            if number == signal.SIGSTOP and victim in ranks_of(process).values():
+                os.kill(victim, signal.SIGKILL)
+        assert process.returncode == 2, said
+        for word in words:
+            assert word in said, said
+        assert "Traceback" not in said, said
+        gone(process)
+
+
+def test_a_shard_that_is_damaged_is_named(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "a", "-q", "--set", "training.steps=4").code == 0
+    shard = max((tmp_path / "a/checkpoints/step-000000004").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    failed = cli("train", "a", "--resume", "-q")
+    assert failed.code == 2
+    assert shard.name in failed.err
+    assert "Traceback" not in failed.err
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_shown(cli, recipe, tmp_path):
+    hot = ("--set", "training.learning_rate=1e30", "--set", "training.max_skipped=3")
+    failed = cli("train", recipe, "--run", "hot", *hot)
+    assert failed.code == 2
+    assert "3 steps in a row" in failed.err
+    skipped = [record for record in Run(tmp_path / "hot").metrics() if record["kind"] == "skipped"]
+    assert len(skipped) == 3
+    assert skipped[0]["loss"] is None or skipped[0]["gradient_norm"] is None
+
+
+MISTAKES = [
+    (["model.heads=3"], "heads (3) must divide hidden"),
+    (["parallel.tensor=4"], "kv_heads (2) is not divisible by tensor (4)"),
+    (["parallel.pipeline=3"], "layers (2) are fewer than the stages (3)"),
+    (["model.rope_scaling.rope_type='yarn'"], "model.rope_scaling.rope_type"),
+    (["model.preset='llama-9b'"], "model.preset"),
+    (["model.vocabulary=100"], "model.vocabulary"),
+    (["data.path='nowhere.jsonl'"], "nowhere.jsonl"),
+    (["data.tokenizer='nowhere'"], "nowhere"),
+    (["data.long_documents='refuse'", "data.max_length=20"], "longer than 20 tokens"),
+    (["packing.tokens=10000", "packing.microbatches=2"], "do not fit into 2 microbatches"),
+    (["training.start='nowhere'"], "nowhere"),
+    (["training.stepz=3"], "did you mean 'steps'"),
+    (["parallel.schedule='1f2b'"], "parallel.schedule"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), MISTAKES, ids=[changes[0] for changes, _ in MISTAKES])
+def test_a_mistake_is_answered_before_any_work(cli, recipe, tmp_path, changes, words):
+    failed = cli("train", recipe, "--run", "a", *(part for change in changes for part in ("--set", change)))
+    assert failed.code == 2
+    assert words in failed.err
+    assert "Traceback" not in failed.err
+    assert not (tmp_path / "a").exists()
+
+
+def test_processes_that_do_not_fit_the_mesh_are_refused(cli, recipe, tmp_path):
+    failed = cli("train", recipe, "--run", "a", "--nproc", 3, "--set", "parallel.context=2")
+    assert failed.code == 2
+    assert "take a multiple of 2 processes, not 3" in failed.err
+    failed = cli("train", recipe, "--run", "a", "--nproc", 4, "--set", "parallel.shard=2")
+    assert "take 2 processes, not 4" in failed.err
+    assert "trained in one process" in cli("train", "movielens-wukong", "--nproc", 2).err
+    assert not (tmp_path / "a").exists()
