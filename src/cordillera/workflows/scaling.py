@@ -73,8 +73,12 @@ def isoflop(
         one = _language_recipe(source, [*overrides, *changes])
         return language.train(one, place, resume=(place / "recipe.toml").is_file(), watch=watch).run
 
+    def agrees(changes: list[str], place: Path) -> bool:
+        found, wanted = recipes.load(place), _language_recipe(source, [*overrides, *changes])
+        return isinstance(found, LanguageRecipe) and found.model_copy(update={"parallel": wanted.parallel}) == wanted
+
     parent = Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-isoflop"
-    return train_plan(plan, parent, train, target=target, title=recipe.name, say=say)
+    return train_plan(plan, parent, train, agrees=agrees, target=target, title=recipe.name, say=say)
 
 
 def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRecipe:
