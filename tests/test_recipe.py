@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
 from cordillera.mistakes import models_of
-from cordillera.recipe import Recipe, dump, field_descriptions, load, parse_override, shipped, validate
+from cordillera.recipe import LanguageRecipe, Recipe, dump, field_descriptions, load, parse_override, shipped, validate
 
 GOOD = """
 seed = 3
@@ -126,11 +126,43 @@ def _configs(config, seen):
     return seen
 
 
-@pytest.mark.parametrize("config", sorted(_configs(Recipe, set()), key=lambda c: c.__name__), ids=lambda c: c.__name__)
+CONFIGS = sorted(_configs(Recipe, set()) | _configs(LanguageRecipe, set()), key=lambda config: config.__name__)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_every_key_is_explained_and_can_be_written_as_toml(config: type[BaseModel]):
     texts = field_descriptions(config)
     missing = [name for name in config.model_fields if not texts.get(name) and name != "name"]
     assert not missing, f"{config.__name__}: no explanation of {missing}"
     for name, field in config.model_fields.items():
-        if type(None) in typing.get_args(field.annotation):
-            assert field.default is None, f"{config.__name__}.{name}: TOML cannot say null, so None must be the default"
+        options = typing.get_args(field.annotation)
+        if type(None) in options and field.default is not None:
+            assert str not in options, f"{config.__name__}.{name}: TOML cannot say null, so None must be the default"
+
+
+def test_what_is_set_to_nothing_stays_so_in_the_file_of_a_run(tmp_path):
+    changes = ["training.clip=null", "data.cleaning.near_duplicates=none", "data.cleaning.line_repeats='none'"]
+    recipe = load("llama-debug", changes)
+    assert recipe.training.clip is None
+    assert recipe.data.cleaning.near_duplicates is recipe.data.cleaning.line_repeats is None
+    for comments in (False, True):
+        assert load(write(tmp_path, dump(recipe, comments=comments))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama-debug", "training.decay"),
+        ("llama-debug", "parallel.recompute"),
+        ("movielens-wukong", "training.decay"),
+        ("movielens-wukong", "model.top_norm"),
+    ],
+)
+def test_none_is_a_word_where_a_key_has_it(name, key):
+    section, last = key.split(".")
+    assert getattr(getattr(load(name, [f"{key}=none"]), section), last) == "none"
+
+
+def test_a_language_model_needs_no_section_but_data_and_model(tmp_path):
+    recipe = load(write(tmp_path, "[data]\npath='python-library'\n[model]\nname='llama'\npreset='llama-debug'\n"))
+    assert recipe.packing.context == 2048

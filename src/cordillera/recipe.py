@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,7 +25,7 @@ from cordillera.data.text_corpora import TextDataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import RecipeError
-from cordillera.mistakes import explain, known_keys
+from cordillera.mistakes import explain, known_keys, models_of
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
@@ -92,7 +92,7 @@ class LanguageRecipe(_AnyRecipe):
     """
 
     data: TextDataConfig
-    packing: BatchConfig
+    packing: BatchConfig = BatchConfig()
     model: LlamaConfig
     parallel: ParallelConfig = ParallelConfig()
     training: LanguageTrainingConfig = LanguageTrainingConfig()
@@ -212,9 +212,39 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
     if _section(content, "model").get("name") in LANGUAGE_MODELS:
         kind, content = LanguageRecipe, _with_sizes(content, source)
     try:
-        return kind.model_validate(content)
+        return kind.model_validate(_with_nulls(kind, content))
     except ValidationError as error:
         raise RecipeError(source, _explain(kind, error, content)) from error
+
+
+def _with_nulls(kind: type[BaseModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null: ``"none"`` stands for it, where it is not one of a key's words; there null stands for it."""
+    found = dict(content)
+    for name, field in kind.model_fields.items():
+        key = field.alias or name
+        value = content.get(key)
+        if isinstance(value, Mapping):
+            of_its_name = [one for one in models_of(field.annotation) if _is_called(one, value.get("name"))]
+            if len(of_its_name) == 1:
+                found[key] = _with_nulls(of_its_name[0], value)
+        elif key in content and (value is None or value == "none"):
+            options = _options(field.annotation)
+            if "none" in options:
+                found[key] = "none"
+            elif type(None) in options and str not in options:
+                found[key] = None
+    return found
+
+
+def _is_called(kind: type[BaseModel], name: Any) -> bool:
+    """Whether a section of this name is one of this class; most have none."""
+    return "name" not in kind.model_fields or name in _options(kind.model_fields["name"].annotation)
+
+
+def _options(annotation: Any) -> list[Any]:
+    """The types and words of a union."""
+    parts = get_args(annotation)
+    return [option for part in parts for option in _options(part)] if parts else [annotation]
 
 
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -262,7 +292,9 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
         if comments and name in texts:
             table.add(tomlkit.comment(texts[name].replace("``", "`")))
         if value is None:
-            if comments:
+            if field.default is not None and not field.is_required():
+                table.add(key, "none")  # left out, it would be the default
+            elif comments:
                 table.add(tomlkit.comment(f"{key} is not set"))
             continue
         if isinstance(value, tuple | list) and value and all(isinstance(entry, BaseModel) for entry in value):
