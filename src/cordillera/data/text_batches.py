@@ -8,7 +8,6 @@ to the token on any other.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Packer, PackingConfig, global_batches
-from cordillera.data.packing_statistics import PackingStatistics, packed, tune
+from cordillera.data.packing_statistics import choose_thresholds
 from cordillera.data.text_corpora import TextCorpora, TextDataConfig
 from cordillera.data.text_shards import Documents
 from cordillera.data.text_stream import DocumentStream, StreamConfig
@@ -338,22 +337,7 @@ class TextBatches(Iterator[TextIteration]):
         some = (len(piece.tokens) for piece in itertools.islice(stream, _SAMPLE_DOCUMENTS))
         sample = list(itertools.islice(global_batches(some, batch.tokens), _SAMPLE_BATCHES))
         plain = PackingConfig(microbatches=self.microbatches, bound=batch.most)
-        lengths = np.sort(np.concatenate([np.array(some) for some in sample]))
-        # Queues are for the few longest: if most tokens waited, iterations would differ widely in size.
-        candidates = [
-            threshold
-            for threshold in (max(1, round(batch.most / 16 * 2 ** (step * 0.6))) for step in range(6))
-            if 2 * lengths[lengths.searchsorted(threshold) :].sum() <= lengths.sum()
-        ]
-        best: tuple[float, tuple[int, ...]] = (math.inf, ())
-        for queues in range(batch.queues + 1):  # of text that is mostly as long as the context none is best
-            try:
-                found = tune(sample, plain, self.work, queues, batch.delay, candidates)
-            except DataError:  # all of them delay tokens more than is allowed
-                continue
-            statistics = PackingStatistics.of(packed(sample, found, self.work), self.work)
-            best = min(best, (statistics.imbalance, found.thresholds))
-        return best[1]
+        return choose_thresholds(sample, plain, self.work, batch.queues, batch.delay)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterations stand, to the token: plain, fit for JSON, the same on every rank.
