@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -185,33 +186,41 @@ except RankError as error:
 """
 
 
-def survivor(folder: Path, how: str) -> tuple[int, str, float]:
-    """Exit code and words of the process whose peer had a bad day, without any launcher, and how long it took."""
-    culprit, size = int(how[0]), 2
+@contextlib.contextmanager
+def processes(folder: Path, how: str) -> Iterator[list[tuple[subprocess.Popen[bytes], Path]]]:
+    """Two, and what they write, without any launcher: rank 0 holds the store."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     job |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    processes = []
+    begun = []
     try:
-        for rank in range(size):
-            environment = {**os.environ, **job, "RANK": str(rank)}
-            output = open(folder / f"{how}-{rank}.txt", "w+")  # noqa: SIM115 (closed below)
-            command = [sys.executable, "-c", _PROGRAM, how]
-            processes.append((subprocess.Popen(command, env=environment, stdout=output, stderr=output), output))
-        began = time.monotonic()
-        process, output = processes[1 - culprit]
-        code = process.wait(120)
-        seconds = time.monotonic() - began
-        if "loops" in how:
-            assert processes[culprit][0].wait(60) == ABANDONED
-        output.seek(0)
-        return code, output.read(), seconds
+        for rank in range(2):
+            path = folder / f"{how}-{rank}.txt"
+            with open(path, "wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, how],
+                    env={**os.environ, **job, "RANK": str(rank)},
+                    stdout=output,
+                    stderr=output,
+                )
+            begun.append((process, path))
+        yield begun
     finally:
-        for process, output in processes:
+        for process, _ in begun:
             process.kill()
             process.wait()
-            output.close()
+
+
+def survivor(folder: Path, how: str) -> tuple[int, str, float]:
+    """Exit code and words of the process whose peer had a bad day, and how long it took."""
+    culprit, began = int(how[0]), time.monotonic()
+    with processes(folder, how) as begun:
+        process, output = begun[1 - culprit]
+        code, seconds = process.wait(120), time.monotonic() - began
+        if "loops" in how:
+            assert begun[culprit][0].wait(60) == ABANDONED
+        return code, output.read_text(), seconds
 
 
 DAYS = ("1 dies", "1 loops", "0 dies", "0 stops")
@@ -232,6 +241,12 @@ def test_without_a_launcher_the_others_end_and_name_the_rank(survivors: Any, how
     assert f"rank {how[0]}" in said
     assert f"rank {1 - int(how[0])} " not in said.partition("->")[0]
     assert seconds < 110
+
+
+def test_without_a_launcher_all_end_in_good_order(tmp_path: Path) -> None:
+    with processes(tmp_path, "all well") as begun:
+        assert [process.wait(120) for process, _ in begun] == [0, 0], [output.read_text() for _, output in begun]
+        assert [output.read_text() for _, output in begun] == ["", ""]
 
 
 def test_beats_are_plain_text() -> None:
