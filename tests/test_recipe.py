@@ -79,6 +79,7 @@ def test_every_mistake_is_reported_at_once_with_its_path(tmp_path):
         ("[model]\nname='wukong'\n", "data", "missing"),
         ("[data]\ndataset='synthetic'\n[model]\nname='wukong'\n[tables]\nname='rmsprop'\n", "tables.name", "sgd"),
         ("name='../x'\n" + GOOD, "name", "pattern"),
+        ("[data]\npath='python-library'\n[model]\nname='llama'\n", "model", "name a preset"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, text, path, says):

@@ -264,7 +264,10 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
             message = f"must be one of {', '.join(PRESETS)}{hint}, got {preset!r}"
             raise RecipeError(source, [("model.preset", message)])
         sizes = PRESETS[preset]
-    elif isinstance(start, str) and set(model) == {"name"}:
+    elif set(model) == {"name"}:
+        if not isinstance(start, str):
+            message = f"gives no sizes: name a preset ({', '.join(PRESETS)}), or what training.start begins with"
+            raise RecipeError(source, [("model", message)])
         sizes = open_checkpoint(find_model(start)).config
     return content | {"model": (sizes.model_dump(mode="json") if sizes else {}) | model}
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.text import PYTHON_LIBRARY, text_files
 from cordillera.data.text_batches import BatchConfig, TextBatches
-from cordillera.data.text_corpora import TextCorpora, TextDataConfig, prepare_corpora
+from cordillera.data.text_corpora import TextCorpora, TextDataConfig, prepare_corpora, same_text
 from cordillera.data.text_shards import Documents
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
@@ -176,3 +176,18 @@ def test_a_text_that_is_held_out_whole_is_refused(write: Any, tmp_path: Path) ->
 def test_messages_call_a_text_by_its_paths() -> None:
     assert TextDataConfig(path=("a", "b")).label == "a, b"
     assert TextDataConfig(sources=({"path": "c"}, {"path": ("d", "e")})).label == "c, d, e"
+
+
+def test_a_text_is_the_same_wherever_it_lies_and_another_once_a_word_changes(write: Any, tmp_path: Path) -> None:
+    def facts(name: str, texts: list[str], cache: str, **values: Any) -> dict[str, Any]:
+        sources = [{"path": [write(texts, name)], "weight": 2}, {"path": write(TEXTS[:9], f"of {name}"), "weight": 1}]
+        config = TextDataConfig(sources=sources, held_out=0.2, cache_dir=str(tmp_path / cache), **values)
+        return prepare_corpora(config).facts
+
+    first = facts("a.jsonl", TEXTS, "cache")
+    written = json.loads(json.dumps(first))
+    assert same_text(written, facts("a.jsonl", TEXTS, "cache"))
+    assert same_text(written, facts("b.jsonl", TEXTS, "elsewhere"))
+    assert not same_text(written, facts("c.jsonl", [*TEXTS[:-1], "another"], "cache"))
+    assert not same_text(written, facts("a.jsonl", TEXTS, "cache", eos=False))
+    assert not same_text(written, {**first, "weights": (1.0, 1.0)})

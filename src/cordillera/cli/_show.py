@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """The console of all commands: no automatic colouring of numbers and paths, no lines cut when piped."""
-    return Console(highlight=False, soft_wrap=True)
+    """The console of all commands: no automatic colouring of numbers and paths, no lines cut when piped.
+
+    Of processes that a launcher started, only the first draws and prints.
+    """
+    return Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -174,17 +174,37 @@ def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpo
             "vocab_size": tokenizer.vocab_size,
         },
         "sources": [
-            {"path": one.path, "folder": str(documents.folder), **_size(documents), "report": dataset.facts["report"]}
+            {"path": one.path, **_describe(documents), "report": dataset.facts["report"]}
             for one, documents, dataset in zip(configs, training, datasets, strict=True)
         ],
         "weights": weights,
-        "held_out": [{"folder": str(documents.folder), **_size(documents)} for documents in held_out],
+        "held_out": [_describe(documents) for documents in held_out],
     }
     return TextCorpora(tuple(training), tuple(held_out), weights, tokenizer, facts)
 
 
-def _size(documents: Documents) -> dict[str, int]:
-    return {"documents": len(documents), "tokens": int(documents.offsets[-1])}
+def _describe(documents: Documents) -> dict[str, Any]:
+    return {
+        "folder": str(documents.folder),
+        "fingerprint": documents.fingerprint,
+        "documents": len(documents),
+        "tokens": int(documents.offsets[-1]),
+    }
+
+
+def same_text(facts: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether two runs see the same tokens, wherever files and caches lie.
+
+    Args:
+        facts: Of :class:`TextCorpora`, or as they were read from a file.
+        others: Likewise.
+    """
+    return _identity(facts) == _identity(others)
+
+
+def _identity(facts: dict[str, Any]) -> list[Any]:
+    texts = [[part["fingerprint"] for part in facts[name]] for name in ("sources", "held_out")]
+    return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]
 
 
 def _limit(hashes: list[np.ndarray], part: float) -> np.uint64:

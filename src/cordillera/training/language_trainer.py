@@ -42,7 +42,7 @@ class LanguageTrainingConfig(LanguageConfig):
         warmup_steps: Over which the rate rises linearly from zero.
         decay: How the rate falls after the warm-up: ``none``, ``linear``, ``cosine``.
         final_rate: The factor on the rate at the last step, with ``linear`` and ``cosine``.
-        log_every: Steps between records.
+        log_every: Steps between records, beside the one at the end.
         evaluate_every: Steps between evaluations on held-out documents; null for the end only.
         checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
         keep_checkpoints: Of the newest ones, how many stay.
@@ -149,7 +149,6 @@ class _Window:
     loss: float = 0.0
     targets: int = 0
     tokens: int = 0
-    flops: float = 0.0
     imbalance: float = 0.0
     delay: float = 0.0
     steps: int = 0
@@ -214,6 +213,8 @@ class LanguageTrainer:
         self._window = _Window()
         self._board: Any = None
         self._last = StepReport(math.nan, math.nan, 0, False)
+        self._rate = 0.0
+        self._evaluated: tuple[int, LanguageEvaluation] | None = None
 
     def resume(self) -> bool:
         """Go to the newest checkpoint; False if there is none, and the run begins anew.
@@ -221,6 +222,7 @@ class LanguageTrainer:
         Raises:
             CheckpointError: It is corrupt, or of another model.
             DataError: It was written with other text.
+        RunError: The run is in use.
         """
         state = self.checkpoints.restore(self.engine)
         if state is not None:
@@ -228,9 +230,11 @@ class LanguageTrainer:
             self.progress = LanguageProgress(**state["progress"])
             self._window = _Window(**state["window"])
         if self.run is not None:
-            self.run.rewind_metrics(self.progress.step)
-            if state is not None:
-                self.run.log({"kind": "resumed", "step": self.progress.step, "world": self.engine.mesh.config.world})
+            with self.run.lock():
+                self.run.rewind_metrics(self.progress.step)
+                if state is not None:
+                    world = self.engine.mesh.config.world
+                    self.run.log({"kind": "resumed", "step": self.progress.step, "world": world})
         return state is not None
 
     def fit(self) -> LanguageReport:
@@ -261,8 +265,7 @@ class LanguageTrainer:
             self.checkpoints.wait()
             self._prune()
             if self.run is not None and evaluation is not None:
-                content = {"kind": "language", "split": "validation", **self._place(), **evaluation._asdict()}
-                self.run.write_json("evaluation.json", content)
+                write_evaluation(self.run, **self._place(), found=evaluation)
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def evaluate(self) -> LanguageEvaluation:
@@ -282,18 +285,23 @@ class LanguageTrainer:
 
     def _steps(self) -> Literal["finished", "exhausted", "interrupted"]:
         config, progress = self.config, self.progress
+        self.engine.ledger.clear()
+        self._window.started = time.perf_counter()
         while progress.step < config.steps:
             asked = time.perf_counter()
             iteration = next(self.batches, None)
             self._window.waiting += time.perf_counter() - asked
             if iteration is None:
+                if self._window.steps:
+                    self._log()
+                    self._window = _Window()
                 return "exhausted"
             self._step(iteration)
             is_asked = self._agree()
             record = {}
-            if self._is_due(config.log_every):
-                record, self._window = self._log(), _Window()
             is_last = progress.step >= config.steps
+            if is_last or self._is_due(config.log_every):
+                record, self._window = self._log(), _Window()
             paused = time.perf_counter()
             if self.held_out and not is_last and self._is_due(config.evaluate_every):
                 self._evaluate()
@@ -313,6 +321,7 @@ class LanguageTrainer:
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
         )
         self._last = report = self.engine.step(iteration.microbatches, rate)
+        self._rate = rate * config.learning_rate
         progress.step += 1
         progress.tokens += iteration.tokens
         progress.documents += iteration.documents
@@ -341,11 +350,12 @@ class LanguageTrainer:
             )
 
     def _agree(self) -> bool:
-        """Whether any rank was asked to stop; what ranks found out each for itself, the largest of all."""
+        """Whether any rank was asked to stop; and what each found out for itself, the largest of all."""
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
         is_asked = self.guard is not None and self.guard.should_stop
-        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, float(_memory(self.engine))]
+        memory = float(peak_memory(self.engine.mesh.device_type))
+        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, memory]
         stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
         self._window.communication += communication
         self._window.exposed += exposed
@@ -373,7 +383,7 @@ class LanguageTrainer:
             "documents": self.progress.documents,
             "loss": window.loss / window.targets if window.targets else math.nan,
             "gradient_norm": self._last.gradient_norm,
-            "learning_rate": self.engine.optimizer.param_groups[0]["lr"],
+            "learning_rate": self._rate,
             "targets": window.targets,
             "skipped": self.engine.skipped,
             "seconds": seconds,
@@ -394,7 +404,11 @@ class LanguageTrainer:
         return record
 
     def _evaluate(self) -> LanguageEvaluation:
+        if self._evaluated is not None and self._evaluated[0] == self.progress.step:
+            return self._evaluated[1]  # the text ended after a step at which it was due
         found = self.evaluate()
+        self._evaluated = (self.progress.step, found)
+        self.engine.ledger.clear()  # records of training tell its own traffic
         if self.run is not None:
             self.run.log({"kind": "evaluation", "split": "validation", **self._place(), **found._asdict()})
             self._board.add_scalar("validation/loss", found.loss, self.progress.step)
@@ -420,8 +434,30 @@ class LanguageTrainer:
             self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
 
 
-def _memory(engine: LanguageEngine) -> int:
-    """The most bytes that this process had at a time: of the device, or of the host where that is the device."""
-    if engine.mesh.device_type == "cuda":
+def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation) -> None:
+    """Write ``evaluation.json`` of a run.
+
+    Args:
+        run: The run.
+        step: After which its weights were evaluated.
+        tokens: That they had been trained on.
+        found: How well they did.
+    """
+    place = {"step": step, "tokens": tokens}
+    run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
+
+
+def peak_memory(device_type: str) -> int:
+    """The most bytes that this process had at a time: of the device, or of the host where that is the device.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+    """
+    if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
+    # getrusage counts in what the process that started this one had until then
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -25,19 +25,20 @@ from cordillera import recipe as recipes
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.held_out import held_out_batches
 from cordillera.data.text_batches import TextBatches
-from cordillera.data.text_corpora import TextCorpora, prepare_corpora
+from cordillera.data.text_corpora import TextCorpora, prepare_corpora, same_text
 from cordillera.distributed.job import Job, join_job
 from cordillera.distributed.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.errors import CheckpointError, PlanError, RecipeError
+from cordillera.errors import CheckpointError, DependencyError, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.recipe import LanguageRecipe
-from cordillera.run import Run, RunError, next_folder
+from cordillera.run import Run, RunError, next_folder, write_atomically
 from cordillera.serving.language_model import find_model
+from cordillera.training.checkpoints import steps
 from cordillera.training.language import LanguageEngine
 from cordillera.training.language_report import write_language_report
 from cordillera.training.language_trainer import (
@@ -46,6 +47,7 @@ from cordillera.training.language_trainer import (
     LanguageReport,
     LanguageTrainer,
     LanguageWatcher,
+    write_evaluation,
 )
 from cordillera.training.sharded_checkpoints import ShardedCheckpoints
 from cordillera.training.trainer import select_device
@@ -132,28 +134,36 @@ def train(
     if size is not None and processes not in (None, size):
         raise PlanError(f"the launcher has started {size} processes, not {processes}", where="--nproc")
     recipe = with_processes(recipe, processes or size)
+    _check(recipe, folder if resume else None)
     device = select_device(recipe.device).type
     parallel = recipe.parallel
-    _check(recipe)
-    if size is None and parallel.world > 1:
-        run = _prepare(recipe, folder, resume, say)
-        report = _launch(recipe, run, resume, device, watch, say)
-    else:
+    if size is not None:
         with join_job(device, parallel.deadline_s) as job:
-            place = [str(_prepare(recipe, folder, resume, say).folder) if job.rank == 0 else ""]
-            if job.size > 1:
-                dist.broadcast_object_list(place)
-            run = Run(place[0])
-            report = _train(job, recipe, run, resume, watch, say)
+            run = _prepare_together(job, recipe, folder, resume, say)
+            report = _train(job, recipe, run, resume, *((watch, say) if job.rank == 0 else (None, _silent)))
         if job.rank > 0:
             return LanguageOutcome(run, report)
+    else:
+        if device == "cuda" and torch.cuda.device_count() < parallel.world:
+            raise DependencyError(
+                f"{parallel.world} processes take {parallel.world} GPUs, there are {torch.cuda.device_count()}",
+                where="parallel",
+                remedy="start fewer processes, or set device=cpu",
+            )
+        run = _prepare(recipe, folder, resume, say)  # in no job yet: Ctrl-C ends it at once
+        if parallel.world > 1:
+            report = _launch(recipe, run, resume, device, watch, say)
+        else:
+            with join_job(device, parallel.deadline_s) as job:
+                report = _train(job, recipe, run, resume, watch, say)
     if report.ended != "interrupted":
         write_language_report(run)
     return LanguageOutcome(run, report)
 
 
 def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> LanguageEvaluation:
-    """Evaluate the newest checkpoint of a run in this process, on whatever mesh it was trained.
+    """Evaluate the newest checkpoint of a run in this process, on whatever mesh it was trained, and write
+    ``evaluation.json``.
 
     Args:
         run: The run.
@@ -168,22 +178,44 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
     alone = recipe.model_copy(update={"parallel": ParallelConfig()})
     device = select_device(recipe.device).type
+    if not steps(run.checkpoints):
+        raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
     with join_job(device, alone.parallel.deadline_s) as job:
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
         trainer = _trainer(job, alone, run)
-        if trainer.checkpoints.restore(trainer.engine) is None:
-            raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
         if not trainer.held_out:
             raise RunError("nothing was held out", where="data.held_out", remedy="give data.validation, or hold out")
-        return trainer.evaluate()
+        state = trainer.checkpoints.restore(trainer.engine)
+        assert state is not None
+        found = trainer.evaluate()
+    write_evaluation(run, state["step"], state["tokens"], found)
+    return found
 
 
-def _check(recipe: LanguageRecipe) -> None:
-    """Refuse what does not fit, before any work."""
+def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
+    """Refuse what does not fit, before any work; ``folder`` of a run that goes on."""
+    if ":" in recipe.device:
+        remedy = "write device = 'cuda'; CUDA_VISIBLE_DEVICES chooses among GPUs"
+        raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
     check_fit(recipe.model, recipe.parallel)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     recipe.parallel.make_schedule(-(-count // recipe.parallel.copies))
-    if recipe.training.start is None:
+    longest = {"packing.context": recipe.packing.context}
+    if recipe.packing.method == "fixed":
+        longest["packing.tokens"] = -(-recipe.packing.tokens // count)
+    elif recipe.data.max_length is not None:
+        longest["data.max_length"] = recipe.data.max_length
+    most = recipe.model.context
+    too_long = [
+        (key, f"lets documents of {n} tokens in, the model's context is {most}")
+        for key, n in longest.items()
+        if n > most
+    ]
+    if too_long:
+        raise RecipeError(recipe.name, too_long)
+    if recipe.training.start is None or (folder is not None and steps(Run(folder).checkpoints)):
         return
     source = open_checkpoint(find_model(recipe.training.start))
     if source.config.model_copy(update={"context": recipe.model.context}) != recipe.model:
@@ -213,24 +245,42 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     described = _describe(recipe, corpora)
     if resume:
         run = Run(folder or "")
-        was = run.read_json("model.json")
-        if was["data"] != described["data"]:
-            raise RunError(
-                "the text has changed since the run began; a resumed run must see the same",
-                where=recipe.data.label,
-                remedy="restore the files, or start a new run",
-            )
         with run.lock():
-            run.recipe_file.write_text(recipes.dump(recipe), encoding="utf-8")
+            # a run may have been ended before it wrote down its text
+            if (run.folder / "model.json").is_file() and not same_text(
+                run.read_json("model.json")["data"], described["data"]
+            ):
+                raise RunError(
+                    "the text has changed since the run began; a resumed run must see the same",
+                    where=recipe.data.label,
+                    remedy="restore the files, or start a new run",
+                )
+            write_atomically(run.recipe_file, recipes.dump(recipe))
+            run.write_json("model.json", described)
     else:
         run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
-    run.write_json("model.json", described)
+        run.write_json("model.json", described)
     say(
         f"model: {described['parameters']:,} parameters"
         + (f", from {recipe.training.start}" if recipe.training.start else "")
     )
     say(f"mesh:  {_mesh_text(recipe.parallel)}")
     return run
+
+
+def _prepare_together(job: Job, recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
+    """The same where processes were started by a launcher: rank 0 first, then one of each machine, then all go on.
+
+    Preparing text may take longer than a collective is waited for.
+    """
+    place = [str(_prepare(recipe, folder, resume, say).folder) if job.rank == 0 else ""]
+    job.watch.meet("run prepared")
+    if os.environ.get("LOCAL_RANK") == "0":
+        prepare_corpora(recipe.data)  # where the cache is that of rank 0, this finds it there
+    job.watch.meet("text prepared")
+    if job.size > 1:
+        dist.broadcast_object_list(place)
+    return Run(place[0])
 
 
 def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:

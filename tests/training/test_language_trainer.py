@@ -1,0 +1,175 @@
+"""The loop's records and checkpoints: once for each step, of training alone, and nothing lost where the text ends."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cordillera import workflows
+from cordillera.errors import CordilleraError, PlanError, RecipeError
+from cordillera.recipe import LanguageRecipe, validate
+from cordillera.run import Run, RunError
+from cordillera.training.language_trainer import LanguageTrainer, peak_memory
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a small recipe with changes, on sentences of very different lengths."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
+    generator = random.Random(5)
+    lines = ("far sea " * (1 + int(generator.paretovariate(0.8)) % 20) for _ in range(60))
+    Path("text.jsonl").write_text("".join(json.dumps({"text": f"{n} {line}"}) + "\n" for n, line in enumerate(lines)))
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 32, "vocabulary": 258, "context": 64}
+
+    def made(**changes: dict[str, Any]) -> LanguageRecipe:
+        content: dict[str, dict[str, Any]] = {
+            "data": {"path": "text.jsonl", "tokenizer": "bytes", "held_out": 0.1},
+            "packing": {"tokens": 256, "context": 64},
+            "model": {"name": "llama", **sizes},
+            "training": {"steps": 4, "log_every": 2},
+        }
+        for section, values in changes.items():
+            content[section] = content.get(section, {}) | values
+        found = validate({"device": "cpu", "threads": 1, **content})
+        assert isinstance(found, LanguageRecipe)
+        return found
+
+    return made
+
+
+def places(run: Run, kind: str) -> list[int]:
+    return [record["step"] for record in run.metrics() if record["kind"] == kind]
+
+
+def test_a_mixture_with_weights_goes_on_after_its_cache_was_moved(recipe: Any, tmp_path: Path) -> None:
+    sources = [{"path": ["text.jsonl"], "weight": 1}, {"path": "text.jsonl", "weight": 2}]
+    data = {"path": None, "sources": sources, "cache_dir": str(tmp_path / "first")}
+    run = workflows.train(recipe(data=data), "a").run
+    (tmp_path / "first").rename(tmp_path / "second")
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("first", "second").replace("steps = 4", "steps = 6"))
+    assert workflows.train(run).report.progress.step == 6
+    assert places(run, "train") == [2, 4, 6]
+    Path("text.jsonl").write_text('{"text": "another"}\n{"text": "one"}\n')
+    with pytest.raises(RunError, match="the text has changed"):
+        workflows.train(run)
+
+
+def test_a_text_that_ends_is_evaluated_and_saved_once_and_stays_ended(recipe: Any) -> None:
+    ending = recipe(data={"epochs": 1}, training={"steps": 1000, "evaluate_every": 1, "checkpoint_every": 1})
+    first = workflows.train(ending, "a")
+    last = first.report.progress.step
+    assert first.report.ended == "exhausted"
+    assert 1 < last < 1000
+    assert places(first.run, "train")[-1] == last
+    assert places(first.run, "evaluation") == places(first.run, "checkpoint") == list(range(1, last + 1))
+    again = workflows.train(first.run)
+    assert again.report.ended == "exhausted"
+    assert again.report.progress == first.report.progress
+    assert again.report.evaluation[:4] == first.report.evaluation[:4]
+
+
+def test_the_last_steps_are_in_a_record_whatever_their_number(recipe: Any) -> None:
+    run = workflows.train(recipe(training={"steps": 3, "log_every": 2}), "a").run
+    records = [record for record in run.metrics() if record["kind"] == "train"]
+    assert [(record["step"], record["steps"]) for record in records] == [(2, 2), (3, 1)]
+
+
+def test_a_text_smaller_than_one_batch_gives_one_step(recipe: Any) -> None:
+    large = recipe(data={"epochs": 1}, packing={"tokens": 60_000, "context": 2048}, model={"context": 2048})
+    found = workflows.train(large, "a")
+    assert found.report.ended == "exhausted"
+    assert found.report.progress.step == 1
+
+
+def test_evaluating_a_run_writes_what_it_found(recipe: Any) -> None:
+    run = workflows.train(recipe(), "a").run
+    before = run.read_json("evaluation.json")
+    (run.folder / "evaluation.json").unlink()
+    found = workflows.evaluate(run)
+    after = run.read_json("evaluation.json")
+    assert {**before, "seconds": 0} == {**after, "seconds": 0}
+    assert after["loss"] == found.loss
+
+
+def test_records_tell_the_rate_of_their_step_and_no_time_before_the_first(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[LanguageTrainer] = []
+    fit = LanguageTrainer.fit
+
+    def later(trainer: LanguageTrainer) -> Any:
+        made.append(trainer)
+        trainer._window.started -= 1000  # as if loading weights had taken long
+        return fit(trainer)
+
+    monkeypatch.setattr(LanguageTrainer, "fit", later)
+    run = workflows.train(recipe(training={"learning_rate": 0.5, "decay": "linear", "final_rate": 0.0}), "a").run
+    records = [record for record in run.metrics() if record["kind"] == "train"]
+    assert [record["learning_rate"] for record in records] == pytest.approx([0.375, 0.125])
+    assert all(record["seconds"] < 500 for record in records)
+    assert made[0].progress.step == 4
+
+
+def _tell_memory(pipe: Any) -> None:
+    pipe.send(peak_memory("cpu"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere the system counts the starter's in")
+def test_memory_is_that_of_the_process_not_of_the_one_that_started_it() -> None:
+    held = torch.ones(3 << 27)  # 1.5 GiB
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_tell_memory, args=(other,))
+    process.start()
+    told = pipe.recv()
+    process.join()
+    assert told < held.nbytes < peak_memory("cpu")
+
+
+def test_what_training_began_with_is_not_needed_to_go_on(recipe: Any, tmp_path: Path) -> None:
+    workflows.train(recipe(training={"steps": 1}), "a")
+    run = workflows.train(recipe(training={"start": "a", "steps": 2}), "b").run
+    (tmp_path / "a").rename(tmp_path / "moved")
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("steps = 2", "steps = 3"))
+    assert workflows.train(run).report.progress.step == 3
+    for checkpoint in run.checkpoints.iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    with pytest.raises(CordilleraError, match="neither a model's name"):
+        workflows.train(run)
+
+
+def test_a_run_that_was_ended_before_it_described_its_model_can_be_resumed(recipe: Any) -> None:
+    run = workflows.train(recipe(), "a").run
+    (run.folder / "model.json").unlink()
+    assert workflows.train(run).report.ended == "finished"
+    assert (run.folder / "model.json").is_file()
+
+
+def test_a_run_in_use_is_left_as_it_is(recipe: Any) -> None:
+    run = workflows.train(recipe(), "a").run
+    files = [path for path in run.folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    before = [path.read_bytes() for path in files]
+    with run.lock(), pytest.raises(RunError, match="another process"):
+        workflows.train(run)
+    assert before == [path.read_bytes() for path in files]
+
+
+def test_documents_longer_than_the_context_of_the_model_are_refused(recipe: Any) -> None:
+    with pytest.raises(RecipeError, match="the model's context is 64"):
+        workflows.train(recipe(packing={"context": 65}), "a")
+    with pytest.raises(RecipeError, match="the model's context is 64"):
+        workflows.train(recipe(data={"max_length": 80}), "a")
+    assert not Path("a").exists()
+
+
+def test_a_device_by_number_is_refused_because_processes_choose_theirs(recipe: Any) -> None:
+    with pytest.raises(PlanError, match="takes the next GPU"):
+        workflows.train(recipe().model_copy(update={"device": "cuda:1"}), "a")
+    assert not Path("a").exists()
