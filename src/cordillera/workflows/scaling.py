@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cordillera import recipe as recipes
 from cordillera.data.text_corpora import prepare_corpora
-from cordillera.errors import RecipeError
+from cordillera.errors import PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run
@@ -49,10 +50,13 @@ def isoflop(
 
     Raises:
         RecipeError: it is not the recipe of a language model.
-        PlanError: budgets or sizes do not make a study.
+        PlanError: budgets or sizes do not make a study, or a launcher has started this process.
         RunError: a folder of the study holds another run, or training was interrupted.
         DataError: the text cannot be had, or nothing could be trained.
     """
+    if "RANK" in os.environ:
+        remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
+        raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)
     recipe = _language_recipe(source, overrides)
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
