@@ -333,7 +333,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, di
     """What each process found, by their number and its rank."""
 
     def of(size: int) -> dict[int, dict[str, Any]]:
-        ended = run_processes(size, tmp_path_factory.mktemp(f"meshes-{size}"), run_all, 200)
+        ended = run_processes(size, tmp_path_factory.mktemp(f"meshes-{size}"), run_all, 280)
         assert ended.codes == [0] * size, ended.said
         return ended.found
 

@@ -1,7 +1,8 @@
 """A stage of a Llama over many processes, applied from outside: the model does not know of it.
 
-The order matters: matrices are cut first, then recomputation is put around whole blocks, then weights are sharded, so
-that a block's weights are gathered once for both its forwards. What cuts a sequence is given with each microbatch.
+The order matters: matrices are cut first, then blocks are compiled as they are cut, then recomputation is put around
+whole blocks, then weights are sharded, so that a block's weights are gathered once for both its forwards. What cuts a
+sequence is given with each microbatch.
 
 Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for how matrices are cut;
 Korthikanti et al. 2022, section 4.2.2, for activations between them; Zhao et al. 2023 (FSDP), sections 3 and 4.4.
