@@ -11,7 +11,7 @@ from cordillera.data.text_corpora import prepare_corpora
 from cordillera.errors import RecipeError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe
-from cordillera.run import Run
+from cordillera.run import Run, RunError
 from cordillera.training.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
 from cordillera.training.language_trainer import LanguageWatcher
 from cordillera.workflows import language
@@ -74,7 +74,23 @@ def isoflop(
         return language.train(one, place, resume=(place / "recipe.toml").is_file(), watch=watch).run
 
     parent = Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-isoflop"
+    for planned in plan:
+        if (parent / planned.name / "recipe.toml").is_file():
+            _check_same(_language_recipe(source, [*overrides, *planned.overrides]), parent / planned.name)
     return train_plan(plan, parent, train, target=target, title=recipe.name, say=say)
+
+
+def _check_same(recipe: LanguageRecipe, folder: Path) -> None:
+    """Refuse to go on with runs of another recipe: their losses cannot be compared. The mesh may differ."""
+    own, there = recipe.model_dump(), recipes.load(folder).model_dump()
+    sections = ("seed", "data", "packing", "model", "training")
+    different = [name for name in sections if own[name] != there.get(name)]
+    if different:
+        raise RunError(
+            f"was trained with another recipe: its {', '.join(different)} differ",
+            where=str(folder),
+            remedy="choose another --run folder for this study, or give the same --set as before",
+        )
 
 
 def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRecipe:
