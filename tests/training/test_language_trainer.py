@@ -20,8 +20,9 @@ from cordillera.errors import CordilleraError, DataError, PlanError, RecipeError
 from cordillera.recipe import LanguageRecipe, dump, load, validate
 from cordillera.run import Run, RunError
 from cordillera.training.isoflop_plan import PlannedRun
-from cordillera.training.language_trainer import LanguageTrainer, peak_memory
+from cordillera.training.language_trainer import LanguageProgress, LanguageTrainer, peak_memory
 from cordillera.workflows import scaling
+from tests.distributed.processes import needs_gloo
 
 
 @pytest.fixture
@@ -127,6 +128,7 @@ def _tell_memory(pipe: Any) -> None:
     pipe.send(peak_memory("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere the system counts the starter's in")
 def test_memory_is_that_of_the_process_not_of_the_one_that_started_it() -> None:
     held = torch.ones(3 << 27)  # 1.5 GiB
@@ -220,3 +222,13 @@ def test_an_error_does_not_wait_for_text_that_does_not_come(recipe: Any, monkeyp
         workflows.train(recipe(parallel={"deadline_s": 0.5}), "a")
     assert time.monotonic() - began < 30
     released.set()
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_what_a_watcher_raises_ends_the_processes_and_is_raised(recipe: Any) -> None:
+    def watch(record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
+        raise LookupError(f"at step {progress.step}")
+
+    with pytest.raises(LookupError, match="at step 1"):
+        workflows.train(recipe(training={"steps": 100_000}), "a", processes=2, watch=watch)
