@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -185,10 +186,10 @@ def test_a_run_goes_on_where_it_was_stopped_on_its_mesh_and_on_another(cli, reci
     assert Run(tmp_path / "moved").read_json("model.json")["mesh"]["shard"] == 2
 
 
-def start(recipe, folder, *more):
+def start(recipe, folder, *more, variables=None):
     """A training in a process of its own, as a user's shell would start it."""
     source = str(Path(__file__).parents[2] / "src")
-    environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", PYTHONPATH=source)
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", PYTHONPATH=source, **(variables or {}))
     command = [sys.executable, "-m", "cordillera", "train", str(recipe), "--run", str(folder), *more]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=recipe.parent
@@ -258,6 +259,29 @@ def test_ctrl_c_saves_and_a_rank_that_dies_or_stalls_is_named(cli, recipe, tmp_p
             assert word in said, said
         assert "Traceback" not in said, said
         gone(process)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_of_processes_that_a_launcher_started_the_first_alone_speaks(recipe, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    processes = [start(recipe, tmp_path / "a", "--set", "training.steps=4", variables=rank) for rank in ranks]
+    first, second = (process.communicate(timeout=240)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], first + second
+    assert "finished after 4 steps" in first
+    assert "finished" not in second
+    assert "shard 2" not in second
+    assert Run(tmp_path / "a").read_json("model.json")["world"] == 2
+    assert [record["step"] for record in Run(tmp_path / "a").metrics() if record["kind"] == "train"] == [3, 4]
+
+    processes = [start(recipe, tmp_path / "a", variables=rank) for rank in ranks]
+    said = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], said
+    for text in said:
+        assert "already exists" in text
+        assert "Traceback" not in text
 
 
 def test_a_shard_that_is_damaged_is_named(cli, recipe, tmp_path):

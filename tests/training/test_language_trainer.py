@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ import pytest
 import torch
 
 from cordillera import workflows
-from cordillera.errors import CordilleraError, PlanError, RecipeError
-from cordillera.recipe import LanguageRecipe, validate
+from cordillera.data.text_batches import TextBatches
+from cordillera.errors import CordilleraError, DataError, PlanError, RecipeError
+from cordillera.recipe import LanguageRecipe, dump, load, validate
 from cordillera.run import Run, RunError
-from cordillera.training.language_trainer import LanguageTrainer, peak_memory
+from cordillera.training.isoflop_plan import PlannedRun
+from cordillera.training.language_trainer import LanguageProgress, LanguageTrainer, peak_memory
+from cordillera.workflows import scaling
+from tests.distributed.processes import needs_gloo
 
 
 @pytest.fixture
@@ -121,6 +128,7 @@ def _tell_memory(pipe: Any) -> None:
     pipe.send(peak_memory("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere the system counts the starter's in")
 def test_memory_is_that_of_the_process_not_of_the_one_that_started_it() -> None:
     held = torch.ones(3 << 27)  # 1.5 GiB
@@ -173,3 +181,54 @@ def test_a_device_by_number_is_refused_because_processes_choose_theirs(recipe: A
     with pytest.raises(PlanError, match="takes the next GPU"):
         workflows.train(recipe().model_copy(update={"device": "cuda:1"}), "a")
     assert not Path("a").exists()
+
+
+def test_held_out_text_is_not_kept_in_memory(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LanguageTrainer] = []
+    evaluate = LanguageTrainer.evaluate
+    monkeypatch.setattr(LanguageTrainer, "evaluate", lambda trainer: made.append(trainer) or evaluate(trainer))
+    workflows.train(recipe(data={"held_out": 0.5}), "a")
+    assert len(made[0].held_out) > 3
+    assert not made[0].held_out._read
+
+
+def test_a_study_does_not_go_on_with_runs_of_another_recipe(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = recipe()
+    Path("small.toml").write_text(dump(one))
+    planned = PlannedRun("run", 1e9, one.model, 4, 1, 1000, 1e9)
+    monkeypatch.setattr(scaling, "sizes_for", lambda *arguments, **options: [])
+    monkeypatch.setattr(scaling, "plan_runs", lambda *arguments, **options: [planned])
+    monkeypatch.setattr(scaling, "train_plan", lambda plan, *arguments, **options: plan)
+    Run.create("study/run", dump(load("small.toml", planned.overrides)))
+    assert workflows.isoflop("small.toml", [1e9], folder="study") == [planned]
+    with pytest.raises(RunError, match="its training differ"):
+        workflows.isoflop("small.toml", [1e9], folder="study", overrides=["training.learning_rate=1e-2"])
+
+
+def test_a_full_disk_is_said_of_the_file_that_did_not_fit(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+    with pytest.raises(RunError, match="tensorboard: the disk is full"):
+        workflows.train(recipe(), "a")
+
+
+def test_an_error_does_not_wait_for_text_that_does_not_come(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(TextBatches, "__next__", lambda batches: released.wait(60))
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"no iteration was prepared within 0\.5 s"):
+        workflows.train(recipe(parallel={"deadline_s": 0.5}), "a")
+    assert time.monotonic() - began < 30
+    released.set()
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_what_a_watcher_raises_ends_the_processes_and_is_raised(recipe: Any) -> None:
+    def watch(record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
+        raise LookupError(f"at step {progress.step}")
+
+    with pytest.raises(LookupError, match="at step 1"):
+        workflows.train(recipe(training={"steps": 100_000}), "a", processes=2, watch=watch)

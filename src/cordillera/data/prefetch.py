@@ -113,8 +113,11 @@ class PrefetchedBatches(Iterator[TextIteration]):
     def __enter__(self) -> PrefetchedBatches:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.close()
+        elif self._stop is not None:
+            self._stop()  # whoever waits for the thread holds the error back
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterations stand that were taken; see :meth:`TextBatches.state_dict`."""

@@ -145,6 +145,15 @@ class Microbatches(Sequence[PackedTokens]):
             self._read[place] = _packed(self._sources, self.parts[place])
         return self._read[place]
 
+    def neighbours(self, first: int, count: int) -> Microbatches:
+        """Some of them, not read yet: what is read is kept with these, not here.
+
+        Args:
+            first: Number of the first.
+            count: At most.
+        """
+        return Microbatches(self._sources, self.parts[first : first + count])
+
 
 def _packed(sources: Sequence[Documents], parts: Sequence[Part]) -> PackedTokens:
     if not parts:

@@ -192,17 +192,12 @@ def _describe(documents: Documents) -> dict[str, Any]:
     }
 
 
-def same_text(facts: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether two runs see the same tokens, wherever files and caches lie.
+def text_identity(facts: dict[str, Any]) -> list[Any]:
+    """What is equal where the same tokens are seen, wherever files and caches lie.
 
     Args:
         facts: Of :class:`TextCorpora`, or as they were read from a file.
-        others: Likewise.
     """
-    return _identity(facts) == _identity(others)
-
-
-def _identity(facts: dict[str, Any]) -> list[Any]:
     texts = [[part["fingerprint"] for part in facts[name]] for name in ("sources", "held_out")]
     return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]
 

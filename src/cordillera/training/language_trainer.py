@@ -15,7 +15,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -23,13 +23,15 @@ import torch
 from pydantic import Field
 
 from cordillera.data.prefetch import PrefetchedBatches
-from cordillera.data.text_batches import PackedTokens, TextBatches, TextIteration
+from cordillera.data.text_batches import Microbatches, TextBatches, TextIteration
 from cordillera.distributed.watch import Watch
 from cordillera.errors import TrainingError
 from cordillera.models.language.flops import training_flops
-from cordillera.run import Run
+from cordillera.run import Run, disk_errors
 from cordillera.training.language import LanguageConfig, LanguageEngine, StepReport
 from cordillera.training.optimizers import schedule
+
+_DRAWN = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance")
 
 
 class LanguageTrainingConfig(LanguageConfig):
@@ -41,7 +43,7 @@ class LanguageTrainingConfig(LanguageConfig):
         steps: Updates of the whole run; fewer where the text ends.
         warmup_steps: Over which the rate rises linearly from zero.
         decay: How the rate falls after the warm-up: ``none``, ``linear``, ``cosine``.
-        final_rate: The factor on the rate at the last step, with ``linear`` and ``cosine``.
+        final_rate: The factor that the rate comes to after the last step, with ``linear`` and ``cosine``.
         log_every: Steps between records, beside the one at the end.
         evaluate_every: Steps between evaluations on held-out documents; null for the end only.
         checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
@@ -176,7 +178,7 @@ class LanguageTrainer:
         batches: What to train on.
         checkpoints: Where to save.
         run: Where records go; on rank 0 only, None on others.
-        held_out: What to evaluate on; empty for nothing.
+        held_out: What to evaluate on; None or none for nothing.
         held_out_bytes: Of its text, in UTF-8.
         peak: FLOP/s of one device at best in the blocks' precision; None where it is not known.
         guard: Is told where the loop is, and whether this process was asked to end: one that was ends all, after the
@@ -197,7 +199,7 @@ class LanguageTrainer:
         checkpoints: Checkpoints,
         run: Run | None = None,
         *,
-        held_out: Sequence[PackedTokens] = (),
+        held_out: Microbatches | None = None,
         held_out_bytes: int = 0,
         peak: float | None = None,
         guard: Watch | None = None,
@@ -256,7 +258,7 @@ class LanguageTrainer:
                 self._board = stack.enter_context(
                     contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
                 )
-            stack.callback(self.batches.close)
+            stack.enter_context(self.batches)
             ended = self._steps()
             if self.checkpoints.last != self.progress.step:
                 self._save()
@@ -269,14 +271,20 @@ class LanguageTrainer:
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def evaluate(self) -> LanguageEvaluation:
-        """How well the weights predict what is held out; every rank calls it."""
+        """How well the weights predict what is held out; every rank calls it.
+
+        Raises:
+            TrainingError: Nothing is held out.
+        """
+        if not self.held_out:
+            raise TrainingError("nothing was held out", where="held_out")
         began = time.perf_counter()
         parallel = self.engine.mesh.config
         loss, targets = 0.0, 0
         together = parallel.copies * parallel.pipeline
         for first in range(0, len(self.held_out), together):
             self._at(f"evaluation after step {self.progress.step}")
-            part, counted = self.engine.evaluate(self.held_out[first : first + together])
+            part, counted = self.engine.evaluate(self.held_out.neighbours(first, together))
             loss, targets = loss + part, targets + counted
         mean = loss / targets
         perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -285,6 +293,7 @@ class LanguageTrainer:
 
     def _steps(self) -> Literal["finished", "exhausted", "interrupted"]:
         config, progress = self.config, self.progress
+        begun = progress.step
         self.engine.ledger.clear()
         self._window.started = time.perf_counter()
         while progress.step < config.steps:
@@ -292,7 +301,7 @@ class LanguageTrainer:
             iteration = next(self.batches, None)
             self._window.waiting += time.perf_counter() - asked
             if iteration is None:
-                if self._window.steps:
+                if self._window.steps and progress.step > begun:
                     self._log()
                     self._window = _Window()
                 return "exhausted"
@@ -399,9 +408,14 @@ class LanguageTrainer:
             "data_seconds": window.waiting,
         }
         self.run.log(record)
-        for key in ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance"):
-            self._board.add_scalar(f"train/{key}", record[key], self.progress.step)
+        self._draw({f"train/{key}": record[key] for key in _DRAWN})
         return record
+
+    def _draw(self, values: dict[str, float]) -> None:
+        assert self.run is not None
+        with disk_errors(self.run.folder / "tensorboard"):
+            for name, value in values.items():
+                self._board.add_scalar(name, value, self.progress.step)
 
     def _evaluate(self) -> LanguageEvaluation:
         if self._evaluated is not None and self._evaluated[0] == self.progress.step:
@@ -411,7 +425,7 @@ class LanguageTrainer:
         self.engine.ledger.clear()  # records of training tell its own traffic
         if self.run is not None:
             self.run.log({"kind": "evaluation", "split": "validation", **self._place(), **found._asdict()})
-            self._board.add_scalar("validation/loss", found.loss, self.progress.step)
+            self._draw({"validation/loss": found.loss})
         return found
 
     def _save(self) -> None:

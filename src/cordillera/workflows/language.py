@@ -8,9 +8,11 @@ writes.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
@@ -25,11 +27,11 @@ from cordillera import recipe as recipes
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.held_out import held_out_batches
 from cordillera.data.text_batches import TextBatches
-from cordillera.data.text_corpora import TextCorpora, prepare_corpora, same_text
+from cordillera.data.text_corpora import TextCorpora, prepare_corpora, text_identity
 from cordillera.distributed.job import Job, join_job
 from cordillera.distributed.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.errors import CheckpointError, DependencyError, PlanError, RecipeError
+from cordillera.errors import CheckpointError, DataError, DependencyError, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
@@ -247,9 +249,8 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
         run = Run(folder or "")
         with run.lock():
             # a run may have been ended before it wrote down its text
-            if (run.folder / "model.json").is_file() and not same_text(
-                run.read_json("model.json")["data"], described["data"]
-            ):
+            was = run.read_json("model.json")["data"] if (run.folder / "model.json").is_file() else corpora.facts
+            if text_identity(was) != text_identity(corpora.facts):
                 raise RunError(
                     "the text has changed since the run began; a resumed run must see the same",
                     where=recipe.data.label,
@@ -336,16 +337,20 @@ class _Line:
         self._connection.send(("watch", record, asdict(progress), total))
 
 
-def _listen(listener: Listener, watch: LanguageWatcher | None, say: Say) -> None:
-    """Pass on what rank 0 tells, until it ends."""
+def _listen(listener: Listener, watch: LanguageWatcher | None, say: Say, problems: list[Exception]) -> None:
+    """Pass on what rank 0 tells, until it ends; or until that cannot be done, which ends rank 0."""
     with contextlib.suppress(EOFError, OSError, AuthenticationError), listener.accept() as connection:
         while True:
             kind, *content = connection.recv()
-            if kind == "say":
-                say(content[0])
-            elif watch is not None:
-                record, progress, total = content
-                watch(record, LanguageProgress(**progress), total)
+            try:
+                if kind == "say":
+                    say(content[0])
+                elif watch is not None:
+                    record, progress, total = content
+                    watch(record, LanguageProgress(**progress), total)
+            except Exception as error:
+                problems.append(error)
+                return
 
 
 def _launch(
@@ -360,10 +365,16 @@ def _launch(
     )
     key = secrets.token_bytes(32)
     with Listener(authkey=key) as listener:
-        ear = threading.Thread(target=_listen, args=(listener, watch, say), daemon=True)
+        problems: list[Exception] = []
+        ear = threading.Thread(target=_listen, args=(listener, watch, say, problems), daemon=True)
         ear.start()
         arguments = (recipe, str(run.folder), resume, listener.address, key)
-        found = launch(_launched, recipe.parallel.world, arguments, config=config)
+        try:
+            found = launch(_launched, recipe.parallel.world, arguments, config=config)
+        except ConnectionError:
+            if problems:
+                raise problems[0] from None
+            raise
     ear.join(10)
     evaluation = found.pop("evaluation")
     return LanguageReport(
@@ -400,6 +411,14 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
     device = select_device(recipe.device).type
     corpora = prepare_corpora(recipe.data)
     mesh = ProcessMesh(recipe.parallel, device)
+    digests = mesh.exchange([zlib.crc32(json.dumps(text_identity(corpora.facts)).encode())])[:, 0].tolist()
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise DataError(
+                f"rank {rank} has found other text than rank 0",
+                where=recipe.data.label,
+                remedy="give all machines the same files",
+            )
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
     peak = peak_flops(device, torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32)
     held_out = held_out_batches(corpora, recipe.packing)
