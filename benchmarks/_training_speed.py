@@ -30,8 +30,8 @@ TARGETS = {"transformers": 1.0, "torchtitan": 0.9}
 ROUNDS, ROUND_S = 5, 1.0
 DEADLINE_S = 240.0
 
-# torchtitan's debug model of Llama 3 (models/llama3, `debugmodel`) and this project's. Batches are small, which shows what
-# a step costs besides its arithmetic.
+# torchtitan's debug model of Llama 3 (models/llama3, `debugmodel`) and this project's. Batches are small, which shows
+# what a step costs besides its arithmetic.
 TITAN = Case(layers=6, hidden=256, heads=16, kv_heads=16, ffn=768, vocabulary=2048, tied=False, rows=1, length=1024)
 DEBUG = Case(layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocabulary=2048, tied=True, rows=2, length=2048)
 DOCUMENTS = (512, 256, 128, 64, 32, 32)
