@@ -26,6 +26,7 @@ from cordillera.data.prefetch import PrefetchedBatches
 from cordillera.data.text_batches import Microbatches, TextBatches, TextIteration
 from cordillera.distributed.watch import Watch
 from cordillera.errors import TrainingError
+from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run, disk_errors
 from cordillera.training.language import LanguageConfig, LanguageEngine, StepReport
@@ -207,6 +208,8 @@ class LanguageTrainer:
     ) -> None:
         self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
         mesh = engine.mesh
+        if mesh.device_type == "cpu":
+            keep_freed_memory()
         own = slice(mesh.copy, None, mesh.config.copies)
         self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
@@ -386,7 +389,7 @@ class LanguageTrainer:
         window, world = self._window, self.engine.mesh.config.world
         seconds = max(time.perf_counter() - window.started, 1e-9)
         speed = window.timed_flops / seconds
-        record = {
+        record: dict[str, Any] = {
             "kind": "train",
             **self._place(),
             "documents": self.progress.documents,
