@@ -1,6 +1,7 @@
 """Writes tables into the pages at build time, out of the code that they describe.
 
-A page holds ``<!-- keys: data -->`` (the keys of a recipe's section, or of ``model.NAME``), ``<!-- recipes -->`` (the
+A page holds ``<!-- keys: data -->`` (the keys of a recipe's section, of ``model.NAME``, or of
+``language.SECTION`` of a language model's), ``<!-- recipes -->`` (the
 shipped recipes) or ``<!-- contributing -->`` (the repository's CONTRIBUTING.md), alone on a line.
 """
 
@@ -16,8 +17,10 @@ from pydantic import BaseModel
 
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.synthetic import SyntheticConfig
+from cordillera.data.text_cleaning import CleaningConfig
+from cordillera.data.text_corpora import TextSourceConfig
 from cordillera.models.ranking import MODELS
-from cordillera.recipe import Recipe, field_descriptions, shipped
+from cordillera.recipe import LanguageRecipe, Recipe, field_descriptions, shipped
 
 ROOT = Path(__file__).parent.parent
 FEATURES = {
@@ -28,7 +31,17 @@ FEATURES = {
 }
 
 
+LANGUAGE = {name: field.annotation for name, field in LanguageRecipe.model_fields.items()} | {
+    "data.sources": TextSourceConfig,
+    "data.cleaning": CleaningConfig,
+}
+
+
 def _section(name: str) -> type[BaseModel]:
+    if name.startswith("language."):
+        config = LANGUAGE[name.removeprefix("language.")]
+        assert isinstance(config, type)
+        return config
     if name == "top":
         return Recipe
     if name in FEATURES:
@@ -36,8 +49,7 @@ def _section(name: str) -> type[BaseModel]:
     if name == "data.synthetic":
         return SyntheticConfig
     if name.startswith("model."):
-        config: type[BaseModel] = MODELS[name.removeprefix("model.")].Config
-        return config
+        return MODELS[name.removeprefix("model.")].Config
     annotation = Recipe.model_fields[name].annotation
     assert isinstance(annotation, type)
     return annotation

@@ -49,10 +49,13 @@ NOT_RUN = {
     "tensorboard": "serves until it is stopped",
     "cordillera bench ranking": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench llama": "takes minutes; tests/benchmarks runs it with few rounds",
+    "cordillera isoflop": "trains many models; tests/training/test_isoflop_plan.py runs studies of two steps",
+    "cordillera train notes.toml": "takes the reader's own notes, and long",
 }
 
 SHORTER = {
     "train": ["training.max_steps=4", "training.evaluate_every=4"],
+    "train llama-debug": ["training.steps=4", "data.held_out=0.0005"],
     "sweep": ["training.max_steps=3"],
 }
 
@@ -119,7 +122,7 @@ def _exempt(command: str) -> str | None:
 
 def _shortened(words: list[str]) -> list[str]:
     if words[0] in SHORTER and "--resume" not in words and "--help" not in words:
-        for override in SHORTER[words[0]]:
+        for override in SHORTER.get(" ".join(words[:2]), SHORTER[words[0]]):
             key = override.partition("=")[0]
             if not any(word.startswith(key + "=") for word in words):
                 words = [*words, "--set", override]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Document, Iteration, Microbatch, PackingConfig, global_batches
 from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
-from cordillera.data.packing_statistics import PackingStatistics, packed, tune
+from cordillera.data.packing_statistics import PackingStatistics, choose_thresholds, packed, tune
 from cordillera.errors import DataError
 
 WORK = DocumentWork.of_break_even(50)
@@ -122,3 +122,13 @@ def test_tuned_thresholds_balance_best_among_those_that_keep_the_delay() -> None
     assert tune(batches, config, WORK, 0).thresholds == ()
     with pytest.raises(DataError, match="allow more delay"):
         tune(batches, config, WORK, 1, 0.0, [50])
+
+
+def test_thresholds_are_chosen_only_where_they_help() -> None:
+    config = PackingConfig(microbatches=4, bound=150)
+    assert choose_thresholds([[100] * 4] * 30, config, WORK) == ()  # all tokens would wait
+    few_long = [[100 if (16 * batch + i) % 12 == 0 else 10 for i in range(16)] for batch in range(60)]
+    (chosen,) = choose_thresholds(few_long, config, WORK, queues=1, delay=1.0)
+    assert 10 < chosen <= 100
+    for values in ({"queues": 0, "delay": 1.0}, {"queues": 1, "delay": 0.1}):
+        assert choose_thresholds(few_long, config, WORK, **values) == ()

@@ -6,7 +6,10 @@ import fcntl
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,22 @@ def test_a_second_process_is_turned_away(config: TextConfig) -> None:
         with pytest.raises(DataError, match="another process is preparing"):
             prepare_text(config)
     assert prepare_text(config).fingerprint == dataset.fingerprint
+
+
+def test_processes_that_wait_find_what_one_prepares(config: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    whole = module.read_documents
+
+    def slow(*args: Any, **options: Any) -> Iterator[Any]:
+        reads.append(threading.current_thread().name)
+        time.sleep(0.3)
+        yield from whole(*args, **options)
+
+    monkeypatch.setattr(module, "read_documents", slow)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: prepare_text(config, wait_s=20), range(3)))
+    assert len(reads) == 1
+    assert len({(dataset.folder, dataset.fingerprint) for dataset in found}) == 1
 
 
 def test_bad_input_stops_before_a_corpus_is_there(config: TextConfig) -> None:

@@ -227,6 +227,14 @@ def _part(state: dict[str, Any], number: int) -> list[int]:
     return next(part[1:] for part in state["waiting"] if part[0] == number)
 
 
+def test_queues_that_would_unbalance_are_not_made() -> None:
+    """Of documents that are all as long as the context, each microbatch gets one: waiting can only make it worse."""
+    batch = BatchConfig(tokens=2048, context=512)
+    made = TextBatches(text(), batch, corpora([512] * 900), work=WORK, microbatches=4)
+    assert made.thresholds == ()
+    assert {one.imbalance for one in itertools.islice(made, 100)} == {1.0}
+
+
 def test_without_thresholds_that_keep_the_delay_there_are_none() -> None:
     batch = BatchConfig(tokens=2048, context=512, delay=0.0)
     made = TextBatches(text(), batch, corpora(skewed(1)), work=WORK, microbatches=4)

@@ -29,6 +29,7 @@ from cordillera.data.text_batches import PackedTokens
 from cordillera.distributed import tensor_parallel
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.pipeline import PASSED_ON
+from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import EXCHANGED, IGNORED
 from cordillera.distributed.weight_traffic import GATHERED, REDUCED, SCATTERED
 from cordillera.errors import CheckpointError, CordilleraError, PlanError
@@ -178,26 +179,45 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
     if size in (2, 3):
         found["late"] = run_late(rank, size)
     if size == 4:
-        found |= {"poisoned": run_poisoned(rank), "refused": run_refused(rank)}
+        found |= {name: run_poisoned(rank, *case) for name, case in POISONED.items()}
+        found["refused"] = run_refused(rank)
     return found
 
 
-def run_poisoned(rank: int) -> dict[str, Any]:
-    """A gradient that is not a number, on one process, between two good steps."""
-    engine = LanguageEngine(TRAINING, TIED, ProcessMesh(mesh(pipeline=2, shard=2)))
+# A mesh, the rank that has a gradient of which one element is none, and the element.
+POISONED: dict[str, tuple[ParallelConfig, int, float]] = {
+    "poisoned": (mesh(pipeline=2, shard=2), 2, math.nan),
+    "poisoned copy": (mesh(tensor=2, replicate=2), 3, math.inf),
+}
+
+
+def run_poisoned(rank: int, config: ParallelConfig, where: int, element: float) -> dict[str, Any]:
+    """A gradient that is not finite, on one process, between two good steps."""
+    engine = LanguageEngine(TRAINING, TIED, ProcessMesh(config))
+
+    def held() -> dict[str, Tensor]:
+        moments = engine.optimizer.state
+        return wholes(engine, lambda weight: weight.detach()) | {
+            f"{name} {i}": local(tensor).clone()
+            for i, state in enumerate(moments.values())
+            for name, tensor in state.items()
+        }
+
     first = engine.step(iteration(0, 3))
-    before = wholes(engine, lambda weight: weight.detach())
+    before = held()
     loss, targets = engine.backward(iteration(1, 3))
-    if rank == 2:
-        next(iter(engine.stages.values())).blocks[0].feed_forward.up.weight.grad.to_local()[1, 2] = torch.nan
+    if rank == where:
+        gradient = local(next(iter(engine.stages.values())).blocks[0].attention_norm.weight.grad)
+        gradient[1] = element
     second = engine.update(loss, targets)
-    after = wholes(engine, lambda weight: weight.detach())
+    after = held()
     third = engine.step(iteration(2, 3))
     return {
         "skipped": [report.is_skipped for report in (first, second, third)],
         "norms": [report.gradient_norm for report in (first, second, third)],
         "count": engine.skipped,
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "unchanged": before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before),
+        "moments": sum(name.startswith("exp_avg") for name in before),
     }
 
 
@@ -219,6 +239,13 @@ def run_refused(rank: int) -> dict[str, str]:
         "different": refused(lambda: engine.step(iteration(int(rank == 3)))),
         "more": refused(lambda: engine.step(iteration(0, 3 + (rank > 1)))),
         "nothing": refused(lambda: engine.step([single])),
+        "compile": refused(
+            lambda: LanguageEngine(
+                TRAINING.model_copy(update={"compile": True}),
+                MODEL,
+                ProcessMesh(mesh(pipeline=2, shard=2, schedule="zero_bubble")),
+            )
+        ),
         "offsets": refused(lambda: engine.step([good, single._replace(offsets=torch.tensor([0, 2, 1]))])),
         "token": refused(lambda: engine.step([single._replace(tokens=torch.tensor([5, 64])), good])),
         "labels": refused(lambda: engine.step([good._replace(labels=torch.tensor([-100])), good])),
@@ -306,7 +333,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, di
     """What each process found, by their number and its rank."""
 
     def of(size: int) -> dict[int, dict[str, Any]]:
-        ended = run_processes(size, tmp_path_factory.mktemp(f"meshes-{size}"), run_all, 200)
+        ended = run_processes(size, tmp_path_factory.mktemp(f"meshes-{size}"), run_all, 280)
         assert ended.codes == [0] * size, ended.said
         return ended.found
 
@@ -448,11 +475,13 @@ def test_half_precision_trains_nearly_as_single(executed: dict[int, dict[int, di
 
 @needs_gloo
 @pytest.mark.slow
-def test_a_gradient_that_is_no_number_leaves_the_weights_on_all_processes(
-    executed: dict[int, dict[int, dict[str, Any]]],
+@pytest.mark.parametrize("name", POISONED)
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_on_all_processes(
+    executed: dict[int, dict[int, dict[str, Any]]], name: str
 ) -> None:
     for found in executed[4].values():
-        poisoned = found["poisoned"]
+        poisoned = found[name]
+        assert poisoned["moments"] > 0
         assert poisoned["skipped"] == [False, True, False]
         assert poisoned["count"] == 1
         assert poisoned["unchanged"]
@@ -463,10 +492,11 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_on_all_processes(
 @pytest.mark.slow
 def test_what_does_not_fit_is_one_error_on_every_process(executed: dict[int, dict[int, dict[str, Any]]]) -> None:
     said = [found["refused"] for found in executed[4].values()]
-    for name in ("world", "model", "different", "more", "nothing"):
+    for name in ("world", "model", "different", "more", "nothing", "compile"):
         assert len({one[name] for one in said}) == 1
     assert "replicate 1 x shard 3 x context 1 x tensor 2 take 6 processes, there are 4" in said[0]["world"]
     assert "kv_heads (2) is not divisible by tensor (4)" in said[0]["model"]
+    assert "a compiled block's backward cannot be split, as zero_bubble does" in said[0]["compile"]
     assert "rank 3 was given others than rank 2" in said[0]["different"]
     assert "rank 2 was given others than rank 0" in said[0]["more"]
     assert "1 microbatches without a target" in said[0]["nothing"] == said[3]["evaluated"]

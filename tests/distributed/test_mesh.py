@@ -65,6 +65,7 @@ def test_a_plan_is_a_mesh() -> None:
     assert (config.world, config.copies, config.stages) == (48, 6, 12)
     assert not config.sequence
     assert ParallelConfig.from_plan(plan(sequence_parallel=True)).sequence
+    assert not ParallelConfig.from_plan(plan(sequence_parallel=True), sequence=False).sequence
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.links import Links
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.tensor_parallel import TensorRanks
+from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.parallelize import parallelize
+from cordillera.models.language.stages import cut_model
 from tests.distributed.processes import needs_gloo, run_processes
 
 RANKS, WIDTH = 3, 5
+MODEL = LlamaConfig(layers=6, hidden=24, heads=3, kv_heads=3, ffn=12, vocabulary=9, context=128)
+LONG = 90  # tokens
+MEMORY: dict[str, dict[str, Any]] = {
+    "whole": {"recompute": "full"},
+    "cut": {"recompute": "full", "sequence": True},
+}
 TOKENS = range(8)  # fewer than ranks, as many, more, and not divisible by them
 
 
@@ -54,7 +64,28 @@ def work(rank: int, folder: str) -> dict[str, Any]:
                 "bytes": sent,
                 "half": half,
             }
+    for name, options in MEMORY.items():
+        found[name] = kept(ParallelConfig(tensor=RANKS, deadline_s=30, **options))
     return found
+
+
+def kept(parallel: ParallelConfig) -> int:
+    """Bytes of activations that a forward keeps for its backward."""
+    stage = cut_model(MODEL, 1, [0])[0]
+    parallelize(stage, ProcessMesh(parallel))
+    stage.init_weights()
+    bytes_of: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.dim() == 2 and tensor.shape[1] == MODEL.hidden:
+            bytes_of[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.arange(LONG) % MODEL.vocabulary
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        held = stage(tokens, torch.tensor([0, LONG]), None, tokens)
+    assert held.isfinite()
+    return sum(bytes_of.values())
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +120,12 @@ def test_a_cut_sequence_is_cut_evenly_and_sends_as_much(executed: dict[int, dict
         # an all-reduce is a reduce-scatter and an all-gather: one of each, forwards and backwards
         assert cut["bytes"] == 4 * (RANKS - 1) * cut["rows"] * WIDTH * 8
         assert whole["bytes"] == 2 * (2 * (RANKS - 1) * tokens * WIDTH * 8 // RANKS)
+
+
+@needs_gloo
+def test_a_cut_sequence_keeps_a_part_of_each_block(executed: dict[int, dict[str, Any]]) -> None:
+    of_tokens = MODEL.hidden * 4  # bytes of a row
+    for found in executed.values():
+        saved = found["whole"] - found["cut"]
+        # what each block is given
+        assert saved >= MODEL.layers * of_tokens * (LONG - LONG // RANKS)

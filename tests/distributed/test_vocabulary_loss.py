@@ -34,6 +34,22 @@ def test_loss_and_gradients_are_those_of_whole_logits(n: int, rows: int, seed: i
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_without_gradients_it_is_the_same_loss() -> None:
+    hidden, weight, labels = case(20, 4)
+    expected = summed_cross_entropy(hidden, weight, labels, rows=7)
+    with torch.no_grad():
+        found = summed_cross_entropy(hidden, weight, labels, rows=7)
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
+
+
+def test_rows_beyond_the_labels_have_no_target() -> None:
+    hidden, weight, labels = case(20, 5)
+    found = torch.autograd.grad(summed_cross_entropy(hidden, weight, labels[:13]), hidden)[0]
+    expected = torch.autograd.grad(summed_cross_entropy(hidden[:13], weight, labels[:13]), hidden)[0]
+    assert torch.equal(found, expected)
+
+
 def test_half_precision_sums_in_single() -> None:
     hidden, weight, labels = case(300, 1, torch.bfloat16)
     found = summed_cross_entropy(hidden, weight, labels, rows=17)

@@ -150,3 +150,10 @@ def test_layers_for_decoding_change_no_token_and_no_weight(tied: bool) -> None:
 
 def test_other_models_are_left_as_they_are() -> None:
     assert not any(isinstance(module, FewRowsLinear) for module in for_decoding(MODEL).modules())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=5.0, seed=1)])
+def test_ids_without_a_token_are_never_drawn(sampling: Sampling) -> None:
+    prompts = [[1, 2], [3]]
+    assert max(one.token for one in generate(MODEL, prompts, 20, sampling=sampling)) >= 7
+    assert all(one.token < 7 for one in generate(MODEL, prompts, 20, sampling=sampling, tokens=7))

@@ -119,6 +119,13 @@ def test_forecasts_say_how_far_they_reach() -> None:
         assert words in result.summary
 
 
+def test_laws_of_parameters_that_cross_are_called_out() -> None:
+    """Small models: the embedding's part falls with size, and a power law lets it fall below nothing."""
+    runs = [replace(run, non_embedding=round(run.parameters**2 / 1e10)) for run in surface_runs(BUDGETS)]
+    assert not any("passes that of all" in warning for warning in study(runs, target=6e21).warnings)
+    assert any("passes that of all" in warning for warning in study(runs, target=1e25).warnings)
+
+
 def test_fewer_than_three_budgets_show_no_law_but_their_optima(tmp_path: Path) -> None:
     for count, words in [(1, "1 budget with an optimum"), (2, "2 budgets with an optimum")]:
         runs = surface_runs(BUDGETS[:count])

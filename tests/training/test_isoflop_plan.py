@@ -196,11 +196,15 @@ def test_folders_of_another_plan_and_texts_that_end_early_are_refused(tmp_path: 
         train_plan(plan, tmp_path / "a", trainer(plan, short=plan[1].name)[0])
     with pytest.raises(RunError, match="interrupted"):
         train_plan(plan, tmp_path / "b", trainer(plan, stops=plan[1].name)[0])
+    train, trained = trainer(plan)
+    with pytest.raises(RunError, match=f"{plan[1].name}: holds a run of another recipe"):
+        train_plan(plan, tmp_path / "b", train, agrees=lambda overrides, place: overrides != plan[1].overrides)
+    assert trained == []
     card = tmp_path / "b" / plan[0].name / "model.json"
     content = json.loads(card.read_text())
     content["config"]["ffn"] += 16
     card.write_text(json.dumps(content))
-    with pytest.raises(RunError, match="holds a run of another plan"):
+    with pytest.raises(RunError, match="holds a run of another recipe or plan"):
         train_plan(plan, tmp_path / "b", trainer(plan)[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -112,6 +113,37 @@ def tune(
     return best[1]
 
 
-def _candidates(bound: int) -> list[int]:
-    """Lengths from a sixteenth of the bound to half of it, each about a fourth longer than the one before."""
-    return sorted({max(1, round(bound / 16 * 2 ** (step / 3))) for step in range(10)})
+def choose_thresholds(
+    batches: Sequence[Sequence[int]], config: PackingConfig, workload: DocumentWork, queues: int = 2, delay: float = 0.6
+) -> tuple[int, ...]:
+    """Thresholds for text of which nothing is known: at most so many, fewer or none where queues do not help.
+
+    Queues are for the few longest documents. Where most tokens would wait, iterations would differ widely in size.
+
+    Args:
+        batches: Of a sample of the stream, as for :func:`tune`.
+        config: Its thresholds are not used.
+        workload: Work of a document.
+        queues: The most thresholds.
+        delay: The most that tokens may wait, in iterations, on average.
+    """
+    lengths = np.sort(np.concatenate([np.array(batch, np.int64) for batch in batches]))
+    candidates = [
+        threshold
+        for threshold in _candidates(config.bound, steps=6)
+        if 2 * lengths[lengths.searchsorted(threshold) :].sum() <= lengths.sum()
+    ]
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for count in range(queues + 1):
+        try:
+            found = tune(batches, config, workload, count, delay, candidates)
+        except DataError:  # all of them delay tokens more than is allowed
+            continue
+        statistics = PackingStatistics.of(packed(batches, found, workload), workload)
+        best = min(best, (statistics.imbalance, found.thresholds))
+    return best[1]
+
+
+def _candidates(bound: int, steps: int = 10) -> list[int]:
+    """Lengths from a sixteenth of the bound to half of it, in steps of like ratio."""
+    return sorted({max(1, round(bound / 16 * 2 ** (3 * step / (steps - 1)))) for step in range(steps)})

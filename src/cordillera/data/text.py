@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sysconfig
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,6 +34,7 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 256
 _DEADLINE_S = 600.0
+_POLL_S = 0.2
 
 
 class TextConfig(BaseModel):
@@ -109,6 +111,7 @@ def prepare_text(
     language: Callable[[str], str] | None = None,
     quality: Callable[[str], float] | None = None,
     verify: bool | None = None,
+    wait_s: float = 0.0,
 ) -> TextDataset:
     """Read, clean and tokenise text; the second call finds it in the cache.
 
@@ -120,6 +123,7 @@ def prepare_text(
             taken for the same.
         quality: For ``cleaning.min_quality``: scores a text.
         verify: As of :class:`TextDataset`.
+        wait_s: The most seconds to wait for another process that prepares the same text.
 
     Returns:
         The corpus. Its ``facts`` hold the report: documents read, kept, and dropped by reason.
@@ -138,7 +142,7 @@ def prepare_text(
     none = CleaningConfig(exact=False, near_duplicates=None, line_repeats=None, repeated_ngrams={})
     cleaner = Cleaner(config.cleaning or none, language=language, quality=quality)
     partial = folder.with_name(f".{folder.name}.partial")
-    with _only_one(folder):
+    with _only_one(folder, wait_s):
         if not (folder / "meta.json").exists():
             _write(config, tokenizer, ends, paths, cleaner, partial)
             with disk_errors(folder):
@@ -297,7 +301,7 @@ def _encode_batch(texts: list[str]) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _only_one(folder: Path, wait_s: float) -> Iterator[None]:
     """Hold the right to prepare a folder; it is let go when the process ends, however it does."""
     import fcntl
 
@@ -305,11 +309,16 @@ def _only_one(folder: Path) -> Iterator[None]:
     with disk_errors(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+    deadline = time.monotonic() + wait_s
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                "another process is preparing this text", where=str(folder), remedy="wait for it"
-            ) from error
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise DataError(
+                        "another process is preparing this text", where=str(folder), remedy="wait for it"
+                    ) from error
+            time.sleep(_POLL_S)
         yield

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from cordillera.data.document_work import DocumentWork
 from cordillera.data.packing import Packer, PackingConfig, global_batches
-from cordillera.data.packing_statistics import tune
+from cordillera.data.packing_statistics import choose_thresholds
 from cordillera.data.text_corpora import TextCorpora, TextDataConfig
 from cordillera.data.text_shards import Documents
 from cordillera.data.text_stream import DocumentStream, StreamConfig
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
 
-_SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 20_000
+_SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 8_000
 """Of the stream, on which thresholds are tuned."""
 
 
@@ -74,7 +74,7 @@ class BatchConfig(BaseModel):
         bound: Most tokens of a microbatch, by the memory of a device. Default: 1.5 times ``context``, of ``fixed``
             ``context``.
         thresholds: Of the queues, in tokens; empty for none. Default: those that balance a sample of the text best.
-        queues: How many thresholds are looked for.
+        queues: The most thresholds that are looked for; fewer are taken where they balance as well.
         delay: The most iterations that tokens may wait on average with thresholds that are looked for.
     """
 
@@ -343,16 +343,10 @@ class TextBatches(Iterator[TextIteration]):
         if batch.method != "balanced" or batch.thresholds is not None:
             return batch.thresholds or ()
         stream = DocumentStream(self._sources, self._order)
-        lengths = (len(piece.tokens) for _, piece in zip(range(_SAMPLE_DOCUMENTS), stream, strict=False))
-        sample = [some for _, some in zip(range(_SAMPLE_BATCHES), global_batches(lengths, batch.tokens), strict=False)]
+        some = (len(piece.tokens) for piece in itertools.islice(stream, _SAMPLE_DOCUMENTS))
+        sample = list(itertools.islice(global_batches(some, batch.tokens), _SAMPLE_BATCHES))
         plain = PackingConfig(microbatches=self.microbatches, bound=batch.most)
-        candidates = [round(batch.most / 16 * 2 ** (step * 0.6)) for step in range(6)]  # to half of a microbatch
-        for queues in range(batch.queues, 0, -1):
-            try:
-                return tune(sample, plain, self.work, queues, batch.delay, [max(1, c) for c in candidates]).thresholds
-            except DataError:  # every one of them delays tokens more than is allowed
-                continue
-        return ()
+        return choose_thresholds(sample, plain, self.work, batch.queues, batch.delay)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iterations stand, to the token: plain, fit for JSON, the same on every rank.

@@ -131,24 +131,24 @@ class TextCorpora:
     facts: dict[str, Any]
 
 
-def prepare_corpora(config: TextDataConfig) -> TextCorpora:
+def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpora:
     """Read, clean and tokenise all text of a recipe, once, and hold documents out of it.
-
-    In many processes one per machine does this first; the others then find it in the cache.
 
     Args:
         config: Which text.
+        wait_s: The most seconds to wait for another process that prepares the same text: of many that are started at
+            once, one prepares it and the others find it in the cache.
 
     Raises:
         DataError: bad input; no document is left to learn from; another process is preparing the same text.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     configs = config.corpora()
-    datasets = [prepare_text(one) for one in configs]
+    datasets = [prepare_text(one, wait_s=wait_s) for one in configs]
     validation: TextDataset | None = None
     if config.validation:
         common = config.model_copy(update={"path": config.validation, "sources": ()}).corpora()[0]
-        validation = prepare_text(common)
+        validation = prepare_text(common, wait_s=wait_s)
     part = config.held_out if config.held_out is not None else 0.0 if validation else HELD_OUT
     limit = _limit([dataset.hashes for dataset in datasets], part)
     chosen = [dataset.hashes < limit for dataset in datasets]

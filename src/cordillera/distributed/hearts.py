@@ -90,7 +90,8 @@ class _Seen:
 class Hearts:
     """What a process knows of all processes of its job.
 
-    Time in which the one who looks did not run itself says nothing about the others and is not counted.
+    Time in which the one who looks did not run itself says nothing about the others and is not counted. Every process
+    reads every heart each time, which is for hundreds of processes, not for many thousands.
 
     Args:
         store: That all of them reach; of this job and attempt only.

@@ -82,7 +82,8 @@ def join_job(
     is_owner = not dist.is_initialized()
     store, rank, size, host = _rendezvous(config.join_s) if is_owner else _existing()
     _joined += 1
-    store = dist.PrefixStore(store_prefix(_joined), store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher may keep its store over several
+    store = dist.PrefixStore(f"cordillera/{attempt}/{_joined}", store)
     watch = Watch(config, store, rank, size, host=host, stop=stop, abandon=abandon)
     try:
         with _signals(watch.stop), watch, watch.explaining():
@@ -107,15 +108,6 @@ def join_job(
         _job = None
     if is_owner:
         dist.destroy_process_group()
-
-
-def store_prefix(joined: int) -> str:
-    """Of the keys of a job in its store, which a launcher keeps over several attempts.
-
-    Args:
-        joined: The how manieth job of these processes it is, from 1.
-    """
-    return f"cordillera/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{joined}"
 
 
 def _rendezvous(join_s: float) -> tuple[dist.Store, int, int, str]:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,17 +29,18 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
+from cordillera.distributed.failures import Failure, pack, unpack
 from cordillera.distributed.hearts import Hearts, RankError, Verdict, named
 from cordillera.distributed.job import join_job
-from cordillera.distributed.pipeline import PeerError
 from cordillera.distributed.watch import ABANDONED, GRACE_S, WatchConfig
-from cordillera.errors import CordilleraError, DependencyError
+from cordillera.errors import DependencyError
 
 _POLL_S = 0.1
 _LOOK_S = 0.5
 _FINISH_S = 15.0  # from what a process gave back to its end
 _SAME_S = 1.0  # signals within this time are one: a launcher may send again what the terminal has sent
 _LAST_LINES = 5
+_PREFIX = "cordillera/0/1"  # of the first attempt's first job, as join_job has it
 
 _starting = threading.Lock()  # the environment is the process's
 
@@ -63,34 +63,12 @@ class LaunchConfig(BaseModel):
     remedy: str = "start it again; what was saved is intact"
 
 
-class _Failure(NamedTuple):
-    """What a process raised.
-
-    Attributes:
-        text: Class and message.
-        packed: Class, arguments and attributes, pickled; None where they cannot be.
-        traced: The traceback's text.
-        is_consequence: Whether it was for another process's sake.
-        is_exit: Whether it ended itself by other than an error.
-    """
-
-    text: str
-    packed: bytes | None
-    traced: str
-    is_consequence: bool
-    is_exit: bool
-
-
 class _Done(NamedTuple):
     result: bytes
 
 
 class _Death(NamedTuple):
     code: int
-
-
-class RankTraceback(Exception):
-    """The cause of an error that a rank raised: its traceback's text."""
 
 
 def launch(
@@ -151,7 +129,7 @@ class _Rank:
     def __init__(self, number: int, process: Any, pipe: Connection, log: Path) -> None:
         self.number, self.process, self.log = number, process, log
         self.pipe: Connection | None = pipe
-        self.outcome: _Done | _Failure | _Death | None = None
+        self.outcome: _Done | Failure | _Death | None = None
         self.known = 0.0  # when the outcome was
 
     def look(self) -> None:
@@ -185,7 +163,7 @@ class _Rank:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return "".join(f"\n  | {line}" for line in lines[-_LAST_LINES:])
 
-    def _note(self, outcome: _Done | _Failure | _Death) -> None:
+    def _note(self, outcome: _Done | Failure | _Death) -> None:
         if self.outcome is None:
             self.outcome, self.known = outcome, time.monotonic()
 
@@ -196,7 +174,7 @@ class _Supervisor:
     def __init__(self, ranks: list[_Rank], store: dist.Store, config: LaunchConfig, asked: Callable[[], int]) -> None:
         self._ranks, self._config, self._asked = ranks, config, asked
         watched = WatchConfig(config.deadline_s)
-        store = dist.PrefixStore("cordillera/0/1", store)
+        store = dist.PrefixStore(_PREFIX, store)
         self._hearts = Hearts(store, len(ranks), watched.deadline_s, watched.join_s)
         self._is_stopping = False
 
@@ -270,30 +248,31 @@ class _Supervisor:
         """What went wrong first, of what is no consequence of something else."""
         ended = sorted((rank for rank in self._ranks if rank.outcome is not None), key=lambda rank: rank.known)
         first = next((rank for rank in ended if not _is_consequence(rank.outcome)), None)
-        if self._is_stopping and (first is None or _is_exit(first.outcome)):
-            return KeyboardInterrupt()
         verdict = self._hearts.verdict
+        if self._is_stopping and (_is_exit(first.outcome) if first else verdict is None):
+            return KeyboardInterrupt()
         if first is None and verdict is not None:
             return self._named(verdict)
         first = first or next(rank for rank in ended if not isinstance(rank.outcome, _Done))
         if isinstance(first.outcome, _Death):
             return self._named(self._death(first))
-        assert isinstance(first.outcome, _Failure)
-        failures = {rank.number: rank.outcome for rank in ended if isinstance(rank.outcome, _Failure)}
+        assert isinstance(first.outcome, Failure)
+        failures = {rank.number: rank.outcome for rank in ended if isinstance(rank.outcome, Failure)}
         alike = sorted(number for number, failure in failures.items() if failure.text == first.outcome.text)
         others = {
             f"rank {number} failed as well: {failure.text}"
             for number, failure in failures.items()
             if number not in alike and not failure.is_consequence
         }
-        return _unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
+        return unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
 
 
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, folder: Path, port: int) -> None:
     """Begin the processes; those that were begun are in ``ranks``, whatever happens."""
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # unblocks signals where it begins
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = config.threads or max(1, cores // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     job = {
         "WORLD_SIZE": str(size),
@@ -363,46 +342,15 @@ def _listen(pipe: Connection, stop: threading.Event) -> None:
 def _give_up(pipe: Connection, error: BaseException) -> None:
     """Say why, and end at once: torch would wait for what was begun."""
     with contextlib.suppress(OSError):
-        pipe.send_bytes(pickle.dumps(_pack(error)))
+        pipe.send_bytes(pickle.dumps(pack(error)))
     for output in (sys.stdout, sys.stderr):
         output.flush()
     os._exit(ABANDONED if isinstance(error, RankError) else 1)
 
 
-def _pack(error: BaseException) -> _Failure:
-    """Classes may take other arguments than those that an error keeps, so it is not pickled as a whole."""
-    packed = None
-    with contextlib.suppress(Exception):
-        packed = pickle.dumps((type(error), error.args, error.__dict__))
-    return _Failure(
-        "".join(traceback.format_exception_only(type(error), error)).strip(),
-        packed,
-        "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        isinstance(error, PeerError),
-        not isinstance(error, Exception),
-    )
-
-
-def _unpack(failure: _Failure, who: str | None, others: Sequence[str]) -> BaseException:
-    """An error of a rank as one of this process."""
-    error: BaseException | None = None
-    if failure.packed is not None and not failure.is_exit:
-        with contextlib.suppress(Exception):
-            kind, arguments, attributes = pickle.loads(failure.packed)
-            error = kind.__new__(kind, *arguments)
-            error.__dict__.update(attributes)
-    if error is None:
-        error = RankError(f"failed: {failure.text}")
-    if isinstance(error, CordilleraError):
-        error.where = ", ".join(part for part in (who, error.where) if part) or None
-        CordilleraError.__init__(error, "\n".join((error.what, *others)), where=error.where, remedy=error.remedy)
-    error.__cause__ = RankTraceback(f"in {who or 'every rank'}:\n{failure.traced}")
-    return error
-
-
-def _is_consequence(outcome: _Done | _Failure | _Death | None) -> bool:
+def _is_consequence(outcome: _Done | Failure | _Death | None) -> bool:
     """Whether a process ended well or for another's sake; gloo aborts some whose peers are gone."""
-    if isinstance(outcome, _Failure):
+    if isinstance(outcome, Failure):
         return outcome.is_consequence
     return not isinstance(outcome, _Death) or outcome.code in (-signal.SIGABRT, ABANDONED)
 
@@ -415,8 +363,8 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def _is_exit(outcome: _Done | _Failure | _Death | None) -> bool:
-    return isinstance(outcome, _Failure) and outcome.is_exit
+def _is_exit(outcome: _Done | Failure | _Death | None) -> bool:
+    return isinstance(outcome, Failure) and outcome.is_exit
 
 
 @contextlib.contextmanager

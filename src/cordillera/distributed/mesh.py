@@ -169,7 +169,7 @@ class ParallelConfig(BaseModel):
             mesh = {name: sizes[name] for name in ("tensor", "context", "pipeline")}
             mesh |= {"shard": shards, "replicate": sizes["data"] // shards}
             mesh["sequence"] = layout.get("sequence_parallel", False)
-            return cls(**mesh, order=tuple(reversed(names)), **others)
+            return cls(**{**mesh, "order": tuple(reversed(names)), **others})
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"holds no mesh: {error}", where="plan") from error
 

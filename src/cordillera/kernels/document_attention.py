@@ -26,7 +26,7 @@ except ImportError:  # a build without it
 # Older versions want as many heads of keys as of queries.
 _VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
-# Where our backward on CPUs is faster than torch's.
+# Where our kernel on CPUs is faster than torch's.
 _OWN_DTYPES = (torch.float32, torch.bfloat16)
 _OWN_LENGTH, _OWN_WIDTH = 64, 16
 
@@ -34,8 +34,9 @@ _OWN_LENGTH, _OWN_WIDTH = 64, 16
 def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """Each token attends to itself and to the earlier tokens of its document, scores scaled by ``1 / sqrt(D)``.
 
-    On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch; on a GPU, 16-bit
-    tensors go to flash attention over all documents at once.
+    On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
+    (:mod:`cordillera.kernels.numba_attention`) where there will be gradients; on a GPU, 16-bit tensors go to flash
+    attention over all documents at once.
 
     Args:
         q: ``[T, H, D]``.
@@ -68,7 +69,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; training on a CPU gets its gradients from our kernel."""
+    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; what is trained on a CPU goes through our own kernel."""
     is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (
         is_trained
@@ -84,16 +85,16 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Torch's forward on CPUs and our backward."""
+    """Our own on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        keys, values = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
-        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, True)
+        from cordillera.kernels.numba_attention import causal_attention
+
+        out, logsumexp = causal_attention(q, k, v)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        found: Tensor = out
-        return found
+        return out
 
     @staticmethod
     @once_differentiable

@@ -1,10 +1,10 @@
-"""Gradients of causal attention on the cores of a CPU, compiled by Numba at first use.
+"""Causal attention and its gradients on the cores of a CPU, compiled by Numba at first use.
 
 A few queries at a time meet a block of keys that fits the first-level cache, so that scores and their gradients live
-and die there (Dao 2024, FlashAttention-2, algorithm 2). All five products are one tile of fused multiply-adds that is
-kept in registers; torch's own backward hands matrices as narrow as a head to a library made for wide ones, and takes
-about twice as long. Arithmetic is in float32. Each head of each document is one thread's, so results do not depend on
-the number of threads.
+and die there (Dao 2024, FlashAttention-2, algorithms 1 and 2). All products are one tile of multiplications and sums
+that is kept in registers; torch's own attention hands matrices as narrow as a head to a library made for wide ones, and
+takes up to twice as long. Arithmetic is in float32. Each head of each document is one thread's, so results do not
+depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -108,6 +108,41 @@ def _scale_by(typing_context: Any, value: Any) -> Any:
     return types.float32(types.float32), generate
 
 
+def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """One float32 of a row of them, of which the lanes divide the count; in an order that the count alone tells."""
+
+    @intrinsic
+    def reduce(typing_context: Any, row: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, count = arguments
+            word = ir.IntType(64)
+            vector = ir.VectorType(ir.FloatType(), _LANES)
+
+            def load(number: Any) -> Any:
+                address = builder.add(row, builder.mul(number, ir.Constant(word, _LANES * _BYTES)))
+                return builder.load(builder.inttoptr(address, vector.as_pointer()), align=_BYTES)
+
+            slot = cgutils.alloca_once(builder, vector)
+            builder.store(load(ir.Constant(word, 0)), slot)
+            others = builder.sub(builder.udiv(count, ir.Constant(word, _LANES)), ir.Constant(word, 1))
+            with cgutils.for_range(builder, others, intp=word) as loop:
+                following = load(builder.add(loop.index, ir.Constant(word, 1)))
+                builder.store(combine(builder, builder.load(slot), following), slot)
+            whole = builder.load(slot)
+            found = builder.extract_element(whole, ir.Constant(ir.IntType(32), 0))
+            for lane in range(1, _LANES):
+                found = combine(builder, found, builder.extract_element(whole, ir.Constant(ir.IntType(32), lane)))
+            return found
+
+        return types.float32(types.int64, types.int64), generate
+
+    return reduce
+
+
+_sum = _reduction(lambda builder, a, b: builder.fadd(a, b))
+_largest = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a))
+
+
 _SHIFT = np.float32(1.5 * 2**23)  # added to a small number, it leaves its nearest integer in the lowest bits
 _LEAST = np.float32(-126.0)
 # Of 2**x for x in [-1/2, 1/2], from the sixth power down; from the Cephes library's exp2f.
@@ -166,10 +201,60 @@ def _add_columns(queries: Any, width: Any, scores: Any, block: Any, count: Any, 
 
 
 @compiled(fastmath=_FAST)
+def _one_head_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any) -> None:
+    """``q``, ``out [n, D]``; in blocks, ``keys [D, m]`` and ``values [m, D]``; all in powers of two."""
+    queries, width = q.shape
+    blocks, _, block = keys.shape
+    scores = np.empty((ROWS, block), np.float32)
+    score, of_q, of_out = np.int64(scores.ctypes.data), np.int64(q.ctypes.data), np.int64(out.ctypes.data)
+    highest, total = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
+    for i in range(0, queries, ROWS):
+        highest[:] = -np.inf
+        total[:] = _ZERO
+        start = _BYTES * width * i
+        for b in range(min(blocks, (i + ROWS - 1) // block + 1)):
+            first = b * block
+            count = min(block, (i + ROWS - first + COLUMNS - 1) // COLUMNS * COLUMNS)
+            scores[:, :count] = _ZERO
+            _add_scores(of_q + start, width, np.int64(keys[b].ctypes.data), block, count, score)
+            for r in range(ROWS):
+                own, seen = scores[r], i + r + 1 - first
+                for j in range(seen, count):
+                    own[j] = -np.inf
+                most = _largest(score + _BYTES * block * r, count)
+                if most > highest[r]:
+                    scale = _exp2(highest[r] - most) if b else _ZERO
+                    total[r] *= scale
+                    for d in range(width):
+                        out[i + r, d] *= scale
+                    highest[r] = most
+                most = highest[r]
+                for j in range(count):
+                    own[j] = _exp2(own[j] - most)
+                for j in range(seen, count):
+                    own[j] = _ZERO
+                total[r] += _sum(score + _BYTES * block * r, count)
+            _add_rows(score, block, count, np.int64(values[b].ctypes.data), width, of_out + start)
+        for r in range(ROWS):
+            for d in range(width):
+                out[i + r, d] /= total[r]
+            logsumexp[i + r] = highest[r] + np.log2(total[r])
+
+
+@compiled(parallel=True, fastmath=_FAST)
+def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any, threads: int) -> None:
+    heads, group = len(q), len(q) // len(keys)
+    for chunk in numba.prange(threads):
+        for h in range(heads * chunk // threads, heads * (chunk + 1) // threads):
+            g = h // group
+            _one_head_forward(q[h], keys[g], values[g], out[h], logsumexp[h])
+
+
+@compiled(fastmath=_FAST)
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
-    """Of ``q``, ``gradient``, ``dq [n, D]``, others cut into blocks: ``keys``, ``values``, ``dk``, ``dv [D, m]``."""
+    """``q``, ``gradient``, ``dq [n, D]``; in blocks ``keys``, ``values``, ``dk``, ``dv [D, m]`` and ``rows [m, D]``."""
     queries, width = q.shape
     blocks, _, block = keys.shape
     scores, slopes = np.empty((ROWS, block), np.float32), np.empty((ROWS, block), np.float32)
@@ -235,6 +320,37 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     whole = torch.zeros(batch, heads, m, width)
     whole[:, :, :n] = x
     return whole.flatten(0, 1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention with scores scaled by ``1 / sqrt(D)``.
+
+    Args:
+        q: ``[B, H, n, D]`` on the CPU, of any floating-point dtype; 16 divides ``D``.
+        k: ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
+        v: As ``k``.
+
+    Returns:
+        ``[B, H, n, D]`` and the scaled scores' log-sum-exp ``[B, H, n]``, both in float32.
+    """
+    batch, heads, n, width = q.shape
+    block = min(_BLOCK, -(-n // COLUMNS) * COLUMNS)
+    queries = _padded(q, ROWS) * (width**-0.5 * float(np.log2(np.e)))
+    keys, values = (_padded(x, block).unflatten(1, (-1, block)) for x in (k, v))
+    out, logsumexp = torch.zeros_like(queries), torch.empty(queries.shape[:2])
+    if q.numel():
+        threads = threads_for(q.numel())
+        with pool(threads):
+            _all_heads_forward(
+                queries.numpy(),
+                keys.mT.contiguous().numpy(),
+                values.numpy(),
+                out.numpy(),
+                logsumexp.numpy(),
+                threads,
+            )
+    found, padded = out.view(batch, heads, -1, width), logsumexp.view(batch, heads, -1)
+    return found[:, :, :n], padded[:, :, :n] * float(np.log(2))
 
 
 def causal_attention_backward(

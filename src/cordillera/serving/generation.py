@@ -36,6 +36,7 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int] = (),
     sampling: Sampling | None = None,
+    tokens: int | None = None,
 ) -> Iterator[Generated]:
     """Continue prompts, all together, until each has met a stop token, ``max_new_tokens`` or the end of the context.
 
@@ -47,6 +48,8 @@ def generate(
         max_new_tokens: For each prompt.
         stop: Ids of tokens that end a sequence, such as end of text and end of turn.
         sampling: None for the defaults of :class:`~cordillera.serving.sampler.Sampling`.
+        tokens: Ids from this on are never drawn: of vocabularies that were made larger than their tokenizer. None for
+            all.
 
     Returns:
         Tokens as they come: in each step one for every sequence that goes on, in the order of prompts. What is wrong
@@ -57,7 +60,7 @@ def generate(
             ``max_new_tokens`` is below 1; while tokens come, the model's logits are not finite.
     """
     check_prompts(model.config, prompts, max_new_tokens)
-    return _generate(model, prompts, max_new_tokens, frozenset(stop), sampling or Sampling())
+    return _generate(model, prompts, max_new_tokens, frozenset(stop), sampling or Sampling(), tokens)
 
 
 def for_decoding(model: Llama) -> Llama:
@@ -114,7 +117,12 @@ def check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new
 
 
 def _generate(
-    model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: frozenset[int], sampling: Sampling
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop: frozenset[int],
+    sampling: Sampling,
+    tokens: int | None,
 ) -> Iterator[Generated]:
     if not prompts:
         return
@@ -127,7 +135,7 @@ def _generate(
     rows = [list(prompt) for prompt in prompts]  # tokens that the model has not seen; none once a sequence has ended
     counts = [0] * len(prompts)
     while any(rows):
-        for sequence, token in _step(model, cache, rows, generators, sampling):
+        for sequence, token in _step(model, cache, rows, generators, sampling, tokens):
             counts[sequence] += 1
             finish: Literal["stop", "length"] | None = "length" if counts[sequence] == limits[sequence] else None
             if token in stop:
@@ -138,7 +146,12 @@ def _generate(
 
 @torch.inference_mode()
 def _step(
-    model: Llama, cache: KVCache, rows: list[list[int]], generators: list[torch.Generator], sampling: Sampling
+    model: Llama,
+    cache: KVCache,
+    rows: list[list[int]],
+    generators: list[torch.Generator],
+    sampling: Sampling,
+    count: int | None,
 ) -> list[tuple[int, int]]:
     """The next token of each sequence that goes on, after the model has read the tokens in ``rows``."""
     device = model.embedding.weight.device
@@ -147,6 +160,7 @@ def _step(
     offsets = offsets_from_lengths(torch.tensor([len(row) for row in rows]))
     hidden = model.hidden(tokens, offsets, cache=cache)
     logits = model.logits(hidden[(offsets[1:] - 1)[going].to(device)])  # of the last token of each: [going, vocabulary]
+    logits = logits[:, :count]
     if sampling.temperature == 0:
         drawn = sample(logits, sampling)
     else:

@@ -173,7 +173,8 @@ class LanguageModel:
 
     def _stream(self, ids: list[list[int]], max_new_tokens: int, sampling: Sampling | None) -> Iterator[Piece]:
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
-        for sequence, token, finish in generate(self.model, ids, max_new_tokens, self.tokenizer.stop_ids, sampling):
+        stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
+        for sequence, token, finish in generate(self.model, ids, max_new_tokens, stop, sampling, count):
             text = decoders[sequence].push(token)
             yield Piece(sequence, text + decoders[sequence].finish() if finish else text, finish)
 

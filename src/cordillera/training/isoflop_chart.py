@@ -76,6 +76,7 @@ def _draw_curves(axes: Axes, curves: Sequence[IsoFlopCurve]) -> None:
         axes.plot([optimum.tokens for optimum in optima], [optimum.loss for optimum in optima], color=_QUIET,
                   linewidth=1, linestyle=(0, (4, 3)), marker="D", markersize=7.5, markerfacecolor="#d9482b",
                   markeredgecolor="white", label="optimum", zorder=4)  # fmt: skip
+    axes.margins(y=0.12)  # room for the legend
     _label(axes.xaxis, amount)
     axes.legend(fontsize=9, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
 

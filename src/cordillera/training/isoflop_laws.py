@@ -283,22 +283,24 @@ class IsoFlopStudy:
 
     def to_table(self) -> Table:
         """The budgets with their optima, for the terminal."""
-        table = Table()
-        for heading in ("training FLOPs", "runs", "optimal tokens", "parameters", "not in embeddings", "loss"):
+        table = Table(title="optimum of each budget", title_justify="left")
+        for heading in ("FLOPs", "runs", "tokens", "interval", "parameters", "no embeddings", "loss"):
             table.add_column(heading, justify="right")
-        row = 0
+        intervals = iter(zip(*self._intervals(), strict=True))
         for curve in self.curves:
-            optimum = curve.optimum
+            head, optimum = (power(curve.budget), str(len(curve.runs))), curve.optimum
             if optimum is None:
-                table.add_row(power(curve.budget), str(len(curve.runs)), "none", "", "", "")
+                table.add_row(*head, "none", "", "", "", "")
                 continue
-            cells = [amount(getattr(optimum, name)) for name in QUANTITIES]
-            if self.laws and not math.isnan(self.laws["tokens"].exponent_low):
-                law = self.laws["tokens"]
-                cells[0] += f" [{amount(law.optima_low[row])}, {amount(law.optima_high[row])}]"
-            row += 1
-            table.add_row(power(curve.budget), str(len(curve.runs)), *cells, f"{optimum.loss:.4f}")
+            low, high = next(intervals, (math.nan, math.nan))
+            tokens, *sizes = (amount(getattr(optimum, name)) for name in QUANTITIES)
+            interval = "" if math.isnan(low) else f"{amount(low)} to {amount(high)}"
+            table.add_row(*head, tokens, interval, *sizes, f"{optimum.loss:.4f}")
         return table
+
+    def _intervals(self) -> tuple[list[float], list[float]]:
+        law = self.laws.get("tokens")
+        return (law.optima_low, law.optima_high) if law else ([], [])
 
     @property
     def summary(self) -> str:
@@ -370,6 +372,11 @@ def study(
             values[name] = float(value), float(low), float(high)
         smallest, *_, largest = laws["tokens"].line.x
         forecast = Forecast(target, target / min(max(target, smallest), largest), values)
+        if values["non_embedding"][0] > values["parameters"][0]:
+            warnings.append(
+                f"at {power(target)} FLOPs the law of parameters without embeddings passes that of all: embeddings "
+                "weigh much in models as small as these, so neither reaches so far"
+            )
     missing = dict(left_out or {})
     for curve in curves:
         missing |= curve.left_out

@@ -285,6 +285,7 @@ def train_plan(
     folder: Path,
     train: Callable[[list[str], Path], Run],
     *,
+    agrees: Callable[[list[str], Path], bool] = lambda overrides, folder: True,
     target: float | None = None,
     title: str | None = None,
     say: Callable[[str], object] = lambda text: None,
@@ -297,6 +298,8 @@ def train_plan(
         plan: See :func:`plan_runs`.
         folder: Of the study; runs lie in it by name.
         train: Trains the recipe with these overrides into this folder, or goes on with what it finds there.
+        agrees: Whether the run in this folder is of the recipe with these overrides; asked of all before any is
+            trained.
         target: FLOPs to foretell the best split of.
         title: Above the drawing.
         say: Called with one line of text for each run.
@@ -305,6 +308,10 @@ def train_plan(
         RunError: A folder holds a run of another plan, or training was interrupted.
         DataError: The text of a run ended early, or nothing could be trained.
     """
+    for planned in plan:
+        place = folder / planned.name
+        if (place / "recipe.toml").is_file() and not agrees(planned.overrides, place):
+            raise _other_plan(place)
     total = sum(run.compute for run in plan)
     say(f"{len(plan)} runs, {power(total)} training FLOPs in all")
     runs, failed = [], {}
@@ -349,9 +356,7 @@ def _check_run(run: Run, planned: PlannedRun) -> None:
         )
     config = run.read_json("model.json")["config"]
     if any(config.get(key) != getattr(planned.model, key) for key in _SHAPES):
-        raise RunError(
-            "holds a run of another plan", where=str(run.folder), remedy="choose another --run folder for this study"
-        )
+        raise _other_plan(run.folder)
     step = run.read_json("evaluation.json")["step"]
     if step != planned.steps:
         raise DataError(
@@ -359,3 +364,9 @@ def _check_run(run: Run, planned: PlannedRun) -> None:
             where=str(run.folder),
             remedy="give more text or smaller budgets; a run of another plan needs another --run folder",
         )
+
+
+def _other_plan(folder: Path) -> RunError:
+    return RunError(
+        "holds a run of another recipe or plan", where=str(folder), remedy="choose another --run folder for this study"
+    )

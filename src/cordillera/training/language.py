@@ -57,6 +57,8 @@ class LanguageConfig(BaseModel):
         clip: The largest norm of all gradients together; larger ones are scaled down to it. None for any.
         precision: In which blocks compute; weights, gradients' sums and moments are in 32 bits.
         loss_rows: Tokens whose logits exist at a time.
+        compile: Whether blocks are compiled by ``torch.compile``, once for all numbers of tokens; it takes a compiler
+            of the device's, and a schedule that does not split backwards.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +70,7 @@ class LanguageConfig(BaseModel):
     clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
     precision: Precision = "float32"
     loss_rows: int = Field(1024, ge=1)
+    compile: bool = False
 
 
 class StepReport(NamedTuple):
@@ -125,7 +128,7 @@ class LanguageEngine:
         skipped: Of these, those that left the weights as they were.
 
     Raises:
-        PlanError: If the model's sizes do not allow the mesh.
+        PlanError: If the model's sizes do not allow the mesh, or blocks cannot be compiled.
     """
 
     Config = LanguageConfig
@@ -136,11 +139,13 @@ class LanguageEngine:
         self.config, self.model, self.mesh = config, model, mesh
         self._schedule = parallel.make_schedule(4 * parallel.stages)
         self._splits_backward = self._schedule.splits_backward
+        if config.compile:
+            self._check_compile()
         held = self._schedule.stages_of(mesh.place["pipeline"])
         self.stages = cut_model(model, parallel.stages, held)
         self.ledger = Ledger()
         for stage in self.stages.values():
-            parallelize(stage, mesh, config.precision, self.ledger)
+            parallelize(stage, mesh, config.precision, self.ledger, config.compile)
             stage.loss_rows = config.loss_rows
             stage.init_weights(seed)
         self.optimizer = build_adamw(
@@ -246,6 +251,17 @@ class LanguageEngine:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepReport(loss, norm, targets, is_skipped)
+
+    def _check_compile(self) -> None:
+        from cordillera.models.language.compiling import check_compiler
+
+        check_compiler(self.mesh.device_type)
+        if self._splits_backward:
+            raise PlanError(
+                f"a compiled block's backward cannot be split, as {self.mesh.config.schedule} does",
+                where="compile",
+                remedy="another schedule, such as 1f1b or interleaved, or do not compile",
+            )
 
     def _take(self, microbatches: Sequence[PackedTokens], purpose: str) -> tuple[list[PackedTokens], int]:
         """This rank's microbatches, as many as every rank has, and the targets of the whole iteration."""

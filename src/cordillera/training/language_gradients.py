@@ -46,13 +46,17 @@ class StageGradients:
             self._add_tied()
 
     def square(self) -> float:
-        """Sum of the squares of the elements that this rank answers for: each is counted on one rank."""
+        """Sum of the squares of the elements that this rank answers for: each is counted on one rank.
+
+        It is no number where any element that this rank has is none, copies included.
+        """
         place, total = self._mesh.place, 0.0
         for number, name, parameter in self._parameters():
             is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not _is_cut(parameter))
             is_tied_copy = number > 0 and name == "embedding.weight"
-            if parameter.grad is not None and not is_copy and not is_tied_copy:
-                total += float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
+            if parameter.grad is not None:
+                square = float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
+                total += square * (not is_copy and not is_tied_copy)  # nothing, of a copy that is finite
         return total
 
     def scale(self, factor: float) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cordillera import recipe as recipes
 from cordillera.data.text_corpora import prepare_corpora
-from cordillera.errors import RecipeError
+from cordillera.errors import PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe
-from cordillera.run import Run, RunError
+from cordillera.run import Run
 from cordillera.training.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
 from cordillera.training.language_trainer import LanguageWatcher
 from cordillera.workflows import language
@@ -49,10 +50,13 @@ def isoflop(
 
     Raises:
         RecipeError: it is not the recipe of a language model.
-        PlanError: budgets or sizes do not make a study.
+        PlanError: budgets or sizes do not make a study, or a launcher has started this process.
         RunError: a folder of the study holds another run, or training was interrupted.
         DataError: the text cannot be had, or nothing could be trained.
     """
+    if "RANK" in os.environ:
+        remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
+        raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)
     recipe = _language_recipe(source, overrides)
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
@@ -73,24 +77,12 @@ def isoflop(
         one = _language_recipe(source, [*overrides, *changes])
         return language.train(one, place, resume=(place / "recipe.toml").is_file(), watch=watch).run
 
+    def agrees(changes: list[str], place: Path) -> bool:
+        found, wanted = recipes.load(place), _language_recipe(source, [*overrides, *changes])
+        return isinstance(found, LanguageRecipe) and found.model_copy(update={"parallel": wanted.parallel}) == wanted
+
     parent = Path(folder) if folder is not None else Path("runs") / f"{recipe.name}-isoflop"
-    for planned in plan:
-        if (parent / planned.name / "recipe.toml").is_file():
-            _check_same(_language_recipe(source, [*overrides, *planned.overrides]), parent / planned.name)
-    return train_plan(plan, parent, train, target=target, title=recipe.name, say=say)
-
-
-def _check_same(recipe: LanguageRecipe, folder: Path) -> None:
-    """Refuse to go on with runs of another recipe: their losses cannot be compared. The mesh may differ."""
-    own, there = recipe.model_dump(), recipes.load(folder).model_dump()
-    sections = ("seed", "data", "packing", "model", "training")
-    different = [name for name in sections if own[name] != there.get(name)]
-    if different:
-        raise RunError(
-            f"was trained with another recipe: its {', '.join(different)} differ",
-            where=str(folder),
-            remedy="choose another --run folder for this study, or give the same --set as before",
-        )
+    return train_plan(plan, parent, train, agrees=agrees, target=target, title=recipe.name, say=say)
 
 
 def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRecipe:

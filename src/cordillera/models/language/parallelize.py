@@ -1,7 +1,8 @@
 """A stage of a Llama over many processes, applied from outside: the model does not know of it.
 
-The order matters: matrices are cut first, then recomputation is put around whole blocks, then weights are sharded, so
-that a block's weights are gathered once for both its forwards. What cuts a sequence is given with each microbatch.
+The order matters: matrices are cut first, then blocks are compiled as they are cut, then recomputation is put around
+whole blocks, then weights are sharded, so that a block's weights are gathered once for both its forwards. What cuts a
+sequence is given with each microbatch.
 
 Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for how matrices are cut;
 Korthikanti et al. 2022, section 4.2.2, for activations between them; Zhao et al. 2023 (FSDP), sections 3 and 4.4.
@@ -9,8 +10,7 @@ Korthikanti et al. 2022, section 4.2.2, for activations between them; Zhao et al
 
 from __future__ import annotations
 
-import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,11 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
 
 
 def parallelize(
-    stage: LlamaStage, mesh: ProcessMesh, precision: Precision = "float32", ledger: Ledger | None = None
+    stage: LlamaStage,
+    mesh: ProcessMesh,
+    precision: Precision = "float32",
+    ledger: Ledger | None = None,
+    compiles: bool = False,
 ) -> None:
     """Cut a stage over the processes of a mesh. Its weights are not filled.
 
@@ -72,15 +76,21 @@ def parallelize(
         mesh: Of all processes.
         precision: In which blocks compute.
         ledger: Gets the traffic of weights and of cut matrices; None for none.
+        compiles: Whether blocks are compiled, apart from attention's core and what ranks send one another.
     """
     parallel = mesh.config
+    ranks = None
     if parallel.tensor > 1:
         links = Links(mesh.tensor.get_group(), ledger or Ledger(), parallel.deadline_s)
-        _cut_matrices(stage, TensorRanks(mesh.tensor, links, parallel.sequence))
+        ranks = TensorRanks(mesh.tensor, links, parallel.sequence)
+        _cut_matrices(stage, ranks)
+    if compiles:
+        from cordillera.models.language.compiling import compile_blocks  # torch's compiler takes a second to import
+
+        compile_blocks(stage, ranks)
     if parallel.recompute != "none":
         for block in stage.blocks:
-            part: nn.Module = block if parallel.recompute == "full" else block.feed_forward
-            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+            _recompute(block if parallel.recompute == "full" else block.feed_forward)
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision == "float32" else torch.bfloat16, reduce_dtype=torch.float32
     )
@@ -122,6 +132,16 @@ def free_weights(stage: LlamaStage) -> None:
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _recompute(module: nn.Module) -> None:
+    """Keep of a forward what it is given, and compute it again in the backward."""
+    inner = module.forward
+
+    def forward(*given: Any) -> Any:
+        return checkpoint(inner, *given, use_reentrant=False)
+
+    module.forward = forward
 
 
 def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:

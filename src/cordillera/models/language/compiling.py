@@ -1,0 +1,86 @@
+"""Blocks of a Llama compiled by ``torch.compile``, one graph for all of them and for any number of tokens.
+
+Attention's core, which reads where documents begin, and what ranks send one another stay outside: a graph ends before
+them and another begins after them. Blocks have the same code and give their weights as inputs, so the first block's
+graphs serve all of a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cordillera.distributed.tensor_parallel import TensorRanks
+from cordillera.errors import PlanError
+from cordillera.models.language.llama import Core
+from cordillera.models.language.stages import LlamaStage
+
+
+def check_compiler(device_type: str) -> None:
+    """Refuse to compile where it would fail later.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        PlanError: If there is no compiler for the device.
+    """
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise PlanError(
+                "there is no C++ compiler, which compiling for CPUs takes",
+                where="compile",
+                remedy="install g++ or clang++, name one in the environment variable CXX, or do not compile",
+            ) from error
+        return
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        raise PlanError(
+            f"there is no Triton for {device_type}", where="compile", remedy="install triton, or do not compile"
+        )
+
+
+def compile_blocks(stage: LlamaStage, ranks: TensorRanks | None = None) -> None:
+    """Compile each block's forward, and with it its backward, when it is first called.
+
+    Args:
+        stage: Changed; its matrices are cut already, its weights not yet sharded.
+        ranks: Over which its matrices are cut; changed. None where they are whole.
+    """
+    if ranks is not None:
+        ranks.enter = torch.compiler.disable(ranks.enter)  # type: ignore[method-assign]
+        ranks.leave = torch.compiler.disable(ranks.leave)  # type: ignore[method-assign]
+    for block in stage.blocks:
+        block.attention.core = _Outside(block.attention.core)
+        block.forward = _Compiled(block.forward)  # type: ignore[method-assign]
+
+
+class _Outside:
+    """An attention core that is called from compiled code and not looked into."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+        return self._core(q, k, v, offsets)
+
+
+class _Compiled:
+    """A block's forward; of no token or one it is not compiled, as torch would make a graph of its own for each."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self._plain, self._compiled = forward, torch.compile(forward, dynamic=True)
+
+    def __call__(self, x: Tensor, offsets: Tensor, table: Any, core: Core | None = None) -> Tensor:
+        forward = self._compiled if len(x) > 1 else self._plain
+        return forward(x, offsets, table, None if core is None else _Outside(core))
