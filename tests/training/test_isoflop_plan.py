@@ -167,6 +167,7 @@ def test_a_study_trains_what_is_planned_once_and_fits_it(tmp_path: Path) -> None
     with pytest.raises(RunError, match="interrupted"):
         train_plan(plan, tmp_path, train)
     assert trained == [run.name for run in plan[:4]]
+    Run(tmp_path / stopped).write_json("evaluation.json", {"step": plan[3].steps - 1})  # somebody was curious
     train, trained = trainer(plan)
     said: list[str] = []
     outcome = train_plan(plan, tmp_path, train, target=1e18, title="surface", say=said.append)

@@ -318,7 +318,7 @@ def train_plan(
     for number, planned in enumerate(plan, 1):
         place = folder / planned.name
         head = f"[{number}/{len(plan)}] {planned.name}"
-        if (place / "evaluation.json").is_file():
+        if _is_done(place, planned):
             say(f"{head}: done before")
             run = Run(place)
         else:
@@ -338,6 +338,13 @@ def train_plan(
         plot(result, [drawing, folder / "isoflop.svg"], title=title)
     write_atomically(folder / "isoflop.json", result.to_json() + "\n")
     return IsoFlopOutcome(folder, result, drawing)
+
+
+def _is_done(folder: Path, planned: PlannedRun) -> bool:
+    """Whether a run was evaluated after its last step; one that was stopped may have been evaluated as well."""
+    if not (folder / "evaluation.json").is_file():
+        return False
+    return bool(Run(folder).read_json("evaluation.json")["step"] >= planned.steps)
 
 
 def _check_run(run: Run, planned: PlannedRun) -> None:

@@ -2,8 +2,8 @@
 
 Everything that a step depends on (weights, moments, counters, the place in the text, documents that wait) is in a
 checkpoint, and none of it depends on the mesh: a run goes on bit for bit on the mesh that it was stopped on, and to
-rounding on any other. Only rank 0 writes the run's records; what it writes of other ranks comes with the exchange in
-which all agree on when to stop.
+rounding on any other that has places for no more microbatches than an iteration has. Only rank 0 writes the run's
+records; what it writes of other ranks comes with the exchange in which all agree on when to stop.
 
 Source: Grattafiori et al. 2024, section 3.4.1, for the schedule of rates.
 """
