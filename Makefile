@@ -13,7 +13,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
-PYTEST_FLAGS ?=
+# Two processes that compute with one thread each; files stay whole, as their tests share what takes long to make.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 
 FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR
 FUXICTR_COMMIT := 0245987
@@ -34,7 +35,7 @@ demo: $(VENV)/.cpu
 	$(BIN)/cordillera train movielens-wukong
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
