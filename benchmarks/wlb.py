@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+from _executed_packing import MODEL, executed_seconds, measured_work, simulated_seconds, times_faster, work_of
 from _results import RESULTS, make_console, write_part
 from _timing import Spread
 from rich.console import Console
@@ -42,6 +43,8 @@ ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}
 # These compute the same as ours, so that no gain over them is attention that cuts leave out.
 WHOLE = ("arrival order", "fixed length, window 1")
 TARGET_GAIN = 1.25
+DIVISOR = 32  # of lengths, for the pipeline that is executed
+OURS = "2 queues, 2 contexts"
 
 
 class Part(str, enum.Enum):
@@ -49,6 +52,7 @@ class Part(str, enum.Enum):
 
     packing = "packing"
     pipeline = "pipeline"
+    executed = "executed"
 
 
 class Stream(NamedTuple):
@@ -270,7 +274,62 @@ def _pipeline(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.packing: _packing, Part.pipeline: _pipeline}
+def _executed(console: Console, quick: bool) -> dict[str, Any]:
+    stream = Stream.read(quick)
+    context, count = CONTEXT // DIVISOR, 2 if quick else 12
+    work = measured_work(context // 8 if quick else context)
+    sample, held_out = ([[max(2, d // DIVISOR) for d in one] for one in part] for part in stream)
+    config = tune(
+        sample, PackingConfig(microbatches=MICROBATCHES, bound=2 * context), work, 2, 2.0 if quick else MOST_DELAY
+    )
+    documents = [length for batch in held_out for length in batch]
+    found = {
+        OURS: packed(held_out, config, work),
+        "fixed length, window 1": list(fixed_length(documents, MICROBATCHES, context, 1, work)),
+        "arrival order": list(in_arrival_order(documents, MICROBATCHES, context, False)),
+    }
+    # After the first iterations, in which queues fill.
+    first = 1 if quick else 20
+    plans = {
+        name: [[one.lengths for one in iteration.microbatches] for iteration in plan[first : first + count]]
+        for name, plan in found.items()
+    }
+    seconds = executed_seconds(plans, 1 if quick else 3)
+    simulated = {name: simulated_seconds(plan, work) for name, plan in plans.items()}
+    computed = {name: work_of(plan, work) for name, plan in plans.items()}
+    table = Table(title="a pipeline of two processes, times as much work a second", title_justify="left")
+    for heading in ("than", "executed", "quartiles", "simulated"):
+        table.add_column(heading)
+    gains = {}
+    for name in plans:
+        if name == OURS:
+            continue
+        gain = times_faster(plans[OURS], plans[name], seconds[OURS], seconds[name], work)
+        predicted = computed[OURS] / simulated[OURS] / (computed[name] / simulated[name])
+        gains[name] = {"executed": gain.to_json(), "simulated": predicted}
+        table.add_row(name, f"{gain.median:.2f}", f"{gain.low:.2f} to {gain.high:.2f}", f"{predicted:.2f}")
+    console.print(table)
+    return {
+        "evidence": "measured: a small Llama on Gloo processes of one thread; simulated: by the same fitted work",
+        "model": MODEL.model_dump(mode="json"),
+        "divisor": DIVISOR,
+        "context": context,
+        "workload": work.model_dump(),
+        "break_even": work.token / work.squared if work.squared else None,
+        "config": config.model_dump(),
+        "iterations": count,
+        "work_seconds": computed,
+        "seconds": {name: Spread.of(values).to_json() for name, values in seconds.items()},
+        "simulated_seconds": simulated,
+        "gains": gains,
+    }
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.packing: _packing,
+    Part.pipeline: _pipeline,
+    Part.executed: _executed,
+}
 
 
 def main(

@@ -247,3 +247,38 @@ def test_conversations_over_ranks_are_quoted_as_measured() -> None:
         by = {run["transport"]: run for run in runs if run["ranks"] == ranks}
         sent = " | ".join(f"{by[name]['attention_bytes'] / 1e6:.1f} MB" for name in ("pass_kv", "pass_q", "auto"))
         assert f"| {ranks} | {', '.join(map(str, by['auto']['kv_held']))} | {sent} |" in page
+
+
+def test_training_is_quoted_as_measured() -> None:
+    page = _page("docs/systems/llama.md")
+    result = json.loads((ROOT / "benchmarks/results/llama-training.json").read_text())
+    assert not result["quick"]
+    for name, case in result["results"].items():
+        for ratio in case["ratios"].values():
+            times, peer = ratio["times"], ratio["fastest"]
+            rates = [f"{case['tokens_per_s'][one]['median']:,.0f}" for one in ("ours", peer)]
+            spread = f"{times['low']:.2f} to {times['high']:.2f}"
+            asked = "" if ratio["target"] is None else ratio["target"]
+            assert f"| {name} | {peer} | {times['median']:.2f} | {spread} | {asked} | {' | '.join(rates)} |" in page
+            assert ratio["target"] is None or times["median"] >= ratio["target"]
+
+
+def test_sharded_documents_are_quoted_as_measured() -> None:
+    page = _page("docs/systems/context-parallel.md")
+    result = json.loads((ROOT / "benchmarks/results/context_parallel-sharding.json").read_text())
+    assert not result["quick"]
+    for mix, found in result["mixes"].items():
+        for name in ("per document, all_gather", "adaptive, all_gather", "per document, ring"):
+            times, work = found["times_per_sequence"][name]["wall"], found["imbalance"][name]
+            cells = f"{work:.2f} | {times['median']:.2f} | {times['low']:.2f} to {times['high']:.2f}"
+            assert f"| {mix} | {name.replace('_', '-')} | {cells} |" in page
+
+
+def test_executed_packing_is_quoted_as_measured() -> None:
+    page = _page("docs/systems/wlb.md")
+    result = json.loads((ROOT / "benchmarks/results/wlb-executed.json").read_text())
+    assert not result["quick"]
+    for name, gain in result["gains"].items():
+        times = gain["executed"]
+        spread = f"{times['low']:.2f} to {times['high']:.2f}"
+        assert f"| {PACKINGS[name]} | {times['median']:.2f} | {spread} | {gain['simulated']:.2f} |" in page

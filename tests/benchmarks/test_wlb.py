@@ -103,3 +103,14 @@ def test_absent_lengths_are_left_out_by_name(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
     assert "absent.json" in "".join(done.stdout.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
+def test_a_pipeline_is_executed_beside_its_simulation(tmp_path: Path) -> None:
+    found = run("executed", tmp_path)
+    assert set(found["gains"]) == {"fixed length, window 1", "arrival order"}
+    for name, seconds in found["seconds"].items():
+        assert seconds["median"] > 0
+        assert found["simulated_seconds"][name] > 0
+        assert found["work_seconds"][name] > 0

@@ -1,0 +1,140 @@
+"""A pipeline of two processes that trains a small Llama on documents packed in several ways.
+
+Lengths are those of the published stream, divided so that a CPU can attend to them; the model is narrow, so that
+attention costs as much as all else at about the length at which it does for a large model on the undivided stream.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _processes import run_processes
+from _timing import Spread
+
+from cordillera.data.document_work import DocumentWork, Sample
+from cordillera.data.text_batches import PackedTokens
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.models.language.llama import LlamaConfig
+from cordillera.planning.schedules import one_forward_one_backward
+from cordillera.planning.simulator import StageSeconds, simulate
+from cordillera.training.language import LanguageConfig, LanguageEngine
+
+MODEL = LlamaConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=512, context=8192, tied=False)
+STAGES = 2
+_DEADLINE_S = 500.0
+
+Plan = list[list[list[int]]]
+"""Lengths of the documents of each microbatch of each iteration."""
+
+
+def _packed(lengths: Sequence[int]) -> PackedTokens:
+    tokens = torch.arange(sum(lengths)) * 7919 % MODEL.vocabulary
+    return PackedTokens(tokens, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def measured_work(tokens: int, rounds: int = 3) -> DocumentWork:
+    """Seconds of a document in one process with one thread, fitted to microbatches of this model.
+
+    Args:
+        tokens: Of a microbatch, about.
+        rounds: Of each; the fastest counts.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        mesh = ProcessMesh(ParallelConfig())
+        engine = LanguageEngine(LanguageConfig(), MODEL, mesh)
+        cases = [[tokens // parts] * parts for parts in (1, 2, 4, 16, 64)] + [[tokens // 2], [tokens // 8] * 4]
+        samples = []
+        for lengths in cases:
+            seconds = []
+            for _ in range(rounds + 1):
+                began = time.perf_counter()
+                engine.backward([_packed(lengths)])
+                seconds.append(time.perf_counter() - began)
+            samples.append(Sample.of(lengths, min(seconds[1:])))
+        return DocumentWork.fit(samples, "the benchmark's Llama, one thread", ridge=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+        torch.distributed.destroy_process_group()
+
+
+def _train(rank: int, folder: str, plans: dict[str, Plan], rounds: int) -> dict[str, Any]:
+    """One of the processes: a round is every iteration of every plan, plans in turn."""
+    engine = LanguageEngine(LanguageConfig(), MODEL, ProcessMesh(ParallelConfig(pipeline=STAGES)))
+    ready = {name: [[_packed(one) for one in iteration if one] for iteration in plan] for name, plan in plans.items()}
+    found: dict[str, list[float]] = {name: [] for name in plans}
+    for turn in range(rounds + 1):
+        spent = dict.fromkeys(plans, 0.0)
+        for number in range(max(map(len, ready.values()))):
+            for name, iterations in ready.items():
+                if number < len(iterations):
+                    began = time.perf_counter()
+                    engine.step(iterations[number], rate=0.0)
+                    spent[name] += time.perf_counter() - began
+        for name, seconds in spent.items() if turn else ():  # the first compiles and warms up
+            found[name].append(seconds)
+    return found
+
+
+def executed_seconds(plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each plan in each round, of the slower process.
+
+    Args:
+        plans: By name.
+        rounds: After one that does not count.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_processes(STAGES, Path(folder), partial(_train, plans=plans, rounds=rounds), _DEADLINE_S)
+    if len(ended.found) < STAGES:
+        raise RuntimeError(f"processes ended with {ended.codes}: {ended.said}")
+    ranks = ended.found.values()
+    return {name: [max(parts) for parts in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
+
+
+def simulated_seconds(plan: Plan, work: DocumentWork) -> float:
+    """Of the same pipeline, by predicted work.
+
+    Args:
+        plan: Its iterations.
+        work: In seconds of the whole model.
+    """
+    total = 0.0
+    one = StageSeconds.equal(STAGES, 1 / 3 / STAGES, 2 / 3 / STAGES)
+    for iteration in plan:
+        microbatches = [work.of(lengths) for lengths in iteration if lengths]
+        seconds = StageSeconds(one.forward, one.input_gradient, one.weight_gradient, microbatches=microbatches)
+        total += simulate(one_forward_one_backward(STAGES, len(microbatches)), seconds).seconds
+    return total
+
+
+def times_faster(
+    ours: Plan, theirs: Plan, seconds: list[float], their_seconds: list[float], work: DocumentWork
+) -> Spread:
+    """Work a second over theirs, round by round: iterations of two plans do not hold the same documents.
+
+    Args:
+        ours: A plan.
+        theirs: Another.
+        seconds: Of its rounds.
+        their_seconds: Likewise.
+        work: Of a document.
+    """
+    own, other = work_of(ours, work), work_of(theirs, work)
+    return Spread.of([own / a / (other / b) for a, b in zip(seconds, their_seconds, strict=True)])
+
+
+def work_of(plan: Plan, work: DocumentWork) -> float:
+    """Of all its documents.
+
+    Args:
+        plan: Its iterations.
+        work: Of a document.
+    """
+    return sum(work.of(lengths) for iteration in plan for lengths in iteration)
