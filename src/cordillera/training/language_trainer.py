@@ -151,7 +151,6 @@ class _Window:
 
     loss: float = 0.0
     targets: int = 0
-    tokens: int = 0
     imbalance: float = 0.0
     delay: float = 0.0
     steps: int = 0
@@ -163,7 +162,7 @@ class _Window:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("loss", "targets", "tokens", "imbalance", "delay", "steps")}
+        return {name: getattr(self, name) for name in ("loss", "targets", "imbalance", "delay", "steps")}
 
 
 LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
@@ -227,7 +226,7 @@ class LanguageTrainer:
         Raises:
             CheckpointError: It is corrupt, or of another model.
             DataError: It was written with other text.
-        RunError: The run is in use.
+            RunError: The run is in use.
         """
         state = self.checkpoints.restore(self.engine)
         if state is not None:
@@ -339,7 +338,6 @@ class LanguageTrainer:
         progress.documents += iteration.documents
         flops = training_flops(self.engine.model, [length for lengths in iteration.lengths for length in lengths])
         window.steps += 1
-        window.tokens += iteration.tokens
         window.timed_tokens += iteration.tokens
         window.timed_flops += flops
         window.imbalance += iteration.imbalance
