@@ -13,8 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
-# Two processes that compute with one thread each; files stay whole, as their tests share what takes long to make.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+PYTEST_FLAGS ?=
 
 FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR
 FUXICTR_COMMIT := 0245987

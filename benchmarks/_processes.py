@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_UNCONNECTED, _ATTEMPTS = "connectFullMesh failed", 3
+
 
 def _end_with_parent() -> None:
     """A parent that is killed cannot end its processes: they end themselves."""
@@ -60,7 +62,24 @@ class Ended:
 
 
 def run_processes(size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
-    """Processes that end by the deadline or are ended."""
+    """Processes that end by the deadline or are ended.
+
+    Where Gloo could not connect them, which happens now and then on a machine that is busy, they begin anew.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        ended = _run(size, folder, work, deadline)
+        if _UNCONNECTED not in ended.said:
+            return ended
+        for path in (folder / "store", *folder.glob("[0-9]*.txt"), *folder.glob("[0-9]*.pt")):
+            path.unlink(missing_ok=True)
+    return _run(size, folder, work, deadline)
+
+
+def _said(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
+
+
+def _run(size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
     context = mp.get_context("spawn")
     processes = [
         context.Process(target=_process, args=(rank, size, str(folder), work), daemon=True) for rank in range(size)
@@ -69,8 +88,11 @@ def run_processes(size: int, folder: Path, work: Callable[[int, str], dict[str, 
     try:
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
+        while any(process.is_alive() for process in processes) and time.monotonic() < until:
+            for process in processes:
+                process.join(0.05)
+            if any(process.exitcode for process in processes) and _UNCONNECTED in _said(folder):
+                break
     finally:
         codes = [process.exitcode for process in processes]
         for process in processes:
@@ -82,4 +104,4 @@ def run_processes(size: int, folder: Path, work: Callable[[int, str], dict[str, 
         for rank in range(size)
         if (folder / f"{rank}.pt").exists()
     }
-    return Ended(found, codes, "\n".join(path.read_text() for path in sorted(folder.glob("*.txt"))))
+    return Ended(found, codes, _said(folder))
