@@ -263,6 +263,18 @@ def test_training_is_quoted_as_measured() -> None:
             assert ratio["target"] is None or times["median"] >= ratio["target"]
 
 
+def test_the_first_page_quotes_training_as_measured() -> None:
+    page = _page("README.md")
+    result = json.loads((ROOT / "benchmarks/results/llama-training.json").read_text())["results"]
+    for peer, words in (("transformers", "times as many tokens a second"), ("torchtitan", "times")):
+        times = [
+            case["ratios"][peer]["times"]["median"]
+            for case in result.values()
+            if case["ratios"].get(peer, {}).get("target") is not None
+        ]
+        assert f"| {min(times):.2f} to {max(times):.2f} {words}" in page
+
+
 def test_sharded_documents_are_quoted_as_measured() -> None:
     page = _page("docs/systems/context-parallel.md")
     result = json.loads((ROOT / "benchmarks/results/context_parallel-sharding.json").read_text())
@@ -278,6 +290,10 @@ def test_executed_packing_is_quoted_as_measured() -> None:
     page = _page("docs/systems/wlb.md")
     result = json.loads((ROOT / "benchmarks/results/wlb-executed.json").read_text())
     assert not result["quick"]
+    sharding = json.loads((ROOT / "benchmarks/results/context_parallel-sharding.json").read_text())["mixes"]
+    skewed = next(found for found in sharding.values() if found["imbalance"]["per sequence, all_gather"] > 1.5)
+    times = [skewed["times_per_sequence"][f"per document, {way}"]["wall"]["median"] for way in ("all_gather", "ring")]
+    assert f"{min(times):.2f} to {max(times):.2f} times" in page
     for name, gain in result["gains"].items():
         times = gain["executed"]
         spread = f"{times['low']:.2f} to {times['high']:.2f}"

@@ -86,7 +86,7 @@ def join_job(
     store = dist.PrefixStore(f"cordillera/{attempt}/{_joined}", store)
     watch = Watch(config, store, rank, size, host=host, stop=stop, abandon=abandon)
     try:
-        with _signals(watch.stop), watch, watch.explaining():
+        with stopped_by_signals(watch.stop), watch, watch.explaining():
             if is_owner:
                 watch.meet("beginning")  # the time that a group takes for connections is one wait's
                 if device is not None:
@@ -155,8 +155,14 @@ def _device(device_type: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
-    """Signals ask to stop; those that are ignored stay so: then a launcher tells."""
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask to stop, a second one raises KeyboardInterrupt; in the main thread alone.
+
+    Signals that are ignored stay so: then a launcher tells.
+
+    Args:
+        stop: What the first one sets.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ from torch.nn import functional
 
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
+from cordillera.distributed.job import stopped_by_signals
 from cordillera.errors import CheckpointError, DependencyError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.run import Run
 from cordillera.training import checkpoints
-from cordillera.training.interrupts import Interrupt
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
 
@@ -264,7 +265,7 @@ class Trainer:
         epochs = config.epochs * len(training)
         self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
         self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
-        self._interrupt = Interrupt()
+        self._stop = threading.Event()
         unknown = sorted(set(config.task_weights or {}) - set(self.tasks))
         if unknown:
             raise TrainingError(
@@ -341,7 +342,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
-        self._interrupt.ask()
+        self._stop.set()
 
     def fit(self) -> Report:
         """Train to the end, to the end of patience, or to a signal.
@@ -359,7 +360,7 @@ class Trainer:
         began = time.perf_counter()
         ended: Literal["finished", "early", "interrupted"] = "finished"
         board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
-        with self.run.lock(), self._interrupt.signals(), contextlib.closing(board):
+        with self.run.lock(), stopped_by_signals(self._stop), contextlib.closing(board):
             self.model.train()
             ended = self._epochs(board)
             if ended == "interrupted":
@@ -402,7 +403,7 @@ class Trainer:
                         self.save()
                     if self.watch is not None:
                         self.watch(record, progress, self.total_steps)
-                    if self._interrupt.is_asked() and not last:
+                    if self._stop.is_set() and not last:
                         return "interrupted"
                     if last or end_of_epoch:
                         break
