@@ -55,3 +55,7 @@ class TrainingError(CordilleraError):
 
 class PlanError(CordilleraError):
     """A cluster, a workload, a schedule or a plan of them is not possible."""
+
+
+class NumericsError(CordilleraError):
+    """A format, a scale, a plan of precision or a value that it must hold cannot be used."""

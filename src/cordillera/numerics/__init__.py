@@ -1,0 +1,1 @@
+"""In what precision numbers are kept and computed, what that costs, and what a flipped bit does."""
