@@ -334,7 +334,10 @@ def _emulated(console: Console, quick: bool) -> dict[str, Any]:
     config = _tuned(stream, BOUNDS["2 contexts"], 2, quick)
     found = {
         OURS: (packed(stream.held_out, config, WORK), per_document),
-        WHOLE[0]: (list(in_arrival_order(stream.documents, MICROBATCHES, CONTEXT, False)), per_sequence),
+        **{
+            name: (list(in_arrival_order(stream.documents, MICROBATCHES, CONTEXT, cut)), per_sequence)
+            for name, cut in ARRIVAL.items()
+        },
         WHOLE[1]: (list(fixed_length(stream.documents, MICROBATCHES, CONTEXT, 1, WORK)), per_sequence),
     }
     first = 1 if quick else 20  # queues fill in the iterations before
@@ -354,7 +357,9 @@ def _emulated(console: Console, quick: bool) -> dict[str, Any]:
     for heading in ("than", "executed, emulated computation", "quartiles", "simulated"):
         table.add_column(heading)
     gains = {}
-    for name in WHOLE:
+    for name in found:
+        if name == OURS:
+            continue
         less = work[OURS] / work[name]  # iterations of two plans do not hold the same documents
         gain = Spread.of([less * b / a for a, b in zip(seconds[OURS], seconds[name], strict=True)])
         predicted = less * simulated[name] / simulated[OURS]
