@@ -76,7 +76,9 @@ def test_budgets_of_minutes_find_sizes_though_small_models_are_far_apart(ratio: 
     base, budgets = BASE.model_copy(update={"vocabulary": 264}), [3e11, 1e12, 3e12]
     sizes = sizes_for(base, budgets, tokens_per_parameter=ratio)
     plan = make_plan(budgets, sizes=sizes, tokens_per_step=2048, tokens_per_parameter=ratio)
-    assert {budget: sum(run.budget == budget for run in plan) >= 4 for budget in budgets} == dict.fromkeys(budgets, True)
+    assert {budget: sum(run.budget == budget for run in plan) >= 4 for budget in budgets} == dict.fromkeys(
+        budgets, True
+    )
 
 
 def test_every_run_costs_its_budget_in_whole_steps_and_sizes_lie_on_both_sides_of_the_optimum() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cordillera.errors import DataError, PlanError, TrainingError
+from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig, ffn_width, parameter_count
 from cordillera.run import Run, RunError, disk_errors, write_atomically
 from cordillera.training.isoflop import FEWEST_SIZES, amount, measure_language, power
@@ -311,7 +311,8 @@ def train_plan(
         say: Called with one line of text for each run.
 
     Raises:
-        RunError: A folder holds a run of another plan, or training was interrupted.
+        RunError: A folder holds a run of another plan.
+        Interrupted: Training was.
         DataError: The text of a run ended early, or nothing could be trained.
     """
     for planned in plan:
@@ -355,8 +356,8 @@ def _is_done(folder: Path, planned: PlannedRun) -> bool:
 
 def _check_run(run: Run, planned: PlannedRun) -> None:
     if not (run.folder / "evaluation.json").is_file():
-        raise RunError(
-            "the study was interrupted: this run has no evaluation yet; everything is saved",
+        raise Interrupted(
+            "this run is not finished; everything is saved",
             where=str(run.folder),
             remedy="give the same command again to go on",
         )
