@@ -37,6 +37,7 @@ from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
+from cordillera.numerics.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run, RunError, next_folder, write_atomically
 from cordillera.serving.language_model import find_model
@@ -432,7 +433,7 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
                 remedy="give all machines the same files",
             )
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
-    peak = peak_flops(device, torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32)
+    peak = peak_flops(device, compute_dtype(recipe.training.precision))
     held_out = held_out_batches(corpora, recipe.packing, tokens=recipe.training.evaluation_tokens)
     return LanguageTrainer(
         recipe.training,
