@@ -104,7 +104,7 @@ def losses(folder):
     return [record["loss"] for record in Run(folder).metrics() if record["kind"] in ("train", "evaluation")]
 
 
-def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, tmp_path):
+def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, tmp_path, monkeypatch):
     done = cli("train", recipe, "--run", "runs/a", "--quiet")
     assert done.code == 0, done.err
     folder = tmp_path / "runs/a"
@@ -128,10 +128,18 @@ def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, t
     assert evaluated.code == 0, evaluated.err
     assert f"{held_out['loss']:.4f}" in evaluated.out
     assert json.loads(cli("evaluate", "runs/a", "--json").out)["targets"] == held_out["targets"]
+    assert json.loads(cli("evaluate", "runs/a", "--json", "--tokens", 100).out)["targets"] < held_out["targets"] / 2
+    assert cli("evaluate", "runs/a").code == 0
     assert "must be validation" in cli("evaluate", "runs/a", "--split", "test").err
 
     written = cli("generate", "runs/a", "the river", "-n", 12, "--raw", "--temperature", 0, "--dtype", "float32", "-q")
     assert written.code == 0, written.err
+    newest = ("runs/a/checkpoints/step-000000012", "the river", "-n", 12, "--raw", "--temperature", 0)
+    assert cli("generate", *newest, "--dtype", "float32", "-q").out == written.out
+    monkeypatch.chdir(folder / "checkpoints/step-000000008")
+    older = cli("generate", ".", "the river", "-n", 12, "--raw", "-q")
+    assert older.code == 0, older.err
+    monkeypatch.chdir(tmp_path)
     assert cli("predict", "runs/a", "text.jsonl").code == 2
 
     assert cli("train", recipe, "--run", "runs/b", "--seed", 4, "-q").code == 0
@@ -318,6 +326,7 @@ MISTAKES = [
     (["data.long_documents='refuse'", "data.max_length=20"], "longer than 20 tokens"),
     (["packing.tokens=10000", "packing.microbatches=2"], "do not fit into 2 microbatches"),
     (["training.start='nowhere'"], "nowhere"),
+    (["training.precision=float32"], "should be 'bf16' or 'fp32', got 'float32'"),
     (["training.stepz=3"], "did you mean 'steps'"),
     (["parallel.schedule='1f2b'"], "parallel.schedule"),
 ]

@@ -65,10 +65,20 @@ def test_ladders_that_no_family_has_are_refused() -> None:
     with pytest.raises(PlanError, match="not to be had"):
         ladder(BASE, 100, 1e5, 5)
     with pytest.raises(PlanError, match="not to be had"):
-        ladder(BASE, 3e4, 6e4, 12)
+        ladder(BASE, 3e4, 6e4, 20)
     for smallest, largest, count in [(0, 1e5, 3), (1e5, 1e4, 3), (1e4, 1e5, 1)]:
         with pytest.raises(PlanError, match="no ladder"):
             ladder(BASE, smallest, largest, count)
+
+
+@pytest.mark.parametrize("ratio", [20, 80, 200])
+def test_budgets_of_minutes_find_sizes_though_small_models_are_far_apart(ratio: float) -> None:
+    base, budgets = BASE.model_copy(update={"vocabulary": 264}), [3e11, 1e12, 3e12]
+    sizes = sizes_for(base, budgets, tokens_per_parameter=ratio)
+    plan = make_plan(budgets, sizes=sizes, tokens_per_step=2048, tokens_per_parameter=ratio)
+    assert {budget: sum(run.budget == budget for run in plan) >= 4 for budget in budgets} == dict.fromkeys(
+        budgets, True
+    )
 
 
 def test_every_run_costs_its_budget_in_whole_steps_and_sizes_lie_on_both_sides_of_the_optimum() -> None:

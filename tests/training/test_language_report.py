@@ -99,7 +99,7 @@ def test_the_report_shows_what_the_run_holds(tmp_path: Path) -> None:
         *(
             "134,515,008",
             "shard 2 \u00d7 context 2",
-            "bfloat16",
+            "bf16",
             "per document",
             "smollm2, fingerprint 3f1a9c0be2d4, 49,152 vocab size",
         ),

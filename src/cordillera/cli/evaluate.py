@@ -7,12 +7,20 @@ from typing import Annotated
 
 import typer
 
+from cordillera.errors import Interrupted
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     split: Annotated[
         str | None,
         typer.Option(help="train, validation or test. Default: test; of a language model, what was held out."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Most tokens of a language model's held-out text. Default: the recipe's evaluation_tokens."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
 ) -> None:
@@ -21,7 +29,10 @@ def evaluate(
     from cordillera.cli._show import console, evaluation_table, language_line
     from cordillera.training.evaluation import Evaluation
 
-    evaluation = workflows.evaluate(run, split)
+    try:
+        evaluation = workflows.evaluate(run, split, tokens=tokens)
+    except KeyboardInterrupt:
+        raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
     if not isinstance(evaluation, Evaluation):
         if json:
             import json as encoder

@@ -27,6 +27,7 @@ from cordillera.distributed.job import stopped_by_signals
 from cordillera.errors import CheckpointError, DependencyError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.precision import Precision
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
@@ -65,7 +66,7 @@ class TrainingConfig(BaseModel):
 
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     learning_rate: float = Field(1e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -166,12 +167,12 @@ def select_device(name: str) -> torch.device:
     return device
 
 
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
     """The autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def scorer(model: RankingModel, device: torch.device, precision: str) -> Callable[[RankingBatch], Tensor]:
+def scorer(model: RankingModel, device: torch.device, precision: Precision) -> Callable[[RankingBatch], Tensor]:
     """A function from a batch to logits, without gradients and in evaluation mode.
 
     Args:

@@ -31,12 +31,13 @@ from cordillera.data.text_corpora import TextCorpora, prepare_corpora, text_iden
 from cordillera.distributed.job import Job, join_job
 from cordillera.distributed.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.errors import CheckpointError, DataError, DependencyError, PlanError, RecipeError
+from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
+from cordillera.numerics.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run, RunError, next_folder, write_atomically
 from cordillera.serving.language_model import find_model
@@ -163,7 +164,9 @@ def train(
     return LanguageOutcome(run, report)
 
 
-def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> LanguageEvaluation:
+def evaluate(
+    run: Run, recipe: LanguageRecipe, split: str = "validation", tokens: int | None = None
+) -> LanguageEvaluation:
     """Evaluate the newest checkpoint of a run in this process, on whatever mesh it was trained, and write
     ``evaluation.json``.
 
@@ -171,17 +174,23 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
         run: The run.
         recipe: That stands in its folder.
         split: ``validation``: the documents that were held out.
+        tokens: Evaluate on about so many of them at most. Default: ``training.evaluation_tokens`` of the recipe.
 
     Raises:
         RunError: there is no such split, or nothing was held out.
         CheckpointError: there is no checkpoint, or it is corrupt.
+        Interrupted: Ctrl-C or SIGTERM ended it; what ``evaluation.json`` held before is left.
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
     alone = recipe.model_copy(update={"parallel": ParallelConfig()})
+    if tokens is not None:
+        training = recipe.training.model_copy(update={"evaluation_tokens": tokens})
+        alone = alone.model_copy(update={"training": training})
     device = select_device(recipe.device).type
     if not steps(run.checkpoints):
         raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
+    prepare_corpora(recipe.data)  # in no job yet: Ctrl-C ends it at once
     with join_job(device, alone.parallel.deadline_s) as job:
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -190,7 +199,11 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
             raise RunError("nothing was held out", where="data.held_out", remedy="give data.validation, or hold out")
         state = trainer.checkpoints.restore(trainer.engine)
         assert state is not None
-        found = trainer.evaluate()
+        try:
+            found = trainer.evaluate()
+        except Interrupted as error:
+            remedy = f"an upper bound makes it shorter: cordillera evaluate {run.folder} --tokens 100000"
+            raise Interrupted(f"{error.what}; nothing was written", where=str(run.folder), remedy=remedy) from None
     write_evaluation(run, state["step"], state["tokens"], found)
     return found
 
@@ -420,8 +433,8 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
                 remedy="give all machines the same files",
             )
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
-    peak = peak_flops(device, torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32)
-    held_out = held_out_batches(corpora, recipe.packing)
+    peak = peak_flops(device, compute_dtype(recipe.training.precision))
+    held_out = held_out_batches(corpora, recipe.packing, tokens=recipe.training.evaluation_tokens)
     return LanguageTrainer(
         recipe.training,
         engine,

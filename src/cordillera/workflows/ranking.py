@@ -21,7 +21,7 @@ from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import FeatureSpec
 from cordillera.data.loader import Loader
-from cordillera.errors import DataError
+from cordillera.errors import DataError, Interrupted
 from cordillera.models import flops
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
@@ -376,7 +376,8 @@ def sweep(
 
     Raises:
         RecipeError: some size is not a valid recipe; nothing is trained then.
-        RunError: a folder of the sweep holds a run of another recipe, or training was interrupted.
+        RunError: a folder of the sweep holds a run of another recipe.
+        Interrupted: training was; what was trained is saved.
         DataError: there are fewer than three sizes.
     """
     if len(sizes) < 3:
@@ -402,8 +403,8 @@ def sweep(
             say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
             outcome = train(recipe, place, resume=exists, watch=watch)
             if outcome.report.ended == "interrupted":
-                raise RunError(
-                    "the sweep was interrupted; everything is saved",
+                raise Interrupted(
+                    "this run is not finished; everything is saved",
                     where=str(place),
                     remedy="give the same command again to go on",
                 )
