@@ -21,13 +21,10 @@ from typing import Any
 import numba
 import numpy as np
 
+from cordillera.kernels.cached_rows import FINE, FORMATS, NOT_FINITE, TOO_LARGE
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.numba_random import absorb, fraction, seeded
 from cordillera.kernels.numba_support import reinterpret
-
-FORMATS = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3}
-ROUNDINGS = {"nearest": 0, "stochastic": 1}
-FINE, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
 _FP32, _FP16, _INT8 = FORMATS["fp32"], FORMATS["fp16"], FORMATS["int8"]
 _NEAREST, _STOCHASTIC, _DOWN, _UP = 0, 1, 2, 3
@@ -171,7 +168,9 @@ def fits(kind: int, low: Any, high: Any, finite: bool) -> int:
 
 
 @compiled()
-def _codes(source: Any, target: Any, bias: Any, inverse: Any, most: Any, rounding: int, state: Any, update: int) -> None:
+def _codes(
+    source: Any, target: Any, bias: Any, inverse: Any, most: Any, rounding: int, state: Any, update: int
+) -> None:
     """Round ``(source - bias) * inverse`` to whole numbers from 0 to ``most``."""
     if rounding == _NEAREST:
         for d in range(source.size):
