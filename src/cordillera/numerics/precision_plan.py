@@ -47,6 +47,7 @@ class Choice:
 
     @property
     def shape(self) -> Shape:
+        """Of the product."""
         return Shape(self.rows, self.outputs, self.inputs)
 
 

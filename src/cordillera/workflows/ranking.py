@@ -21,6 +21,7 @@ from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import FeatureSpec
 from cordillera.data.loader import Loader
+from cordillera.embeddings.cached_tables import require_cpu
 from cordillera.errors import DataError, Interrupted
 from cordillera.models import flops
 from cordillera.models.ranking import build
@@ -127,6 +128,7 @@ def train(
         TrainingError: the loss is not finite.
     """
     device = select_device(recipe.device)
+    require_cpu(recipe.tables, device)
     with _threads(recipe.threads):
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
