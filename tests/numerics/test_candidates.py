@@ -90,15 +90,39 @@ def test_constant_and_zero_weights(one: Candidate) -> None:
         assert float((found - exact).abs().max()) < 0.06 * max(1.0, float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["int8 dynamic x86", "int8 static", "int8 weights", "fp16 weights"])
+@pytest.mark.parametrize("name", list(CANDIDATES))
 def test_weights_that_do_not_fit_are_refused(name: str) -> None:
     x, weight, _ = case(4, 32, 32)
     weight[3, 5] = math.nan
-    with pytest.raises(NumericsError, match=r"channel 3|fit into fp16"):
+    with pytest.raises(NumericsError, match="channel 3, input 5"):
         candidate(name).pack(weight, None, x)
+    weight[3, 5] = 1e5
+    with pytest.raises(NumericsError, match="fit into fp16"):
+        candidate("fp16 weights").pack(weight, None, x)
 
 
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(NumericsError, match="one of fp32, bf16"):
         candidate("int3")
     assert [one.name for one in chosen(["bf16"])] == ["fp32", "bf16"]
+
+
+def test_small_channels_keep_their_digits() -> None:
+    x, weight, _ = case(16, 32, 32)
+    weight *= torch.logspace(-12, 0, 32).unsqueeze(1)
+    found = candidate("int8 weights").pack(weight, None, x)(x)
+    exact = x.double() @ weight.double().T
+    assert min(Accuracy.of(found[:, n], exact[:, n]).sqnr_db for n in range(32)) > 30
+
+
+@pytest.mark.parametrize("one", CANDIDATES.values(), ids=list(CANDIDATES))
+def test_what_is_kept_is_small_and_whole(one: Candidate) -> None:
+    """A kernel of what was kept, copied, is that of the weight."""
+    x, weight, bias = case(16, 32, 64)
+    if reason := one.supports(Shape(16, 32, 64), CPU):
+        pytest.skip(reason)
+    stored = one.store(weight, x)
+    again = {name: tensor.clone() for name, tensor in stored.items()}
+    assert torch.equal(one.load(again, bias)(x), one.pack(weight, bias, x)(x))
+    bits = {"fp32": 32, "bf16": 16, "fp16 weights": 16, "int4 weights": 5}.get(one.name, 9)
+    assert sum(t.numel() * t.element_size() for t in stored.values()) <= bits / 8 * weight.numel() + 8

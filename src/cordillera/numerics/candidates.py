@@ -20,11 +20,15 @@ from torch.nn import functional as F
 from cordillera.errors import NumericsError
 
 _GROUP = 32  # inputs that share a scale in int4
-_SMALLEST_SCALE = 6.1e-5  # about the least normal number of fp16, as FBGEMM's
+_SMALLEST_SCALE = 6.1e-5  # of activations, as FBGEMM's
+_SMALLEST_WEIGHT_SCALE = 2.0**-100
 _LARGEST_FP16 = 65504.0
 
 Kernel = Callable[[Tensor], Tensor]
 """``float32 [M, K] -> float32 [M, N]``."""
+
+Stored = dict[str, Tensor]
+"""A weight as a candidate keeps it: ``weight``, and scales or ranges where it has any."""
 
 
 class Shape(NamedTuple):
@@ -49,19 +53,32 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: What plans call it.
-        pack: From ``weight [N, K]``, ``bias [N]`` or None, and rows ``[R, K]`` to calibrate ranges on or None.
-        needs: What it cannot do without: ``(weight's device, K, N)`` to a reason why it cannot be used, or None.
+        store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
+        load: From what is kept and ``bias [N]`` or None to a kernel.
+        needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
         calibrated: Whether its ranges come from calibration rows: it then knows one layer's inputs and no gradient's.
         emulated: Whether its arithmetic is imitated here: its error counts, its time does not.
-        bits: Of a stored weight.
     """
 
     name: str
-    pack: Callable[[Tensor, Tensor | None, Tensor | None], Kernel]
+    store: Callable[[Tensor, Tensor | None], Stored]
+    load: Callable[[Stored, Tensor | None], Kernel]
     needs: Callable[[torch.device, int, int], str | None]
     calibrated: bool = False
     emulated: bool = False
-    bits: float = 32.0
+
+    def pack(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
+        """A kernel of a weight.
+
+        Args:
+            weight: ``[N, K]``.
+            bias: ``[N]`` or None.
+            rows: ``[R, K]`` to calibrate a range on, or None.
+
+        Raises:
+            NumericsError: the weight is not finite, or does not fit the format.
+        """
+        return self.load(self.store(weight, rows), bias)
 
     def supports(self, shape: Shape, device: torch.device) -> str | None:
         """Why it cannot compute a product; None where it can.
@@ -96,71 +113,95 @@ def _in_groups(device: torch.device, inputs: int, outputs: int) -> str | None:
     return _on_cpu(device, inputs, outputs)
 
 
-def _fp32(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
+def _finite(weight: Tensor) -> Tensor:
+    """The weight in float32.
+
+    Raises:
+        NumericsError: a number of it is not finite.
+    """
     weight = weight.detach().float().contiguous()
-    return lambda x: F.linear(x, weight, bias)
+    bad = ~torch.isfinite(weight)
+    if bool(bad.any()):
+        channel, column = (int(i) for i in bad.nonzero()[0])
+        raise NumericsError(
+            f"output channel {channel}, input {column} is {float(weight[channel, column])}", where="weight",
+            remedy="no precision mends that; train the run again, or take an earlier checkpoint",
+        )  # fmt: skip
+    return weight
 
 
-def _bf16(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
-    weight = weight.detach().to(torch.bfloat16).contiguous()
+def _plain(weight: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Stored:
+    weight = _finite(weight)
+    if dtype == torch.float16 and weight.numel() and float(weight.abs().max()) > _LARGEST_FP16:
+        raise NumericsError(f"a weight of {float(weight.abs().max()):g} does not fit into fp16", where="weight")
+    return {"weight": weight.to(dtype)}
 
+
+def _load_fp32(stored: Stored, bias: Tensor | None) -> Kernel:
+    return lambda x: F.linear(x, stored["weight"], bias)
+
+
+def _load_bf16(stored: Stored, bias: Tensor | None) -> Kernel:
     def run(x: Tensor) -> Tensor:
-        y = F.linear(x.to(torch.bfloat16), weight).float()
+        y = F.linear(x.to(torch.bfloat16), stored["weight"]).float()
         return y if bias is None else y.add_(bias)
 
     return run
 
 
-def _fp16_weights(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
-    largest = float(weight.detach().abs().max())
-    if not largest <= _LARGEST_FP16:
-        raise NumericsError(f"a weight of {largest:g} does not fit into fp16", where="fp16 weights")
-    packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), bias)
+def _load_fp16(stored: Stored, bias: Tensor | None) -> Kernel:
+    packed = torch.ops.quantized.linear_prepack_fp16(stored["weight"].float(), bias)
     return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed))
 
 
-def _int8_weight(weight: Tensor) -> Tensor:
-    """Symmetric, with a scale an output channel."""
-    weight = weight.detach().float()
-    scale = weight.abs().amax(1).double().clamp(min=_SMALLEST_SCALE * 127) / 127
-    if not bool(torch.isfinite(scale).all()):
-        channel = int((~torch.isfinite(scale)).nonzero()[0])
-        raise NumericsError(f"output channel {channel} has a weight that is not finite", where="int8")
+def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
+    """Symmetric, with a scale an output channel, and the range of the rows if there are any."""
+    weight = _finite(weight)
+    scale = (weight.abs().amax(1) / 127).clamp(min=_SMALLEST_WEIGHT_SCALE)
+    stored = {"weight": (weight / scale.unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8), "scale": scale}
+    if rows is not None:
+        if not bool(torch.isfinite(rows).all()):
+            raise NumericsError("rows to calibrate on are not finite", where="rows")
+        ends = [rows.min(), rows.max()] if rows.numel() else [rows.new_zeros(())] * 2
+        stored["range"] = torch.stack(ends).float()
+    return stored
+
+
+def _prepacked(stored: Stored, bias: Tensor | None, engine: str) -> Any:
+    before = torch.backends.quantized.engine
+    scale = stored["scale"].double()
     with warnings.catch_warnings():
         # Only the tensors that torch's engines pack are made this way; it says that they are to go some day.
         warnings.simplefilter("ignore", UserWarning)
-        return torch.quantize_per_channel(weight, scale, torch.zeros_like(scale, dtype=torch.int64), 0, torch.qint8)
-
-
-def _prepacked(weight: Tensor, bias: Tensor | None, engine: str) -> Any:
-    before = torch.backends.quantized.engine
+        weight = torch._make_per_channel_quantized_tensor(
+            stored["weight"], scale, torch.zeros_like(scale, dtype=torch.int64), 0
+        )
     try:
         torch.backends.quantized.engine = engine
-        return torch.ops.quantized.linear_prepack(_int8_weight(weight), bias)
+        return torch.ops.quantized.linear_prepack(weight, bias)
     finally:
         torch.backends.quantized.engine = before
 
 
-def _int8_dynamic(weight: Tensor, bias: Tensor | None, rows: Tensor | None, engine: str) -> Kernel:
-    packed = _prepacked(weight, bias, engine)
+def _load_int8_dynamic(stored: Stored, bias: Tensor | None, engine: str) -> Kernel:
+    packed = _prepacked(stored, bias, engine)
     # Seven bits keep processors without VNNI from saturating 16-bit sums; elsewhere they would cost 6 dB for nothing.
     reduced = not torch.cpu._is_vnni_supported()
     return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic(x, packed, reduced))
 
 
-def _int8_static(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
-    assert rows is not None
-    packed = _prepacked(weight, bias, "x86")
-    lowest, highest = min(0.0, float(rows.min())), max(0.0, float(rows.max()))
+def _load_int8_static(stored: Stored, bias: Tensor | None) -> Kernel:
+    packed = _prepacked(stored, bias, "x86")
+    lowest, highest = stored["range"].tolist()
+    lowest, highest = min(0.0, lowest), max(0.0, highest)
     scale = max((highest - lowest) / 255, _SMALLEST_SCALE)
     zero = min(255, max(0, round(-lowest / scale)))
     run = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     return _with_lost_rows(lambda x: run(x, scale, zero, packed))
 
 
-def _int8_weights(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
-    quantized = _int8_weight(weight)
-    payload, scale = quantized.int_repr().contiguous(), quantized.q_per_channel_scales().to(torch.bfloat16)
+def _load_int8_weights(stored: Stored, bias: Tensor | None) -> Kernel:
+    payload, scale = stored["weight"], stored["scale"].to(torch.bfloat16)
 
     def run(x: Tensor) -> Tensor:
         y = torch._weight_int8pack_mm(x.to(torch.bfloat16), payload, scale).float()
@@ -169,17 +210,24 @@ def _int8_weights(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> K
     return run
 
 
-def _int4_weights(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
-    weight = weight.detach().float()
+def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
+    """Two codes a byte, low first; scale and lowest number of each group of 32 inputs."""
+    weight = _finite(weight)
     n, k = weight.shape
     groups = weight.reshape(n, k // _GROUP, _GROUP)
     lowest, highest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-    scale = ((highest - lowest) / 15).clamp(min=_SMALLEST_SCALE)
-    # The kernel takes a value as (q - 8) * scale + zero.
-    zero = lowest + 8 * scale
-    payload = ((groups - lowest.unsqueeze(2)) / scale.unsqueeze(2)).round_().clamp_(0, 15).to(torch.int32).view(n, k)
-    packed = torch._convert_weight_to_int4pack_for_cpu(payload, 1)
-    of_groups = torch.stack([scale, zero], 2).transpose(0, 1).contiguous().to(torch.bfloat16)  # [K / group, N, 2]
+    scale = ((highest - lowest) / 15).clamp(min=_SMALLEST_WEIGHT_SCALE)
+    codes = ((groups - lowest.unsqueeze(2)) / scale.unsqueeze(2)).round_().clamp_(0, 15).to(torch.uint8).view(n, k)
+    # The kernel takes a value as (code - 8) * scale + zero.
+    of_groups = torch.stack([scale, lowest + 8 * scale], 2).to(torch.bfloat16)
+    return {"weight": codes[:, ::2] | (codes[:, 1::2] << 4), "scale": of_groups}
+
+
+def _load_int4(stored: Stored, bias: Tensor | None) -> Kernel:
+    pairs = stored["weight"]
+    codes = torch.stack([pairs & 15, pairs >> 4], 2).view(len(pairs), -1).to(torch.int32)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    of_groups = stored["scale"].transpose(0, 1).contiguous()  # [K / group, N, 2]
 
     def run(x: Tensor) -> Tensor:
         y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, _GROUP, of_groups).float()
@@ -203,21 +251,24 @@ def _with_lost_rows(run: Kernel) -> Kernel:
     return guarded
 
 
-def fp8_rows(weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Kernel:
+def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
+    payload, scale = _fp8_rows(_finite(weight))
+    return {"weight": payload, "scale": scale}
+
+
+def load_fp8(stored: Stored, bias: Tensor | None) -> Kernel:
     """Both operands in e4m3 with a scale a row (torch's ``_scaled_mm``, row-wise).
 
     Args:
-        weight: ``[N, K]``.
+        stored: ``weight [N, K]`` in e4m3 and ``scale [N, 1]``.
         bias: ``[N]`` or None.
-        rows: Not needed.
     """
-    packed, scale = _fp8_rows(weight.detach().float())
 
     def run(x: Tensor) -> Tensor:
         if not len(x):
-            return x.new_zeros(0, len(packed))
+            return x.new_zeros(0, len(stored["weight"]))
         payload, of_rows = _fp8_rows(x)
-        y = torch._scaled_mm(payload, packed.T, of_rows, scale.T, out_dtype=torch.float32)
+        y = torch._scaled_mm(payload, stored["weight"].T, of_rows, stored["scale"].T, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
 
     return run
@@ -235,19 +286,17 @@ def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 CANDIDATES: dict[str, Candidate] = {
     one.name: one
     for one in (
-        Candidate("fp32", _fp32, _anywhere),
-        Candidate("bf16", _bf16, _anywhere, bits=16),
-        Candidate("fp16 weights", _fp16_weights, partial(_with_engine, "x86"), bits=16),
+        Candidate("fp32", partial(_plain, dtype=torch.float32), _load_fp32, _anywhere),
+        Candidate("bf16", partial(_plain, dtype=torch.bfloat16), _load_bf16, _anywhere),
+        Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
         *(
-            Candidate(
-                f"int8 dynamic {engine}", partial(_int8_dynamic, engine=engine), partial(_with_engine, engine), bits=8
-            )
-            for engine in ("x86", "onednn")
+            Candidate(f"int8 dynamic {e}", _int8, partial(_load_int8_dynamic, engine=e), partial(_with_engine, e))
+            for e in ("x86", "onednn")
         ),
-        Candidate("int8 static", _int8_static, partial(_with_engine, "x86"), calibrated=True, bits=8),
-        Candidate("int8 weights", _int8_weights, _in_groups, bits=8),
-        Candidate("int4 weights", _int4_weights, _in_groups, bits=5),
-        Candidate("fp8 rows", fp8_rows, _on_cpu, emulated=True, bits=8),
+        Candidate("int8 static", _int8, _load_int8_static, partial(_with_engine, "x86"), calibrated=True),
+        Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
+        Candidate("int4 weights", _int4, _load_int4, _in_groups),
+        Candidate("fp8 rows", _store_fp8, load_fp8, _on_cpu, emulated=True),
     )
 }
 """By name. ``fp32`` is the reference that every plan may fall back to."""
