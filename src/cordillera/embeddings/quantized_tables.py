@@ -73,21 +73,27 @@ class QuantizedTables(EmbeddingTables):
 
     @classmethod
     def of(
-        cls, tables: EmbeddingTables, kinds: Mapping[str, str], method: Literal["minmax", "greedy"] = "greedy"
+        cls, tables: EmbeddingTables, kinds: Mapping[str, str], made: dict[tuple[str, str], Tensor] | None = None
     ) -> QuantizedTables:
         """Trained tables in other formats.
 
         Args:
             tables: As they were trained.
-            kinds: Format of every table.
-            method: How ranges of 4-bit rows are chosen.
+            kinds: Format of every table; 4-bit rows get greedy ranges.
+            made: Tables that were encoded before, by name and format; new ones but those of fp32 are added.
 
         Raises:
             NumericsError: a row holds NaN, infinity, or what its format cannot keep.
         """
         found = cls(tables.features, tables.embedding_dim, kinds)
         for name in tables.features.tables:
-            found.rows_of(name).copy_(encoded(tables.table(name), found.kinds[name], name, method))
+            key = name, found.kinds[name]
+            rows = None if made is None else made.get(key)
+            if rows is None:
+                rows = encoded(tables.table(name), found.kinds[name], name)
+                if made is not None and found.kinds[name] != "fp32":
+                    made[key] = rows
+            found.rows_of(name).copy_(rows)
         return found
 
     def rows_of(self, name: str) -> Tensor:

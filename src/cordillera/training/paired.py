@@ -45,7 +45,7 @@ def relative_change(
     mean = float((weights * (losses - reference)).sum()) / total
     influence = weights * (losses - reference - mean * reference) / total
     if groups is not None:
-        influence = np.bincount(np.unique(groups, return_inverse=True)[1], weights=influence)
+        influence = np.asarray(np.bincount(np.unique(groups, return_inverse=True)[1], weights=influence), np.float64)
     count = influence.size
     if count < 2:
         return Change(mean, -math.inf, math.inf)

@@ -28,6 +28,7 @@ from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import Recipe
 from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
+from cordillera.serving import quantized_model
 from cordillera.training import scaling_laws
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
@@ -246,7 +247,12 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
 
 
 def predict(
-    run: Run | Path | str, file: Path | str, out: Path | str | None = None, *, batch_size: int = 8192
+    run: Run | Path | str,
+    file: Path | str,
+    out: Path | str | None = None,
+    *,
+    batch_size: int = 8192,
+    quantized: bool = False,
 ) -> tuple[Path, int]:
     """Score a file of samples and write the scores beside the samples' ids.
 
@@ -257,6 +263,7 @@ def predict(
             schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in float64. The file
             is there whole or not at all.
         batch_size: Samples scored at a time.
+        quantized: Score with the model that ``cordillera quantize`` made of the run.
 
     Returns:
         The file that was written and its number of rows.
@@ -278,8 +285,14 @@ def predict(
     encoder = Encoder.load(run.folder / "encoder")
     tasks = tuple(run.read_json("model.json")["tasks"])
     with _threads(recipe.threads):
-        _, model = load_model(run, replace(encoder.features, tasks=tasks), device)
-        score = scorer(model, device, recipe.training.precision)
+        features = replace(encoder.features, tasks=tasks)
+        if quantized:
+            device = torch.device("cpu")
+            model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
+            score = scorer(model, device, "fp32")
+        else:
+            _, model = load_model(run, features, device)
+            score = scorer(model, device, recipe.training.precision)
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         rows = 0
