@@ -25,7 +25,7 @@ from cordillera.numerics.quantizers import AffineParameters, check_finite, choos
 BINS = 2048
 _FINEST = 40  # binary digits that bins resolve of the largest absolute value
 _LEAST_EXPONENT = -200  # of bins; below float32's smallest number
-_GRID = 48  # ends tried on each side of the range, in each of
+_GRID = 24  # ends tried on each side of the range, in each of
 _ROUNDS = 3  # rounds, each around the best of the last
 _NOISE = 1e-13  # of an error in closed form, against the range: what float64 loses in differences
 _PERCENTILE = 0.99
