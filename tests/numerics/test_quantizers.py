@@ -96,7 +96,7 @@ def test_each_block_is_quantised_as_if_it_were_alone(seed: int, rows: int, colum
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), scale=st.floats(1e-4, 10), zero_point=st.integers(0, 255))
 def test_codes_are_those_of_torch(seed: int, scale: float, zero_point: int) -> None:
-    x = torch.randn(5, 37, generator=torch.Generator().manual_seed(seed)) * 20
+    x = torch.randn(500, 37, generator=torch.Generator().manual_seed(seed)) * 20
     given_ = AffineParameters(torch.tensor([scale]), torch.tensor([zero_point]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch deprecates its tensors of this dtype

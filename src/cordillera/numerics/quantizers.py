@@ -191,21 +191,26 @@ def check_finite(x: Tensor, where: str) -> None:
 
 
 def encode_integers(x: Tensor, scale: Tensor, zero_point: Tensor | None, format: IntegerFormat) -> Tensor:
-    """Codes of finite values as FBGEMM makes them: times the scale's float32 reciprocal, ties to even, clamped.
+    """Codes of finite values as FBGEMM's ``Quantize`` makes them: times the float32 reciprocal of the scale, clamped.
+
+    The zero point is added in the same operation, rounded once to float32 (a fused multiply-add); then the sum is
+    rounded to a whole number, ties to even.
 
     Args:
         x: ``float32``.
         scale: ``float32``, broadcasts to ``x``.
-        zero_point: ``int32``, broadcasts to ``x``; added after rounding. None for zero.
+        zero_point: ``int32``, broadcasts to ``x``. None for zero.
         format: Of the codes.
 
     Returns:
         ``int8`` or ``uint8`` of the shape of ``x``.
     """
-    codes = (x * (1.0 / scale)).round_()
-    if zero_point is not None:
-        codes += zero_point.float()
-    return codes.clamp_(format.lowest, format.highest).to(torch.int8 if format.signed else torch.uint8)
+    reciprocal = 1.0 / scale
+    if zero_point is None:
+        codes = x * reciprocal
+    else:  # float64 holds the product exactly
+        codes = (x.double() * reciprocal.double() + zero_point.double()).float()
+    return codes.round_().clamp_(format.lowest, format.highest).to(torch.int8 if format.signed else torch.uint8)
 
 
 def quantize(
