@@ -32,7 +32,7 @@ class RowCache(nn.Module):
         tags: ``int32 [slots]``, the row that a line holds, -1 for none.
         ranks: ``int32 [slots]``: the last update of a line (``lru``), or how many used its row (``lfu``).
         states: ``uint8 [slots]``, 1 where a line differs from its encoded row.
-        counts: ``uint8 [rows]``, updates that used each row outside the cache, at most 255 (``lfu``; empty for ``lru``).
+        counts: ``uint8 [rows]``, updates that used each row outside the cache, at most 255 (empty for ``lru``).
         events: ``int64 [5]``, see :meth:`statistics`.
 
     Args:

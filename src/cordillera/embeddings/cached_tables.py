@@ -122,7 +122,7 @@ class CachedEmbeddingTables(EmbeddingTables):
         return self._read(start, rows)
 
     def clear_columns(self, first: int) -> None:
-        """Set the columns from ``first`` on to zero, in all rows; those outside the cache are encoded anew.
+        """Set the columns from ``first`` on to zero, in all rows, as exactly as the format of the rows can.
 
         Raises:
             TrainingError: rows have been updated already.

@@ -38,7 +38,7 @@ class TablesConfig(SparseOptimizer):
         rounding: How updated rows are rounded to that: ``stochastic`` is on average right, ``nearest`` loses what is
             less than half a step.
         cache: The share of the rows that a cache keeps in float32; 0 for no cache.
-        cache_policy: Which rows the cache keeps: those updated last (``lru``) or most often (``lfu``).
+        cache_policy: Which rows the cache keeps: those updated most often (``lfu``) or last (``lru``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +47,7 @@ class TablesConfig(SparseOptimizer):
     rows: RowKind = "fp32"
     rounding: RowRounding = "stochastic"
     cache: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
-    cache_policy: CachePolicy = "lru"
+    cache_policy: CachePolicy = "lfu"
 
     @property
     def are_encoded(self) -> bool:

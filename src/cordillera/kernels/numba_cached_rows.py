@@ -1,7 +1,7 @@
 """Lookup and update of tables whose rows are kept in few bits behind a set-associative cache of float32 rows.
 
-A lookup reads a row from the cache where it is there and decodes it where it is not; it changes nothing. An update takes
-a batch's distinct rows, once each:
+A lookup reads a row from the cache where it is there and decodes it where it is not; it changes nothing. An update
+takes a batch's distinct rows, once each:
 
     1. placement, by set: rows in the cache are marked as in use; every other row asks its set for a line and gets an
        empty one, or that of the least valuable row which this batch does not use, or none.
@@ -11,7 +11,7 @@ a batch's distinct rows, once each:
 A row is encoded only when its numbers have changed since it was last encoded. Sets are dealt out to threads whole, and
 so are rows; with random numbers keyed by row and update, results are the same, bit for bit, for any number of threads.
 
-Source: Yang et al. 2020 (arXiv 2010.11305), section 3.
+Source: Yang et al. 2020 (arXiv 2010.11305).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _SOON = 8  # positions that a lookup looks ahead
 
 
 @compiled()
-def _set_of(row: int, sets: int) -> int:
-    """Rows that lie side by side, and rows with a common divisor, go to sets that have nothing to do with each other."""
+def _set_of(row: int, sets: int) -> Any:
+    """A hash, so that neither neighbours nor rows with a common divisor crowd into few sets."""
     return np.int64(((mix(np.uint64(row)) >> np.uint64(33)) * np.uint64(sets)) >> np.uint64(31))
 
 
 @compiled()
-def _find(tags: Any, home: int, row: int) -> int:
+def _find(tags: Any, home: int, row: int) -> Any:
     """The slot that holds a row, or -1."""
     wanted, found = np.int32(row), np.int32(-1)
     first = home * WAYS

@@ -6,7 +6,7 @@
 modulo ``2**64``; the 32 random bits are ``state >> 32``. Numbers for tables have the keys (table, row, column, update),
 so that what is drawn for a value depends neither on threads nor on the order of a batch nor on where a row is kept.
 
-Source: the finaliser of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators", figure 17).
+Source: the finaliser of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators").
 """
 
 from __future__ import annotations

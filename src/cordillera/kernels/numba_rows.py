@@ -8,9 +8,9 @@ A row of ``D`` numbers is kept as
     ``int4``  D codes of 4 bits, the lower half of a byte first, float16 scale, float16 bias: D / 2 + 4 bytes
 
 and a code means ``code * scale + bias``. With nearest rounding the bytes are those of FBGEMM and of
-``torch.ops.quantized.embedding_bag_byte_prepack`` and ``_4bit_prepack``. Stochastic rounding takes ``floor(x + u)`` with
-``u`` uniform in [0, 1), so a row that is encoded and decoded is on average what it was (Zhang et al. 2018, "Training
-with low-precision embedding tables"). To leave nothing to be clamped, which would not be unbiased, it rounds the
+``torch.ops.quantized.embedding_bag_byte_prepack`` and ``_4bit_prepack``. Stochastic rounding takes ``floor(x + u)``
+with ``u`` uniform in [0, 1), so a row that is encoded and decoded is on average what it was (Zhang et al. 2018,
+"Training with low-precision embedding tables"). To leave nothing to be clamped, which would not be unbiased, it rounds the
 float16 bias down and the float16 scale up.
 """
 
@@ -40,7 +40,7 @@ _GUARD = np.float32(1e-8)
 
 @compiled()
 def _half_bits(value: Any, direction: int, u: Any) -> Any:
-    """The bits of a float16 beside ``value`` (float32, at most 65504 in size); ``u`` is read to round stochastically."""
+    """The bits of a float16 beside ``value``, a float32 of at most 65504; ``u`` is for stochastic rounding."""
     word = reinterpret(value, _WORD)
     exponent = max(((word >> 23) & 255) - 127, -14)
     # float64 holds the size in units of float16's last place, exactly
