@@ -8,8 +8,8 @@ A page has a folder of its own. What it shows is taken as a reader would take it
 - ``python`` blocks: run one after another in one namespace;
 - ``toml``, ``csv`` and ``text`` blocks with a ``title``: files, written into the folder.
 
-Training commands get a few ``--set``, and text that is generated a few tokens, so that a page takes seconds; nothing else
-of them is changed. What does not need a shell runs in this process.
+Training commands get a few ``--set``, and text that is generated a few tokens, so that a page takes seconds; nothing
+else of them is changed. What does not need a shell runs in this process.
 """
 
 from __future__ import annotations

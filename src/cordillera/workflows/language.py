@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -204,7 +205,7 @@ def evaluate(
         try:
             found = trainer.evaluate()
         except Interrupted as error:
-            remedy = f"an upper bound makes it shorter: cordillera evaluate {run.folder} --tokens 100000"
+            remedy = "give the same command again, with --tokens N to evaluate on a part of it"
             raise Interrupted(f"{error.what}; nothing was written", where=str(run.folder), remedy=remedy) from None
     write_evaluation(run, state["step"], state["tokens"], found)
     return found
@@ -258,6 +259,9 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     learnt = sum(source["tokens"] for source in corpora.facts["sources"])
     held = sum(part["tokens"] for part in corpora.facts["held_out"])
     say(f"      {learnt:,} tokens to learn from, {held:,} held out")
+    wanted, per_step = recipe.training.steps, recipe.packing.tokens
+    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
+    say(f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times")
     batches_of(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
     described = _describe(recipe, corpora)
     if resume:
