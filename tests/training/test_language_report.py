@@ -156,6 +156,7 @@ def test_empty_parts_of_a_bar_are_left_out() -> None:
         ({"data_seconds": lambda one: 0.12 * one["seconds"]}, "12 % of the training time went into waiting for data"),
         ({"exposed_seconds": lambda one: 0.4 * one["seconds"]}, "40 % of the training time went into communication"),
         ({"mfu": 0.123}, "12.3 % of the devices' peak"),
+        ({"mfu": 1.6}, "160 % of the devices' peak (MFU), which cannot be"),
     ],
 )
 def test_what_is_worth_a_look_is_said(tmp_path: Path, changes: dict[str, Any], text: str) -> None:

@@ -25,11 +25,11 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
 ) -> None:
     """Evaluate a run on one split of its data."""
-    from cordillera import workflows
-    from cordillera.cli._show import console, evaluation_table, language_line
-    from cordillera.training.evaluation import Evaluation
-
     try:
+        from cordillera import workflows
+        from cordillera.cli._show import console, evaluation_table, language_line
+        from cordillera.training.evaluation import Evaluation
+
         evaluation = workflows.evaluate(run, split, tokens=tokens)
     except KeyboardInterrupt:
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 from cordillera.training.metrics import _grouped_auc, binary_entropy, cross_entropy, sigmoid
 
@@ -34,7 +34,7 @@ def wilson_interval(rate: float, count: float, level: float = 0.95) -> tuple[flo
     """
     if count <= 0:
         return math.nan, math.nan
-    z = float(stats.norm.ppf((1 + level) / 2))
+    z = float(scipy.stats.norm.ppf((1 + level) / 2))
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -110,7 +110,9 @@ def metric_intervals(
     codes = np.zeros(0, np.int64) if groups is None else np.unique(groups, return_inverse=True)[1]
     count = 0 if groups is None else int(codes.max()) + 1
     clustered = count >= _FEWEST_GROUPS
-    quantile = float(stats.t.ppf((1 + level) / 2, count - 1) if clustered else stats.norm.ppf((1 + level) / 2))
+    quantile = float(
+        scipy.stats.t.ppf((1 + level) / 2, count - 1) if clustered else scipy.stats.norm.ppf((1 + level) / 2)
+    )
     errors: dict[str, tuple[float, float]] = {}
     for name, (value, parts) in estimates.items():
         if clustered:

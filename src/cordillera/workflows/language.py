@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -56,6 +57,8 @@ from cordillera.training.sharded_checkpoints import ShardedCheckpoints
 from cordillera.training.trainer import select_device
 
 Say = Callable[[str], object]
+
+_BEGUN = "run"  # key of the launcher's store: the folder of the run that this job began
 
 
 def _silent(text: str) -> None:
@@ -142,7 +145,7 @@ def train(
     parallel = recipe.parallel
     if size is not None:
         with join_job(device, parallel.deadline_s) as job:
-            run = _prepare_together(job, recipe, folder, resume, say)
+            run, resume = _prepare_together(job, recipe, folder, resume, say)
             report = _train(job, recipe, run, resume, *((watch, say) if job.rank == 0 else (None, _silent)))
         if job.rank > 0:
             return LanguageOutcome(run, report)
@@ -202,7 +205,7 @@ def evaluate(
         try:
             found = trainer.evaluate()
         except Interrupted as error:
-            remedy = f"an upper bound makes it shorter: cordillera evaluate {run.folder} --tokens 100000"
+            remedy = "give the same command again, with --tokens N to evaluate on a part of it"
             raise Interrupted(f"{error.what}; nothing was written", where=str(run.folder), remedy=remedy) from None
     write_evaluation(run, state["step"], state["tokens"], found)
     return found
@@ -256,6 +259,9 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     learnt = sum(source["tokens"] for source in corpora.facts["sources"])
     held = sum(part["tokens"] for part in corpora.facts["held_out"])
     say(f"      {learnt:,} tokens to learn from, {held:,} held out")
+    wanted, per_step = recipe.training.steps, recipe.packing.tokens
+    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
+    say(f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times")
     batches_of(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
     described = _describe(recipe, corpora)
     if resume:
@@ -282,19 +288,29 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     return run
 
 
-def _prepare_together(job: Job, recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
+def _prepare_together(
+    job: Job, recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say
+) -> tuple[Run, bool]:
     """The same where processes were started by a launcher: rank 0 first, then one of each machine, then all go on.
 
-    Preparing text may take longer than a collective is waited for.
+    Preparing text may take longer than a collective is waited for. Processes that the launcher started anew go on with
+    the run that those before them began: the second value says whether a run goes on.
     """
-    place = [str(_prepare(recipe, folder, resume, say).folder) if job.rank == 0 else ""]
+    place: list[Any] = ["", resume]
+    if job.rank == 0:
+        if job.restarts and not resume and job.store.check([_BEGUN]):
+            folder, resume = job.store.get(_BEGUN).decode(), True
+            say(f"processes were started anew ({job.restarts}): {folder} goes on")
+        run = _prepare(recipe, folder, resume, say)
+        job.store.set(_BEGUN, str(run.folder))
+        place = [str(run.folder), resume]
     job.watch.meet("run prepared")
     if os.environ.get("LOCAL_RANK") == "0":
         prepare_corpora(recipe.data)  # where the cache is that of rank 0, this finds it there
     job.watch.meet("text prepared")
     if job.size > 1:
         dist.broadcast_object_list(place)
-    return Run(place[0])
+    return Run(place[0]), place[1]
 
 
 def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:
