@@ -42,7 +42,7 @@ class Decision(Protocol):
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Decision):
     """On which side of a value each output is: logits ``[B, tasks]`` at 0 for a click probability of one half.
 
     Attributes:
@@ -59,7 +59,7 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Argmax:
+class Argmax(Decision):
     """Which class has the largest output, ``[B, classes]``."""
 
     def decide(self, outputs: Tensor) -> Tensor:
@@ -258,10 +258,10 @@ class Replay:
             if region.owner.ndim and region.stored.shape[:-1] != region.owner.shape[:-1]:
                 self.one_by_one[region.name] = "it is an expanded tensor"
                 return
-            if not self._trace_of().reads(region):
+        try:
+            if region.name not in self._lookups and not self._trace_of().reads(region):
                 self.one_by_one[region.name] = "no operator of torch reads it"
                 return
-        try:
             replayed = self.outputs(region, chosen)
         except (RuntimeError, NotImplementedError) as error:
             self.one_by_one[region.name] = f"cannot run over a batch of faults: {str(error).splitlines()[0]}"
@@ -276,9 +276,15 @@ class Replay:
 
     def _trace_of(self) -> _Trace:
         if self._trace is None:
-            self._trace = _Trace()
-            with torch.no_grad(), self._trace:
-                self._suffix()
+            trace = _Trace()
+
+            def run(fault: Tensor) -> Tensor:
+                with trace:
+                    return self._suffix()
+
+            with torch.no_grad():
+                torch.vmap(run)(torch.zeros(1))  # operators are chosen as they will be for a batch of faults
+            self._trace = trace
         return self._trace
 
     def _size(self, region: Region) -> int:

@@ -264,6 +264,7 @@ def heat_map(
         groups: What each column belongs to; neighbours of one group share a heading.
         lowest: The rate of the lightest shade; smaller ones are drawn alike.
     """
+    outline = "stroke:var(--faint);stroke-dasharray:none"
     columns, left, size, top = sorted(groups, reverse=True), 92.0, 26.0, 34.0
     width, height = left + size * len(columns) + 2, top + size * len(rows) + 44
     parts = []
@@ -291,16 +292,16 @@ def heat_map(
             if math.isnan(rate):
                 continue
             parts.append(
-                f'<rect class="grid area s1" stroke-dasharray="none" x="{left + size * i + 1}" y="{y + 1}" '
-                f'width="{size - 2}" height="{size - 2}" style="fill-opacity:{shade(rate):.3f}">'
+                f'<rect class="area s1" x="{left + size * i + 1}" y="{y + 1}" width="{size - 2}" '
+                f'height="{size - 2}" style="{outline};fill-opacity:{shade(rate):.3f}">'
                 f"<title>{escape(name)}, {column}: {rate:.3g}</title></rect>"
             )
     y = top + size * len(rows) + 14
     for i, power in enumerate(range(round(math.log10(lowest)), 1)):
         x = left + 92 * i
         parts.append(
-            f'<rect class="grid area s1" stroke-dasharray="none" x="{x}" y="{y}" width="18" height="18" '
-            f'style="fill-opacity:{shade(10.0**power):.3f}"/>'
+            f'<rect class="area s1" x="{x}" y="{y}" width="18" height="18" '
+            f'style="{outline};fill-opacity:{shade(10.0**power):.3f}"/>'
             f'<text class="tick" x="{x + 24}" y="{y + 14}">{_percents(power)}</text>'
         )
     return (
