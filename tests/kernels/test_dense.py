@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -235,3 +236,15 @@ def test_selected_columns_are_copied_bit_for_bit(dtype: torch.dtype) -> None:
     columns = torch.randint(50, (71,), generator=torch.Generator().manual_seed(0))
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     assert torch.equal(numba_dense.select_columns(source, columns).view(bits), source[:, columns].view(bits))
+
+
+def test_under_vmap_torchs_operators_do_the_same() -> None:
+    """A batch of weights runs through layers whose own kernels know no such batch."""
+    torch.manual_seed(0)
+    x, weights, biases = torch.randn(5, 4), torch.randn(3, 6, 4), torch.randn(3, 6)
+    batched = torch.vmap(lambda weight, bias: linear_relu(x, weight, bias))(weights, biases)
+    one_by_one = torch.stack([linear_relu(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    torch.testing.assert_close(batched, one_by_one)
+    y, shift, scale = torch.randn(2, 5, 3, 4), torch.randn(5, 2, 4), torch.randn(4)
+    norm = partial(stacked_layer_norm, second=shift, residual=torch.zeros(5, 5, 4), weight=scale, bias=scale)
+    torch.testing.assert_close(torch.vmap(norm)(y), torch.stack([norm(part) for part in y]))

@@ -139,3 +139,58 @@ def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
 
 def _decibels(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.1f}"
+
+
+@contextlib.contextmanager
+def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
+    """A progress bar of injected faults.
+
+    Args:
+        out: Where it is drawn.
+        quiet: Draw and say nothing.
+
+    Returns:
+        What :func:`cordillera.workflows.injection.inject` takes as ``watch`` and ``say``.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def watch(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description="faults a bit position")
+
+        def say(text: str) -> None:
+            if not quiet:
+                bar.print(text, markup=False)
+
+        yield watch, say
+
+
+def injection_table(content: dict[str, Any]) -> Table:
+    """The PVF of every component, out of the content of ``injection.json``."""
+    title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
+    table = Table(title=title, title_justify="left")
+    for heading in ("component", "bytes", "faults", "PVF", "95 % interval", "silent", "NaN or inf"):
+        table.add_column(heading, justify="left" if heading == "component" else "right")
+
+    def percent(value: float) -> str:
+        return "undefined" if math.isnan(value) else f"{100 * value:.4f} %"
+
+    for one in content["components"]:
+        pvf = one["pvf"]
+        shares = [one[kind]["value"] / pvf["value"] if pvf["value"] else math.nan for kind in ("silent", "detected")]
+        table.add_row(
+            one["name"],
+            f"{one['bits'] / 8:,.0f}",
+            f"{one['injections']:,}",
+            percent(pvf["value"]),
+            "" if math.isnan(pvf["low"]) else f"{percent(pvf['low'])} to {percent(pvf['high'])}",
+            *("" if math.isnan(share) else f"{share:.0%}" for share in shares),
+        )
+    return table

@@ -14,6 +14,7 @@ from cordillera.cli import (
     doctor,
     evaluate,
     generate,
+    inject,
     isoflop,
     plan,
     predict,
@@ -58,6 +59,7 @@ app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("sweep")(sweep.sweep)
 app.command("isoflop")(isoflop.isoflop)
+app.command("inject")(inject.inject)
 app.command("generate")(generate.generate)
 app.command("plan")(plan.plan)
 app.command("bench", context_settings=bench.CONTEXT)(bench.bench)

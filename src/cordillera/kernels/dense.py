@@ -1,7 +1,7 @@
 """Parts of dense layers that torch's own operators leave slow on CPUs, each with its gradient.
 
-Our own kernels run on CPUs, in float32 and bfloat16; elsewhere and inside ``torch.compile`` torch's operators do the
-same. Second derivatives go through torch's operators everywhere.
+Our own kernels run on CPUs, in float32 and bfloat16; elsewhere, inside ``torch.compile`` and under ``torch.vmap``
+torch's operators do the same. Second derivatives go through torch's operators everywhere.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ _SINGLE = (torch.float32, torch.bfloat16)
 MULTIPLIES_BFLOAT16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def _transformed() -> bool:
+    """Whether only torch's operators will do: they can be compiled and run under ``torch.vmap``."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def _own(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not _transformed()
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -122,7 +127,7 @@ def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tenso
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
         x = for_batched_matmul(x.to(dtype))
-        compute = _products_and_combinations if torch.compiler.is_compiling() else _FactorizationMachine.apply
+        compute = _products_and_combinations if _transformed() else _FactorizationMachine.apply
         return tuple(result.to(dtype) for result in compute(x, *(weight.to(x.dtype) for weight in (y, *weights))))
 
 
@@ -275,7 +280,7 @@ def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal:
     Returns:
         ``[B, p]``, in the dtype of ``x``.
     """
-    if torch.compiler.is_compiling():
+    if _transformed():
         return batched_matmul(x, x.mT).flatten(1)[:, pairs]
     with torch.autocast(x.device.type, enabled=False):
         products: Tensor = _PairwiseDots.apply(for_batched_matmul(x), pairs, column_of, include_diagonal)

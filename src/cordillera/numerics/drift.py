@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import scipy
 import torch
-from scipy import stats
 from torch import Tensor
 
 from cordillera.errors import NumericsError
@@ -130,7 +130,7 @@ def alarms(before: Moments, now: Moments, false_alarms: float = 1e-3) -> list[Al
         raise NumericsError("the numbers that are watched are not those of calibration", where="watch")
     if min(before.count, now.count) < 2:
         raise NumericsError(f"{now.count} samples beside {before.count} of calibration", where="watch")
-    bound = float(stats.norm.isf(false_alarms / 2 / max(1, len(before.names) + 1)))
+    bound = float(scipy.stats.norm.isf(false_alarms / 2 / max(1, len(before.names) + 1)))
     error = (before.variance / before.count + torch.maximum(before.variance, now.variance) / now.count).sqrt()
     difference = now.mean - before.mean
     # A number that never varied and now differs is infinitely far off.

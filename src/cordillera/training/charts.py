@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 
@@ -244,6 +244,76 @@ def stacked_bar(title: str, description: str, parts: Sequence[tuple[str, float]]
         '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(f"{title}. {description}")}">{"".join(boxes)}</svg>'
     )
+
+
+def heat_map(
+    number: int,
+    title: str,
+    description: str,
+    rows: Mapping[str, Mapping[int, float]],
+    groups: Mapping[int, str],
+    lowest: float = 1e-5,
+) -> str:
+    """Rates of rows by column as shades of one colour, on a logarithmic scale up to 1.
+
+    Args:
+        number: Of the drawing; no other chart of the page may have it.
+        title: What it shows.
+        description: What a reader who cannot see it should know.
+        rows: By name, rates in [0, 1] by column; the highest column stands on the left. A rate of 0 is an empty cell.
+        groups: What each column belongs to; neighbours of one group share a heading.
+        lowest: The rate of the lightest shade; smaller ones are drawn alike.
+    """
+    outline = "stroke:var(--faint);stroke-dasharray:none"
+    columns, left, size, top = sorted(groups, reverse=True), 92.0, 26.0, 34.0
+    width, height = left + size * len(columns) + 2, top + size * len(rows) + 44
+    parts = []
+    for group, members in itertools.groupby(range(len(columns)), key=lambda i: groups[columns[i]]):
+        places = list(members)
+        middle = left + size * (places[0] + len(places) / 2)
+        name = group if len(group) * 6 < size * len(places) else group[0]
+        parts.append(f'<text class="label" x="{middle:.1f}" y="12" text-anchor="middle">{escape(name)}</text>')
+        if places[0]:
+            at = left + size * places[0]
+            parts.append(f'<line class="axis" x1="{at}" x2="{at}" y1="2" y2="{top + size * len(rows)}"/>')
+    for i, column in enumerate(columns):
+        parts.append(
+            f'<text class="tick" x="{left + size * (i + 0.5)}" y="{top - 6}" text-anchor="middle">{column}</text>'
+        )
+
+    def shade(rate: float) -> float:
+        return 0.0 if rate <= 0 else 0.08 + 0.92 * max(0.0, 1 - math.log(rate) / math.log(lowest))
+
+    for j, (name, rates) in enumerate(rows.items()):
+        y = top + size * j
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(name)}</text>')
+        for i, column in enumerate(columns):
+            rate = rates.get(column, math.nan)
+            if math.isnan(rate):
+                continue
+            parts.append(
+                f'<rect class="area s1" x="{left + size * i + 1}" y="{y + 1}" width="{size - 2}" '
+                f'height="{size - 2}" style="{outline};fill-opacity:{shade(rate):.3f}">'
+                f"<title>{escape(name)}, {column}: {rate:.3g}</title></rect>"
+            )
+    y = top + size * len(rows) + 14
+    for i, power in enumerate(range(round(math.log10(lowest)), 1)):
+        x = left + 92 * i
+        parts.append(
+            f'<rect class="area s1" x="{x}" y="{y}" width="18" height="18" '
+            f'style="{outline};fill-opacity:{shade(10.0**power):.3f}"/>'
+            f'<text class="tick" x="{x + 24}" y="{y + 14}">{_percents(power)}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="ht{number} hd{number}">'
+        f'<title id="ht{number}">{escape(title)}</title><desc id="hd{number}">{escape(description)}</desc>'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _percents(power: int) -> str:
+    """A power of ten as a percentage."""
+    return f"{100 * 10.0**power:g} %"
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:

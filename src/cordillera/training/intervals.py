@@ -15,29 +15,13 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from cordillera.numerics.intervals import wilson_interval
 from cordillera.training.metrics import _grouped_auc, binary_entropy, cross_entropy, sigmoid
+
+__all__ = ["auc_influence", "interval_unit", "metric_intervals", "wilson_interval"]
 
 _Floats = NDArray[np.float64]
 _FEWEST_GROUPS = 20
-
-
-def wilson_interval(rate: float, count: float, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a binomial rate.
-
-    Args:
-        rate: Observed rate in [0, 1].
-        count: Number of trials; of weighted samples, the effective number ``(sum w)^2 / sum w^2``.
-        level: Confidence.
-
-    Returns:
-        Lower and upper end; NaN when ``count`` is 0. (Wilson 1927.)
-    """
-    if count <= 0:
-        return math.nan, math.nan
-    z = float(scipy.stats.norm.ppf((1 + level) / 2))
-    centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def auc_influence(scores: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> tuple[float, _Floats]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 from cordillera.errors import DataError
 from cordillera.numerics.selection import Change
@@ -50,5 +50,5 @@ def relative_change(
     if count < 2:
         return Change(mean, -math.inf, math.inf)
     error = math.sqrt(float(np.square(influence).sum()) * count / (count - 1))
-    half = float(stats.t.ppf((1 + level) / 2, count - 1)) * error
+    half = float(scipy.stats.t.ppf((1 + level) / 2, count - 1)) * error
     return Change(mean, mean - half, mean + half)

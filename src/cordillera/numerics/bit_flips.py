@@ -1,0 +1,354 @@
+"""Bits of stored weights, flipped and put back to the bit.
+
+A :class:`Region` is memory of a model that holds numbers of one layout: a parameter or buffer as it stands, the packed
+int4 payload of a ``uint8`` tensor, or those columns of fused embedding rows that hold a scale. Its bits have addresses:
+bit ``b`` of number ``i`` is ``i * width + b``, numbers counted in the row-major order of the tensor's shape and bits
+from the lowest, whatever the strides are. What is flipped is the storage itself, by exclusive or on an integer view,
+never a dequantised copy; so two flips of the same bits leave the model as it was, payloads of NaN included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from cordillera.errors import NumericsError
+
+# Integers as wide as a stored element; exclusive or does not care for their signs.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+_NOT_PLAIN = (torch.float4_e2m1fn_x2,)  # two numbers an element
+
+
+@dataclass(frozen=True)
+class BitLayout:
+    """What the bits of a stored number mean.
+
+    Attributes:
+        name: Of the format.
+        width: Bits of a number.
+        exponent_bits: Above the mantissa; 0 for integers.
+        mantissa_bits: The lowest ones; 0 for integers. A sign bit stands above both if there is room for it.
+    """
+
+    name: str
+    width: int
+    exponent_bits: int = 0
+    mantissa_bits: int = 0
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, where: str = "dtype") -> BitLayout:
+        """The layout of a dtype's elements.
+
+        Args:
+            dtype: Of a floating-point or integer tensor.
+            where: Named in the error.
+
+        Raises:
+            NumericsError: an element is not one real number in plain bits (bool, complex, quantised, two in a byte).
+        """
+        name = str(dtype).removeprefix("torch.")
+        if dtype in _INTEGERS:
+            return cls(name, 8 * dtype.itemsize)
+        if not dtype.is_floating_point or dtype in _NOT_PLAIN:
+            raise NumericsError(
+                f"elements of {name} are not plain numbers of one format",
+                where=where,
+                remedy="give the stored bytes as a uint8 tensor, with the layout of what they hold",
+            )
+        if dtype == torch.float8_e8m0fnu:
+            return cls(name, 8, 8, 0)
+        info = torch.finfo(dtype)
+        mantissa = round(-torch.tensor(info.eps, dtype=torch.float64).log2().item())
+        return cls(name, info.bits, info.bits - 1 - mantissa, mantissa)
+
+    def part(self, bit: int) -> str:
+        """``sign``, ``exponent``, ``mantissa``, or ``integer`` for every bit of an integer.
+
+        Args:
+            bit: Position, 0 for the lowest.
+        """
+        if not self.exponent_bits:
+            return "integer"
+        if bit < self.mantissa_bits:
+            return "mantissa"
+        return "exponent" if bit < self.mantissa_bits + self.exponent_bits else "sign"
+
+
+INT4 = BitLayout("int4", 4)
+"""Two integers in a byte, the first in its low half."""
+
+INT2 = BitLayout("int2", 2)
+"""Four integers in a byte, the first in its lowest bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Memory of a model that holds numbers of one layout.
+
+    Attributes:
+        name: Of the tensor in the model, with what is meant of it.
+        owner: The tensor itself, of any shape.
+        stored: The part of it that is meant: ``owner``, or some columns of its last dimension; shares its memory.
+        layout: What the bits mean. Narrower than an element where several numbers are packed into one; wider where
+            neighbouring bytes of a row make one number, the lowest byte first.
+        aliases: Other names of the same memory.
+        first_column: Where ``stored`` begins in the last dimension of ``owner``.
+        is_whole: Whether ``stored`` has the shape of ``owner``, which alone among the model's tensors sees this memory.
+    """
+
+    name: str
+    owner: Tensor
+    stored: Tensor
+    layout: BitLayout
+    aliases: tuple[str, ...] = ()
+    first_column: int = 0
+    is_whole: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        tensor: Tensor,
+        layout: BitLayout | None = None,
+        columns: slice | None = None,
+        aliases: tuple[str, ...] = (),
+    ) -> Region:
+        """The region of a parameter or a buffer.
+
+        Args:
+            name: For reports and errors.
+            tensor: Any shape, any strides, any number of elements; also on an accelerator.
+            layout: Of what it holds. Default: that of its dtype.
+            columns: Only these positions of the last dimension, such as the bytes of a scale in fused rows.
+            aliases: Other names of the tensor.
+
+        Raises:
+            NumericsError: the tensor has no plain memory, or its rows do not hold whole numbers of that layout.
+        """
+        if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+            kind = "has no memory" if tensor.is_meta else f"is stored as {type(tensor).__name__} ({tensor.layout})"
+            raise NumericsError(f"{kind}: there are no plain bits to flip", where=name)
+        stored = tensor.detach()
+        first, last, step = (0, 1, 1) if columns is None else columns.indices(tensor.shape[-1])
+        if columns is not None:
+            if step != 1:
+                raise NumericsError(f"columns must be neighbours, got {columns}", where=name)
+            stored = stored[..., first:last]
+        for dim, stride in enumerate(stored.stride()):
+            if stride == 0 and stored.shape[dim] > 1:  # expanded: the same memory many times
+                stored = stored.narrow(dim, 0, 1)
+        if layout is None:
+            layout = BitLayout.of(tensor.dtype, name)
+        word = 8 * tensor.dtype.itemsize
+        row = word * (stored.shape[-1] if stored.ndim else 1)
+        if layout.width > word:
+            fits = row % layout.width == 0 and layout.width % word == 0
+        else:
+            fits = word % layout.width == 0
+        if not fits:
+            raise NumericsError(
+                f"rows of {row} bits in elements of {word} do not hold whole numbers of {layout.width} bits", where=name
+            )
+        return cls(name, tensor, stored, layout, aliases, first, stored.shape == tensor.shape)
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of storage."""
+        return self.stored.numel() * 8 * self.stored.dtype.itemsize
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of the layout."""
+        return self.num_bits // self.layout.width
+
+    @property
+    def words(self) -> Tensor:
+        """The memory as integers, in the shape of ``stored``."""
+        return self.stored.view(_WORDS[self.stored.dtype.itemsize])
+
+    def locate(self, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Where addresses lie.
+
+        Args:
+            bits: ``int64`` addresses, any shape.
+
+        Returns:
+            The flat positions in ``words``, ``int64``, and the masks, in the dtype of ``words``; both of that shape.
+
+        Raises:
+            NumericsError: an address is outside of the region.
+        """
+        if bits.numel() and not 0 <= int(bits.min()) <= int(bits.max()) < self.num_bits:
+            raise NumericsError(
+                f"has bits 0 to {self.num_bits - 1}, asked for {bits.flatten().tolist()}", where=self.name
+            )
+        word = 8 * self.stored.dtype.itemsize
+        masks = torch.bitwise_left_shift(torch.ones_like(bits), bits % word)
+        return bits // word, masks.to(_WORDS[self.stored.dtype.itemsize])
+
+
+def flip(region: Region, bits: Sequence[int]) -> None:
+    """Flip bits of a model in its memory; the same call again undoes it.
+
+    Args:
+        region: Where.
+        bits: Addresses, all different.
+
+    Raises:
+        NumericsError: an address is outside of the region or stands twice.
+    """
+    if len(set(bits)) != len(bits):
+        raise NumericsError(f"the same bit twice would not be flipped: {list(bits)}", where=region.name)
+    places, masks = region.locate(torch.tensor(bits, dtype=torch.int64))
+    # Weights may have been made under inference mode, which allows writing to them in that mode only.
+    with torch.inference_mode():
+        words = region.words
+        for place, mask in zip(places, masks, strict=True):  # one by one: two may lie in one word
+            at = torch.unravel_index(place, words.shape)
+            words[at] = words[at] ^ mask.to(words.device)
+
+
+@contextmanager
+def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
+    """Bits flipped within a ``with`` statement and put back at its end, whatever ends it.
+
+    What was stored is written back, rather than flipped again, so that being interrupted (Ctrl-C) at any point cannot
+    leave the opposite behind; other bits of the region that the body has changed stay as the body left them, except in
+    the elements that hold the flipped bits.
+
+    Args:
+        region: Where.
+        bits: Addresses, all different.
+
+    Raises:
+        NumericsError: as :func:`flip`.
+    """
+    places, _ = region.locate(torch.tensor(bits, dtype=torch.int64))
+    at = torch.unravel_index(places, region.words.shape)
+    before = region.words[at].clone()
+
+    def restore() -> None:
+        with torch.inference_mode():
+            region.words[at] = before
+
+    try:
+        flip(region, bits)
+        yield
+    finally:
+        try:
+            restore()
+        except BaseException:  # a second Ctrl-C, right here
+            restore()
+            raise
+
+
+def corrupted(slices: Tensor, places: Tensor, masks: Tensor) -> Tensor:
+    """Copies of stored values, each with bits of its own flipped.
+
+    Args:
+        slices: ``[M, ...]`` values as stored, one copy a fault; contiguous, written to.
+        places: ``int64 [M, k]``, flat positions of elements within a copy.
+        masks: ``[M, k]`` integers as wide as an element.
+
+    Returns:
+        ``slices``.
+    """
+    words = slices.view(_WORDS[slices.dtype.itemsize]).view(len(slices), -1)
+    fault = torch.arange(len(slices), device=slices.device)
+    for column in range(places.shape[1]):  # one by one: two bits of a fault may lie in one element
+        words[fault, places[:, column]] ^= masks[:, column].to(slices.device)
+    return slices
+
+
+def regions_of(module: nn.Module, *, buffers: bool = False) -> list[Region]:
+    """Every stored weight of a model once, however many names it has.
+
+    Args:
+        module: The model.
+        buffers: Also floating-point and one-byte buffers. Wider integers are left out: they are counters and indices,
+            and a flipped index may read outside of memory.
+
+    Returns:
+        Regions in the order of ``named_parameters``, then of ``named_buffers``. A tensor that lies within another one's
+        memory is an alias of it.
+
+    Raises:
+        NumericsError: a tensor has no plain memory, or two overlap without one holding the other.
+    """
+    named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    if buffers:
+        named += [
+            (name, buffer)
+            for name, buffer in module.named_buffers(remove_duplicate=False)
+            if buffer.dtype.is_floating_point or (buffer.dtype in _INTEGERS and buffer.dtype.itemsize == 1)
+        ]
+    return unaliased(Region.of(name, tensor) for name, tensor in named)
+
+
+def unaliased(regions: Iterable[Region]) -> list[Region]:
+    """Regions without those whose memory another one holds, whose names become aliases.
+
+    Args:
+        regions: In order of preference among equals.
+
+    Raises:
+        NumericsError: two share a part of their memory.
+    """
+    kept: list[Region] = []
+    for region in regions:
+        beside: list[Region] = []
+        holder: Region | None = None
+        held: list[str] = []
+        for other in kept:
+            shared = _shared_bytes(region, other)
+            if not shared or holder is not None:
+                beside.append(other)
+            elif shared == region.num_bits // 8:
+                holder = other
+                alone = other.is_whole and other.owner is region.owner
+                beside.append(replace(other, aliases=(*other.aliases, region.name), is_whole=alone))
+            elif shared == other.num_bits // 8:
+                held += [other.name, *other.aliases]
+            else:
+                raise NumericsError(
+                    f"shares {shared} bytes of its memory with {other.name!r}, and neither holds the other",
+                    where=region.name,
+                    remedy="name regions that do not overlap",
+                )
+        if holder is None:
+            beside.append(replace(region, aliases=(*region.aliases, *held), is_whole=region.is_whole and not held))
+        kept = beside
+    return kept
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First and last byte of a tensor in memory."""
+    first = tensor.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (reach + 1) * tensor.dtype.itemsize
+
+
+def _shared_bytes(one: Region, other: Region) -> int:
+    """Bytes that two regions have in common; exact also where their memory interleaves."""
+    if not one.num_bits or not other.num_bits or one.stored.device != other.stored.device:
+        return 0
+    (first, last), (begin, end) = _span(one.stored), _span(other.stored)
+    if last <= begin or end <= first:
+        return 0
+    low = min(first, begin)
+    sets = []
+    for region, start in ((one, first), (other, begin)):
+        place = torch.full((), start - low)
+        size = region.stored.dtype.itemsize
+        for length, stride in zip(region.stored.shape, region.stored.stride(), strict=True):
+            place = place.unsqueeze(-1) + torch.arange(length) * (stride * size)
+        sets.append((place.unsqueeze(-1) + torch.arange(size)).flatten())
+    return int(torch.isin(sets[0], sets[1]).sum())

@@ -1,0 +1,26 @@
+"""Intervals of rates."""
+
+from __future__ import annotations
+
+import math
+
+import scipy
+
+
+def wilson_interval(rate: float, count: float, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a binomial rate.
+
+    Args:
+        rate: Observed rate in [0, 1].
+        count: Number of trials; of weighted or clustered samples, the effective number.
+        level: Confidence.
+
+    Returns:
+        Lower and upper end; NaN when ``count`` is 0. (Wilson 1927.)
+    """
+    if count <= 0:
+        return math.nan, math.nan
+    z = float(scipy.stats.norm.ppf((1 + level) / 2))
+    centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
