@@ -33,6 +33,7 @@ SCHEMA = 1
 FOLDER = "quantized"
 """Where a run has its quantised model."""
 _TENSORS, _RECORD = "model.safetensors", "quantized.json"
+_REMEDY = "cordillera quantize RUN makes it anew"
 
 
 def quantize_model(
@@ -175,7 +176,7 @@ def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
         raise CheckpointError(
             "does not agree with its digest" if path.is_file() else "is missing", where=str(path),
-            remedy="cordillera quantize RUN makes it anew",
+            remedy=_REMEDY,
         )  # fmt: skip
     try:
         tensors = load_file(path)
@@ -192,8 +193,14 @@ def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
         stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
         if "weight" not in stored:
             raise CheckpointError(f"has no weight of {name!r}", where=str(path))
-        replace(model, name, StoredLinear(kernel, stored, tensors.get(f"{name}.bias")))
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
+        layer = StoredLinear(kernel, stored, tensors.get(f"{name}.bias"))
+        if (layer.in_features, layer.out_features) != (linear[name].in_features, linear[name].out_features):
+            raise CheckpointError(f"has a layer {name!r} of another size", where=str(path), remedy=_REMEDY)
+        replace(model, name, layer)
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"does not fit the run's model: {error}", where=str(path), remedy=_REMEDY) from error
     missing = [name for name in missing if not name.endswith("_extra_state") and model.state_dict()[name].numel()]
     if missing or unexpected:
         raise CheckpointError(f"does not fit the run's model: {[*missing, *unexpected][0]}", where=str(path))
