@@ -15,6 +15,9 @@ def quantize(
     budget: Annotated[
         float, typer.Option(min=0.0, help="Largest relative rise of NE, in per cent, on the validation split.")
     ] = 0.02,
+    smallest: Annotated[
+        bool, typer.Option("--smallest", help="Weigh bytes alone; layers may become slower than in fp32.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the outcome alone.")] = False,
 ) -> None:
     """Find the fewest bits of every table and layer under a budget of quality, and write that model into the run."""
@@ -28,7 +31,7 @@ def quantize(
             out.print(text, markup=False)
 
     try:
-        outcome = work(run, budget / 100, say=say)
+        outcome = work(run, budget / 100, smallest=smallest, say=say)
     except KeyboardInterrupt:
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
     for table in quantized_tables(outcome, budget / 100):

@@ -41,6 +41,7 @@ from cordillera.workflows.ranking import _recipe_of, _threads, load_model, model
 BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
 _LAYER_KERNELS = ("int8 static", "int8 dynamic x86", "int8 dynamic onednn", "fp16 weights", "bf16")
+_SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
@@ -99,6 +100,7 @@ def quantize(
     budget: float = BUDGET,
     *,
     folder: Path | None = None,
+    smallest: bool = False,
     least_db: float = 20.0,
     say: Callable[[str], object] = _silent,
 ) -> Quantized:
@@ -111,6 +113,7 @@ def quantize(
         run: A trained ranking run.
         budget: Largest relative change of NE, estimated on the split that is searched on.
         folder: Where the model goes; None for ``quantized`` in the run.
+        smallest: Weigh bytes alone, so that layers may get slower; else time counts as much as bytes do.
         least_db: Signal-to-noise ratio below which a kernel is not considered for a layer.
         say: Told of what is going on.
 
@@ -127,8 +130,8 @@ def quantize(
         _, model = load_model(run, splits.features, torch.device("cpu"))
         model.eval()
         seen = _probed(model, splits, recipe, say)
-        trials = _try_layers(model, seen, least_db, say)
-        parts = _parts(model, trials)
+        trials = _try_layers(model, seen, least_db, _SMALLEST_KERNELS if smallest else _LAYER_KERNELS, say)
+        parts = _parts(model, trials, smallest)
         search = splits.validation if len(splits.validation) else splits.train
         base = _scored(model, search, splits)
         if not len(splits.validation):
@@ -254,17 +257,17 @@ def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Callable[[
 
 
 def _try_layers(
-    model: RankingModel, seen: _Seen, least_db: float, say: Callable[[str], object]
+    model: RankingModel, seen: _Seen, least_db: float, kernels: tuple[str, ...], say: Callable[[str], object]
 ) -> dict[str, list[Trial]]:
     config = DispatchConfig(
-        sqnr_db=least_db, median_relative=1.0, rows=(_BATCH,), draws=2, judged_rows=_BATCH, kernels=_LAYER_KERNELS
+        sqnr_db=least_db, median_relative=1.0, rows=(_BATCH,), draws=2, judged_rows=_BATCH, kernels=kernels
     )
     large = {name for name, module in sites(model).items() if module.weight.numel() >= _LEAST_WEIGHTS}
     products = [p for p in forward_products(model, seen.statistics, calibration=seen.rows) if p.site in large]
     found = {}
     for product in products:
-        found[product.site] = try_all(product, chosen(_LAYER_KERNELS), config)[_BATCH]
-        say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(_LAYER_KERNELS) + 1}")
+        found[product.site] = try_all(product, chosen(kernels), config)[_BATCH]
+        say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(kernels) + 1}")
     return found
 
 
@@ -272,7 +275,7 @@ def _fastest(trials: list[Trial]) -> str:
     return min((t for t in trials if not t.refused), key=lambda t: t.milliseconds).kernel
 
 
-def _parts(model: RankingModel, trials: Mapping[str, list[Trial]]) -> list[Part]:
+def _parts(model: RankingModel, trials: Mapping[str, list[Trial]], smallest: bool) -> list[Part]:
     """What can be chosen: rows of tables by bytes, kernels of layers by bytes and time."""
     found: list[Part] = []
     tables = model.tables
@@ -298,7 +301,7 @@ def _parts(model: RankingModel, trials: Mapping[str, list[Trial]]) -> list[Part]
         def cost(kernel: str, weight: torch.Tensor = weight, timed: Mapping[str, float] = timed) -> float:
             """Bytes, and time in bytes: all tables weigh as much as all layers' time."""
             size = sum(t.numel() * t.element_size() for t in CANDIDATES[kernel].store(weight, None).values())
-            return size + total * timed[kernel] / times
+            return size + (1e-6 if smallest else 1.0) * total * timed[kernel] / times
 
         reference = cost("fp32")
         cheaper = sorted((k for k in timed if k != "fp32" and cost(k) < reference), key=cost)
