@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from cordillera.numerics.dispatch import Profile
     from cordillera.training.evaluation import Evaluation
     from cordillera.training.language_trainer import LanguageEvaluation, LanguageProgress
     from cordillera.training.trainer import Progress as TrainingProgress
@@ -192,5 +193,29 @@ def injection_table(content: dict[str, Any]) -> Table:
             percent(pvf["value"]),
             "" if math.isnan(pvf["low"]) else f"{percent(pvf['low'])} to {percent(pvf['high'])}",
             *("" if math.isnan(share) else f"{share:.0%}" for share in shares),
+        )
+    return table
+
+
+def plan_table(profile: Profile) -> Table:
+    """The kernel of each layer and size.
+
+    Args:
+        profile: With its plan.
+    """
+    table = Table(title="the fastest kernel that is accurate enough", title_justify="left")
+    for heading in ("layer", "rows", "outputs x inputs", "kernel", "ms", "times fp32", "dB", ""):
+        table.add_column(heading)
+    for choice in profile.plan.choices:
+        expected = choice.expected
+        table.add_row(
+            choice.site,
+            str(choice.rows),
+            f"{choice.outputs} x {choice.inputs}",
+            choice.kernel,
+            f"{expected['ms']:.3f}" if expected else "",
+            f"{expected['times_fp32']:.2f}" if expected else "",
+            f"{expected['accuracy']['sqnr_db']:.1f}" if expected and choice.kernel != "fp32" else "",
+            choice.why,
         )
     return table

@@ -18,6 +18,7 @@ from cordillera.cli import (
     isoflop,
     plan,
     predict,
+    probe,
     quantize,
     recipe,
     report,
@@ -53,6 +54,7 @@ def _options(
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("probe")(probe.probe)
 app.command("quantize")(quantize.quantize)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)

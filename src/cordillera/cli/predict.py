@@ -18,9 +18,12 @@ def predict(
     quantized: Annotated[
         bool, typer.Option("--quantized", help="Score with the model that `cordillera quantize` made of the run.")
     ] = False,
+    planned: Annotated[
+        bool, typer.Option("--plan", help="Score with the kernels that `cordillera probe` chose for the run.")
+    ] = False,
 ) -> None:
     """Score a file of samples; scores are written beside the samples' ids."""
     from cordillera import workflows
 
-    written, rows = workflows.predict(run, file, out, batch_size=batch_size, quantized=quantized)
+    written, rows = workflows.predict(run, file, out, batch_size=batch_size, quantized=quantized, planned=planned)
     typer.echo(f"{rows:,} scores: {written}")

@@ -256,7 +256,7 @@ class Profile:
 
     def geometric_mean(self) -> float:
         """Times as fast as fp32, over all that was tried."""
-        ratios = [math.log(choice.expected["times_fp32"]) for choice in self.plan.choices]
+        ratios = [math.log(choice.expected.get("times_fp32", 1.0)) for choice in self.plan.choices]
         return math.exp(sum(ratios) / len(ratios))
 
 
@@ -357,7 +357,27 @@ class DispatchedLinear(nn.Module):
         return kernel(rows).reshape(*x.shape[:-1], self.out_features)
 
 
-def apply(model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tensor] | None = None) -> nn.Module:
+def planned(
+    model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tensor | None] | None = None
+) -> dict[str, nn.Module]:
+    """What a plan puts in the places of a model's linear layers, by name.
+
+    Args:
+        model: Trained; not changed.
+        plan: For this model.
+        calibration: Rows that each layer was given, for kernels with static ranges.
+
+    Raises:
+        NumericsError: the plan names a layer that the model does not have, or has of another size.
+    """
+    own = sites(model)
+    missing = [name for name in plan.sites if name not in own]
+    if missing:
+        raise NumericsError(f"the model has no layer {missing[0]!r}", where="plan", remedy="make the plan anew")
+    return {name: DispatchedLinear(own[name], name, plan, (calibration or {}).get(name)) for name in plan.sites}
+
+
+def apply(model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tensor | None] | None = None) -> nn.Module:
     """Put the plan's kernels in the places of a model's linear layers.
 
     Args:
@@ -371,10 +391,6 @@ def apply(model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tenso
     Raises:
         NumericsError: the plan names a layer that the model does not have, or has of another size.
     """
-    own = sites(model)
-    missing = [name for name in plan.sites if name not in own]
-    if missing:
-        raise NumericsError(f"the model has no layer {missing[0]!r}", where="plan", remedy="make the plan anew")
-    for name in plan.sites:
-        replace(model, name, DispatchedLinear(own[name], name, plan, (calibration or {}).get(name)))
+    for name, module in planned(model, plan, calibration).items():
+        replace(model, name, module)
     return model

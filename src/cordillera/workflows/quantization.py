@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from cordillera.data.cache import ClickDataset, Splits
+from cordillera.data.cache import Splits
 from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
-from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.embeddings.quantized_tables import encoded
 from cordillera.errors import DataError, DependencyError, NumericsError
@@ -33,10 +31,9 @@ from cordillera.numerics.sites import Recorder, sites
 from cordillera.recipe import Recipe
 from cordillera.run import Run, write_atomically
 from cordillera.serving import quantized_model
-from cordillera.training.metrics import cross_entropy
-from cordillera.training.paired import relative_change
 from cordillera.training.trainer import scorer, select_device
 from cordillera.workflows.ranking import _recipe_of, _threads, load_model, model_of
+from cordillera.workflows.scores import scored, some_batches
 
 BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
@@ -133,7 +130,7 @@ def quantize(
         trials = _try_layers(model, seen, least_db, _SMALLEST_KERNELS if smallest else _LAYER_KERNELS, say)
         parts = _parts(model, trials, smallest)
         search = splits.validation if len(splits.validation) else splits.train
-        base = _scored(model, search, splits)
+        base = scored(model, search, splits)
         if not len(splits.validation):
             base = base.tail(4)
         made: dict[tuple[str, str], torch.Tensor] = {}  # encoded tables, which many evaluations share
@@ -144,7 +141,7 @@ def quantize(
             return quantized_model.quantize_model(model, tables, layers, seen.rows, made)
 
         def evaluate(options: Mapping[str, str]) -> Change:
-            found = base.beside(_scored(build(options), search, splits, tail=base.first))
+            found = base.beside(scored(build(options), search, splits, tail=base.first))
             names = sorted(options)
             what = f"all {len(names)} parts" if len(names) == len(parts) else ", ".join(names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 and len(names) != len(parts) else ""
@@ -156,7 +153,7 @@ def quantize(
         quantized = build(options)
         searched = next((e.change for e in selection.evaluated if e.options == options), Change(0.0, 0.0, 0.0))
         watched = Moments(quantized_model.watched(model))
-        for batch in _some(splits.train, recipe, _CALIBRATION_ROWS):
+        for batch in some_batches(splits.train, recipe, _CALIBRATION_ROWS):
             watched.update(quantized_model.observe(quantized, batch)[1])
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
@@ -164,9 +161,9 @@ def quantize(
         quantized_model.save(target, quantized, watched, facts)
         say(f"written: {target}")
         loaded, _ = quantized_model.load(target, model_of(recipe, splits.features))
-        confirmed, ne = None, base.ne_beside(_scored(loaded, search, splits, tail=base.first))
+        confirmed, ne = None, base.ne_beside(scored(loaded, search, splits, tail=base.first))
         if len(splits.test):
-            exact, ours = _scored(model, splits.test, splits), _scored(loaded, splits.test, splits)
+            exact, ours = scored(model, splits.test, splits), scored(loaded, splits.test, splits)
             confirmed, ne = exact.beside(ours), exact.ne_beside(ours)
         layers = _layer_by_layer(model, loaded, trials, splits, recipe)
         seconds = _timed(model, loaded, splits, recipe)
@@ -178,72 +175,13 @@ def quantize(
 
 
 @dataclass(frozen=True)
-class _Losses:
-    losses: NDArray[np.float64]  # [B] of the first task, summed over tasks
-    labels: NDArray[np.float64]
-    weights: NDArray[np.float64] | None
-    groups: NDArray[np.int64] | None
-    first: int = 0
-
-    def tail(self, parts: int) -> _Losses:
-        """The last of so many parts."""
-        first = len(self.losses) * (parts - 1) // parts
-        weights = None if self.weights is None else self.weights[first:]
-        groups = None if self.groups is None else self.groups[first:]
-        return _Losses(self.losses[first:], self.labels[first:], weights, groups, first)
-
-    def beside(self, other: _Losses) -> Change:
-        return relative_change(other.losses, self.losses, self.weights, self.groups)
-
-    def ne_beside(self, other: _Losses) -> tuple[float, float]:
-        weights = np.ones_like(self.losses) if self.weights is None else self.weights
-        share = float((weights * self.labels).sum() / weights.sum())
-        entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
-        own, others = (float((weights * one.losses).sum() / weights.sum()) for one in (self, other))
-        return own / entropy, others / entropy
-
-
-def _scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int = 0) -> _Losses:
-    score = scorer(model, torch.device("cpu"), "fp32")
-    parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
-    for batch in Loader(dataset, 8192).epoch():
-        logits = score(batch)
-        if not bool(torch.isfinite(logits).all()):
-            raise NumericsError("a score of the quantised model is not finite", where="quantize")
-        assert batch.labels is not None
-        positive = batch.labels.numpy() > 0.5
-        losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)
-        parts["losses"].append(losses.sum(1))
-        parts["labels"].append(positive[:, 0].astype(np.float64))
-        if batch.weights is not None:
-            parts["weights"].append(batch.weights.double().numpy())
-        if batch.groups is not None:
-            parts["groups"].append(batch.groups.numpy())
-    arrays = {name: np.concatenate(found)[tail:] if found else None for name, found in parts.items()}
-    if arrays["losses"] is None:
-        raise DataError("the split holds no samples", where="quantize")
-    return _Losses(arrays["losses"], arrays["labels"], arrays["weights"], arrays["groups"], tail)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
 class _Seen:
     statistics: Mapping[str, RowStatistics]
     rows: Mapping[str, torch.Tensor]
 
 
-def _some(dataset: ClickDataset, recipe: Recipe, rows: int) -> list[RankingBatch]:
-    """The first batches of a shuffled split."""
-    found, count = [], 0
-    for batch in Loader(dataset, 1024, shuffle="global", seed=recipe.seed).epoch():
-        found.append(batch)
-        count += len(batch)
-        if count >= rows:
-            break
-    return found
-
-
 def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Callable[[str], object]) -> _Seen:
-    batches = _some(splits.train, recipe, _CALIBRATION_ROWS)
+    batches = some_batches(splits.train, recipe, _CALIBRATION_ROWS)
     names = list(sites(model))
     say(f"calibrating {len(names)} layers on {sum(map(len, batches)):,} training samples")
     score = scorer(model, torch.device("cpu"), "fp32")
@@ -319,7 +257,7 @@ def _optimizer_bytes(model: RankingModel) -> int:
 def _layer_by_layer(
     model: RankingModel, quantized: RankingModel, trials: Mapping[str, list[Trial]], splits: Splits, recipe: Recipe
 ) -> list[LayerReport]:
-    batch = _some(splits.train, recipe, _BATCH)[0]
+    batch = some_batches(splits.train, recipe, _BATCH)[0]
     outputs: list[dict[str, torch.Tensor]] = []
     names = list(sites(model))
     for one in (model, quantized):

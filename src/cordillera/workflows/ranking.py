@@ -253,6 +253,7 @@ def predict(
     *,
     batch_size: int = 8192,
     quantized: bool = False,
+    planned: bool = False,
 ) -> tuple[Path, int]:
     """Score a file of samples and write the scores beside the samples' ids.
 
@@ -264,6 +265,7 @@ def predict(
             is there whole or not at all.
         batch_size: Samples scored at a time.
         quantized: Score with the model that ``cordillera quantize`` made of the run.
+        planned: Score with the kernels that ``cordillera probe`` chose for the run.
 
     Returns:
         The file that was written and its number of rows.
@@ -290,6 +292,11 @@ def predict(
             device = torch.device("cpu")
             model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
             score = scorer(model, device, "fp32")
+        elif planned:
+            from cordillera.workflows.probing import load_planned
+
+            _, model = load_model(run, features, torch.device("cpu"))
+            score = scorer(load_planned(run, model), torch.device("cpu"), "fp32")
         else:
             _, model = load_model(run, features, device)
             score = scorer(model, device, recipe.training.precision, recipe.training.emulate)

@@ -1,0 +1,44 @@
+"""``cordillera probe``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordillera.errors import Interrupted
+
+
+def probe(
+    run: Annotated[Path, typer.Argument(help="A trained ranking run's folder.")],
+    rows: Annotated[
+        list[int] | None, typer.Option("--rows", min=1, help="Batch size to plan for; repeat it. Default: 256.")
+    ] = None,
+    decibels: Annotated[
+        float, typer.Option("--db", help="Least signal-to-noise ratio of a kernel on what its layer sees.")
+    ] = 30.0,
+    budget: Annotated[
+        float, typer.Option(min=0.0, help="Largest relative rise of NE, in per cent, on the validation split.")
+    ] = 0.02,
+) -> None:
+    """Gather what a model's layers see, and plan the fastest kernels that are accurate enough for it."""
+    from cordillera.cli._show import console, plan_table
+    from cordillera.numerics.dispatch import DispatchConfig
+    from cordillera.workflows.probing import probe as work
+
+    out = console()
+    config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
+    try:
+        found = work(run, config, budget / 100, say=lambda text: out.print(text, markup=False))
+    except KeyboardInterrupt:
+        raise Interrupted("no plan was written", where=str(run), remedy="give the same command again") from None
+    out.print(plan_table(found.profile))
+    for name in found.returned:
+        out.print(f"back to fp32: {name}, which cost more NE than the budget", markup=False)
+    out.print(
+        f"NE {100 * found.change.mean:+.4f} % ({100 * found.change.low:+.4f} to {100 * found.change.high:+.4f}); "
+        f"linear layers {found.profile.geometric_mean():.2f} times as fast as fp32 in geometric mean",
+        markup=False,
+    )
+    out.print(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it", markup=False)

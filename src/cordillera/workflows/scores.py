@@ -1,0 +1,123 @@
+"""Losses of a model's scores on a split, to lay two models side by side on the same samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cordillera.data.cache import ClickDataset, Splits
+from cordillera.data.features import RankingBatch
+from cordillera.data.loader import Loader
+from cordillera.errors import DataError, NumericsError
+from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.selection import Change
+from cordillera.recipe import Recipe
+from cordillera.training.metrics import cross_entropy
+from cordillera.training.paired import relative_change
+from cordillera.training.trainer import scorer
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of the samples of a split.
+
+    Attributes:
+        losses: ``float64 [B]``, summed over tasks.
+        labels: ``float64 [B]``, of the first task.
+        weights: Of samples, or None.
+        groups: Of samples, or None.
+        first: Samples of the split that were left out before these.
+    """
+
+    losses: NDArray[np.float64]
+    labels: NDArray[np.float64]
+    weights: NDArray[np.float64] | None
+    groups: NDArray[np.int64] | None
+    first: int = 0
+
+    def tail(self, parts: int) -> Losses:
+        """The last of so many parts of equal size.
+
+        Args:
+            parts: How many.
+        """
+        first = len(self.losses) * (parts - 1) // parts
+        weights = None if self.weights is None else self.weights[first:]
+        groups = None if self.groups is None else self.groups[first:]
+        return Losses(self.losses[first:], self.labels[first:], weights, groups, first)
+
+    def beside(self, other: Losses) -> Change:
+        """The relative change of NE from these to others.
+
+        Args:
+            other: Of the same samples.
+        """
+        return relative_change(other.losses, self.losses, self.weights, self.groups)
+
+    def ne_beside(self, other: Losses) -> tuple[float, float]:
+        """Both NE, by the labels of the first task.
+
+        Args:
+            other: Of the same samples.
+        """
+        weights = np.ones_like(self.losses) if self.weights is None else self.weights
+        share = float((weights * self.labels).sum() / weights.sum())
+        entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
+        own, others = (float((weights * one.losses).sum() / weights.sum()) for one in (self, other))
+        return own / entropy, others / entropy
+
+
+def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int = 0) -> Losses:
+    """Score a split in fp32.
+
+    Args:
+        model: What scores.
+        dataset: The split.
+        splits: All splits; they know the tasks.
+        tail: Samples to leave out at the beginning.
+
+    Raises:
+        NumericsError: a score is not finite.
+        DataError: the split is empty.
+    """
+    score = scorer(model, torch.device("cpu"), "fp32")
+    parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
+    for batch in Loader(dataset, 8192).epoch():
+        logits = score(batch)
+        if not bool(torch.isfinite(logits).all()):
+            raise NumericsError("a score of the quantised model is not finite", where="quantize")
+        assert batch.labels is not None
+        positive = batch.labels.numpy() > 0.5
+        losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)
+        parts["losses"].append(losses.sum(1))
+        parts["labels"].append(positive[:, 0].astype(np.float64))
+        if batch.weights is not None:
+            parts["weights"].append(batch.weights.double().numpy())
+        if batch.groups is not None:
+            parts["groups"].append(batch.groups.numpy())
+    arrays = {name: np.concatenate(found)[tail:] if found else None for name, found in parts.items()}
+    if arrays["losses"] is None:
+        raise DataError("the split holds no samples", where="quantize")
+    return Losses(arrays["losses"], arrays["labels"], arrays["weights"], arrays["groups"], tail)  # type: ignore[arg-type]
+
+
+def some_batches(dataset: ClickDataset, recipe: Recipe, rows: int) -> list[RankingBatch]:
+    """The first batches of a shuffled split.
+
+    Args:
+        dataset: The split.
+        recipe: Its seed is that of the order.
+        rows: Samples to give at least, if there are so many.
+    """
+    found, count = [], 0
+    for batch in Loader(dataset, 1024, shuffle="global", seed=recipe.seed).epoch():
+        found.append(batch)
+        count += len(batch)
+        if count >= rows:
+            break
+    return found
