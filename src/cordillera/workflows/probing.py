@@ -91,11 +91,12 @@ def probe(
         found = profile(products, config)
         rows = {product.site: product.calibration for product in products}
         split = splits.validation if len(splits.validation) else splits.train
-        base = scored(model, split, splits)
+        size = max(config.rows)  # more rows than the plan knows would be computed in fp32
+        base = scored(model, split, splits, batch_size=size)
         plan, returned = found.plan, list[str]()
         while True:
             with replaced(model, planned(model, plan, rows)):
-                change = base.beside(scored(model, split, splits))
+                change = base.beside(scored(model, split, splits, batch_size=size))
             lowered = [choice for choice in plan.choices if choice.kernel != "fp32"]
             say(f"{len({c.site for c in lowered})} layers in lower precision: NE {100 * change.mean:+.4f} %")
             if change.mean <= budget or not lowered:
@@ -111,8 +112,8 @@ def _ratio(choice: Choice) -> float:
     return float(choice.expected["accuracy"]["sqnr_db"])
 
 
-def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> RankingModel:
-    """A model with the kernels of its run's plan.
+def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
+    """A model with the kernels of its run's plan, and the most rows for which the plan has any.
 
     Args:
         run: Probed before.
@@ -126,4 +127,4 @@ def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> Ra
     products = forward_products(model, Probed(run.folder / PROBE_FILE).inputs)
     for name, module in planned(model, plan, {p.site: p.calibration for p in products}).items():
         replace(model, name, module)
-    return model
+    return model, max((choice.rows for choice in plan.choices), default=1)

@@ -296,7 +296,8 @@ def predict(
             from cordillera.workflows.probing import load_planned
 
             _, model = load_model(run, features, torch.device("cpu"))
-            score = scorer(load_planned(run, model), torch.device("cpu"), "fp32")
+            model, most = load_planned(run, model)
+            score, batch_size = scorer(model, torch.device("cpu"), "fp32"), min(batch_size, most)
         else:
             _, model = load_model(run, features, device)
             score = scorer(model, device, recipe.training.precision, recipe.training.emulate)

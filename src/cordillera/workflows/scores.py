@@ -72,7 +72,7 @@ class Losses:
         return own / entropy, others / entropy
 
 
-def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int = 0) -> Losses:
+def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int = 0, batch_size: int = 8192) -> Losses:
     """Score a split in fp32.
 
     Args:
@@ -80,6 +80,7 @@ def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int
         dataset: The split.
         splits: All splits; they know the tasks.
         tail: Samples to leave out at the beginning.
+        batch_size: Samples scored at a time.
 
     Raises:
         NumericsError: a score is not finite.
@@ -87,7 +88,7 @@ def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int
     """
     score = scorer(model, torch.device("cpu"), "fp32")
     parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
-    for batch in Loader(dataset, 8192).epoch():
+    for batch in Loader(dataset, batch_size).epoch():
         logits = score(batch)
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError("a score of the quantised model is not finite", where="quantize")
