@@ -1,0 +1,230 @@
+"""The fastest kernels that are accurate on what layers see: ``cordillera bench loka``.
+
+Parts: ``probe`` (statistics of a small deviation beside a large mean; what probing costs), ``shapes`` (kernels on the
+shapes of recommendation models,
+beside fp32 and the best one taken everywhere) and ``model`` (a trained Wukong whole, by its plan). Each writes
+``results/loka-PART.json``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _results import RESULTS, make_console, write_part
+from _timing import Spread, interleave, times_faster
+from _trained_runs import trained
+from rich.console import Console
+from rich.table import Table
+
+from cordillera.data.datasets import prepare
+from cordillera.data.loader import Loader
+from cordillera.numerics.candidates import CANDIDATES, chosen
+from cordillera.numerics.dispatch import DispatchConfig, Product, choose, forward_products, planned, try_all
+from cordillera.numerics.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.sites import replaced
+from cordillera.recipe import load
+from cordillera.training.trainer import scorer
+from cordillera.workflows.probing import PROBE_FILE, probe
+from cordillera.workflows.ranking import load_model
+
+# Rows, outputs, inputs: of recommendation models, from single requests to large batches.
+SHAPES = [
+    (1, 1024, 256), (1, 4096, 1024), (6, 2048, 512), (20, 4096, 1024), (102, 1024, 512), (256, 1024, 1024),
+    (1568, 1024, 512), (1024, 2048, 2048),
+]  # fmt: skip
+LEAST_TIMES, LEAST_OVER_UNIFORM, BUDGET, BATCH = 4.5, 1.0, 2e-4, 256
+CPU = torch.device("cpu")
+
+
+class Part(str, enum.Enum):
+    """What can be measured."""
+
+    probe = "probe"
+    shapes = "shapes"
+    model = "model"
+
+
+def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    count, features = (2000, 16) if quick else (100_000, 256)
+    rows = (100 + 0.01 * torch.randn(count, features, generator=generator, dtype=torch.float64)).float()
+    exact = rows.double()
+    exact = (exact - exact.mean(0)).T @ (exact - exact.mean(0)) / (count - 1)
+    found = RowStatistics(features)
+    began = time.perf_counter()
+    for part in rows.split(1024):
+        found.update(part)
+    seconds = time.perf_counter() - began
+    naive = rows.T @ rows / count - torch.outer(rows.mean(0), rows.mean(0))
+    errors = {
+        name: float(torch.linalg.norm(one.double() - exact) / torch.linalg.norm(exact))
+        for name, one in (("ours", found.covariance()), ("E[xx] - E[x]E[x], float32", naive))
+    }
+    console.print(f"covariance of mean 100, deviation 0.01: relative error {errors} ({seconds:.2f} s)")
+    torch.manual_seed(0)
+    sizes = (64, 64) if quick else (1024, 1024, 1024, 512)
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers)
+    batch = torch.randn(64 if quick else 1024, sizes[0])
+    look = Probe(model, ProbeConfig(interval=1))
+
+    def step(looking: bool) -> None:
+        if looking:
+            look.step()
+        model(batch).square().mean().backward()
+        if looking:
+            look._stop_listening()
+
+    timings = interleave({"plain": partial(step, False), "probed": partial(step, True)}, rounds=3 if quick else 15)
+    more = timings["probed"].spread.median / timings["plain"].spread.median - 1
+    console.print(
+        f"a step that is looked at takes {1 + more:.2f} times as long: {more / 100:.2%} at an interval of 100"
+    )
+    return {
+        "evidence": "measured",
+        "errors": errors,
+        "rows": count,
+        "features": features,
+        "seconds": {name: timing.spread.to_json() for name, timing in timings.items()},
+        "overhead_at_interval_100": more / 100,
+        "reached": {"cancellation": errors["ours"] < 1e-3},
+    }
+
+
+def _shapes(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
+    config = DispatchConfig(rounds=3 if quick else 15, draws=2)
+    names = [name for name, one in CANDIDATES.items() if not one.emulated]
+    table = Table(title="milliseconds of a layer, quantisation of its input included", title_justify="left")
+    for heading in ("rows x outputs x inputs", *names, "chosen", "times fp32"):
+        table.add_column(heading)
+    rows: list[dict[str, Any]] = []
+    for m, n, k in SHAPES[:2] if quick else SHAPES:
+        generator = torch.Generator().manual_seed(m + n + k)
+        weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
+
+        def draw(count: int, generator: torch.Generator, k: int = k) -> torch.Tensor:
+            return torch.randn(count, k, generator=generator)
+
+        product = Product("layer", "forward", weight, bias, draw, calibration=draw(1024, generator))
+        trials = try_all(product, chosen(names), config, [m])[m]
+        choice = choose(product, m, trials, config)
+        times = {t.kernel: t.milliseconds for t in trials}
+        rows.append(
+            {
+                "shape": [m, n, k],
+                "milliseconds": times,
+                "refused": {t.kernel: t.refused for t in trials if t.refused},
+                "kernel": choice.kernel,
+                "times_fp32": choice.expected["times_fp32"],
+            }
+        )
+        cells = ["" if math.isnan(times[name]) else f"{times[name]:.3f}" for name in names]
+        table.add_row(f"{m} x {n} x {k}", *cells, choice.kernel, f"{choice.expected['times_fp32']:.2f}")
+    console.print(table)
+
+    def mean(values: list[float]) -> float:
+        return math.exp(sum(map(math.log, values)) / len(values))
+
+    dispatched = mean([row["times_fp32"] for row in rows])
+    uniform = {
+        name: mean([row["milliseconds"]["fp32"] / row["milliseconds"][name] for row in rows])
+        for name in names
+        if all(math.isfinite(row["milliseconds"][name]) for row in rows)
+    }
+    best = max(uniform, key=uniform.__getitem__)
+    console.print(f"dispatched {dispatched:.2f} times fp32 in geometric mean, {best} everywhere {uniform[best]:.2f}")
+    return {
+        "evidence": "measured",
+        "rows": rows,
+        "geometric_mean": dispatched,
+        "uniform": uniform,
+        "over_best_uniform": dispatched / uniform[best],
+        "targets": {"times_fp32": LEAST_TIMES, "over_uniform": LEAST_OVER_UNIFORM},
+        "reached": {
+            "times_fp32": dispatched >= LEAST_TIMES,
+            "over_uniform": dispatched >= LEAST_OVER_UNIFORM * uniform[best],
+        },
+    }
+
+
+def _model(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
+    run = trained(console, "wukong", folder, quick)
+    found = probe(run, DispatchConfig(rows=(BATCH,), rounds=3 if quick else 15), BUDGET, say=console.print)
+    splits = prepare(load(run.recipe_file).data)
+    _, model = load_model(run, splits.features, CPU)
+    statistics = Probed(run.folder / PROBE_FILE).inputs
+    rows = {product.site: product.calibration for product in forward_products(model, statistics)}
+    plans = {"fp32": found.profile.plan.uniform("fp32"), "plan": found.profile.plan}
+    usable = [name for name in found.profile.uniform_milliseconds() if name != "fp32"]
+    plans.update({name: found.profile.plan.uniform(name) for name in usable})
+    modules = {name: planned(model, plan, rows) for name, plan in plans.items()}
+    batches = [batch for batch, _ in zip(Loader(splits.test, BATCH).epoch(), range(16), strict=False)]
+    score, turns = scorer(model, CPU, "fp32"), dict.fromkeys(plans, 0)
+
+    def run_once(name: str) -> None:
+        with replaced(model, modules[name]):
+            for _ in range(8):
+                turns[name] += 1
+                score(batches[turns[name] % len(batches)])
+
+    timings = interleave({name: partial(run_once, name) for name in plans}, rounds=3 if quick else 25, warmup=2)
+    ratios: dict[str, Spread] = {name: times_faster(timings["plan"], timing) for name, timing in timings.items()}
+    best = min(usable, key=lambda name: timings[name].spread.median, default="fp32")
+    table = Table(title=f"a trained Wukong, batches of {BATCH}", title_justify="left")
+    for heading in ("kernels", "ms", "the plan is so many times as fast"):
+        table.add_column(heading)
+    for name, timing in timings.items():
+        r = ratios[name]
+        table.add_row(name, f"{1e3 * timing.spread.median / 8:.3f}", f"{r.median:.2f} ({r.low:.2f} to {r.high:.2f})")
+    console.print(table)
+    return {
+        "evidence": "measured; NE on the validation split",
+        "change": found.change._asdict(),
+        "budget": BUDGET,
+        "returned": found.returned,
+        "kernels": {choice.site: choice.kernel for choice in found.profile.plan.choices},
+        "layers_geometric_mean": found.profile.geometric_mean(),
+        "milliseconds": {name: 1e3 * timing.spread.median / 8 for name, timing in timings.items()},
+        "plan_over": {name: ratio.to_json() for name, ratio in ratios.items()},
+        "best_uniform": best,
+        "reached": {
+            "over_uniform": ratios[best].median >= LEAST_OVER_UNIFORM,
+            "ne": found.change.mean <= BUDGET,
+        },
+    }
+
+
+PARTS: dict[Part, Callable[[Console, Path, bool], dict[str, Any]]] = {
+    Part.probe: _probe,
+    Part.shapes: _shapes,
+    Part.model: _model,
+}
+
+
+def main(
+    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
+) -> None:
+    """Probe, plan, and time the plan beside fp32 and uniform choices."""
+    console = make_console()
+    folder = results or (RESULTS / "quick" if quick else RESULTS)
+    with tempfile.TemporaryDirectory() as runs:
+        for one in part or Part:
+            write_part(console, folder, "loka", one.value, quick, partial(PARTS[one], console, Path(runs), quick))
+
+
+if __name__ == "__main__":
+    typer.run(main)
