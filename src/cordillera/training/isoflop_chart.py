@@ -110,7 +110,7 @@ def _draw_laws(axes: Axes, result: IsoFlopStudy) -> None:
             axes.annotate(amount(at[1]), at, xytext=(-6, 8), textcoords="offset points", ha="right", fontsize=9.5)
     _label(axes.xaxis, power)
     _label(axes.yaxis, amount)
-    axes.legend(fontsize=9, loc="upper left", facecolor="white", edgecolor="none", framealpha=0.9)
+    axes.legend(fontsize=9, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
 
 
 def _label(axis: Axis, text: Callable[[float], str]) -> None:

@@ -317,9 +317,10 @@ class IsoFlopStudy:
             interval = "no interval over runs"
             if not math.isnan(law.exponent_low):
                 interval = f"{100 * law.level:g} % interval over runs [{law.exponent_low:.3f}, {law.exponent_high:.3f}]"
+            scale = f"{law.line.scale:.3g}" if 0.01 <= law.line.scale < 1000 else power(law.line.scale)
             scatter = f"[{law.line.exponent_low:.3f}, {law.line.exponent_high:.3f}]"
             lines.append(
-                f"Optimal {QUANTITIES[name]}: {power(law.line.scale)} * C^{law.exponent:.3f}; exponent's {interval}, "
+                f"Optimal {QUANTITIES[name]}: {scale} * C^{law.exponent:.3f}; exponent's {interval}, "
                 f"by the scatter of {len(law.line.x)} budgets {scatter}."
             )
         if self.failure:
