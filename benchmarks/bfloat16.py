@@ -52,7 +52,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "synthetic teacher": (
         "synthetic-dlrm",
-        {"data.synthetic.rows": 500_000, "data.batch_size": 2048, "data.fractions": [0.7, 0.05, 0.25]},
+        {"data.batch_size": 2048, "data.fractions": [0.75, 0.05, 0.2]},
     ),
 }
 QUICK: dict[str, dict[str, Any]] = {
