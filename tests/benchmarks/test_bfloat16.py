@@ -16,20 +16,21 @@ from cordillera.training.comparison import Estimate, mean_interval
 ROOT = Path(__file__).parents[2]
 
 
-def run(part: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks/bfloat16.py"), "--quick", "--part", part]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("results")
+    command = [sys.executable, str(ROOT / "benchmarks/bfloat16.py"), "--quick", "--threads", "1"]
     done = subprocess.run(
         [*command, "--results", str(folder)], capture_output=True, text=True, timeout=280, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stderr
-    content: dict[str, Any] = json.loads((folder / f"bfloat16-{part}.json").read_text())
-    assert content["quick"] is True
-    return content
+    return {part: json.loads((folder / f"bfloat16-{part}.json").read_text()) for part in ("accuracy", "split")}
 
 
 @pytest.mark.slow
-def test_all_variants_are_trained_on_both_data_sets_and_paired(tmp_path: Path) -> None:
-    content = run("accuracy", tmp_path)
+def test_all_variants_are_trained_on_both_data_sets_and_paired(results: dict[str, Any]) -> None:
+    content = results["accuracy"]
+    assert content["quick"] is True
     found = {(row["data"], row["variant"]): row for row in content["results"]}
     assert found.keys() == {(data, variant) for data in bfloat16.DATA for variant in bfloat16.VARIANTS}
     for data in bfloat16.DATA:
@@ -41,8 +42,8 @@ def test_all_variants_are_trained_on_both_data_sets_and_paired(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_halves_are_compared_bit_by_bit(tmp_path: Path) -> None:
-    content = run("split", tmp_path)
+def test_halves_are_compared_bit_by_bit(results: dict[str, Any]) -> None:
+    content = results["split"]
     assert content["reached"] is True
     assert all(row["numbers"] > 10_000 and row["different"] == 0 for row in content["results"])
 

@@ -29,6 +29,7 @@ from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.self_test import self_test
 from cordillera.numerics.weight_storage import WeightStorage
 from cordillera.run import Run
 from cordillera.training import checkpoints
@@ -254,7 +255,8 @@ class Trainer:
 
     Args:
         config: How to train.
-        model: The model; it is moved to ``device``.
+        model: The model; it is moved to ``device``. Where a number format is emulated, its weights hold numbers of that
+            format from here on.
         training: Batches of the training split.
         validation: Batches of the validation split, or None to evaluate nothing.
         run: Where records and checkpoints go.
@@ -290,7 +292,10 @@ class Trainer:
         )
         self.tables = embedding_tables(model)
         self.dense = dense_parameters(model)
-        self.storage = None if config.emulate is None else WeightStorage(config.emulate, self._stored_weights())
+        self.storage: WeightStorage | None = None
+        if config.emulate is not None:
+            self_test(device.type)
+            self.storage = WeightStorage(config.emulate, self._stored_weights())
         self.progress = Progress()
         self._window = _Window()
         epochs = config.epochs * len(training)
