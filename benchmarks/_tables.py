@@ -62,9 +62,11 @@ def print_ratios(console: Console, title: str, figures: dict[str, Any]) -> None:
     print_notes(console, figures["notes"])
 
 
-def print_rows(console: Console, title: str, headings: list[str], rows: list[list[str]]) -> None:
+def print_rows(
+    console: Console, title: str, headings: list[str], rows: list[list[str]], *, evidence: str = "measured"
+) -> None:
     """Print a table of text cells; the first two columns to the left, numbers to the right."""
-    table = Table(title=f"{title} (measured)", title_justify="left")
+    table = Table(title=f"{title} ({evidence})", title_justify="left")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < 2 else "right")
     for row in rows:
