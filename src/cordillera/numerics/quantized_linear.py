@@ -18,11 +18,13 @@ from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.formats import INTEGERS
+from cordillera.numerics.fused_linear import FusedLinear
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
 from cordillera.numerics.linear_engines import all_finite, make_engine, saturates
-from cordillera.numerics.linear_passes import LinearPasses
 from cordillera.numerics.quantizers import AffineParameters, check_finite, check_parameters
 from cordillera.numerics.range_estimators import RunningHistogram, estimate
+
+_FLOAT_BELOW_FUSED = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class LinearConfig:
         seven_bits: Quantise activations to half the range; None where eight-bit products may saturate
             (:func:`~cordillera.numerics.linear_engines.saturates`), nowhere else, for it costs 6 dB.
         float_below: Products (rows times inputs times outputs) up to which a layer multiplies in float32 instead, since
-            calls of a few microseconds have nothing to win. Layers of so few weights keep them in float32 as well.
+            calls of a few microseconds have nothing to win; at most 8192 where the whole layer is one kernel
+            (:mod:`~cordillera.kernels.vnni_linear`). Layers of so few weights keep them in float32 as well.
         estimator: By which calibration chooses ranges, of
             :data:`~cordillera.numerics.range_estimators.ESTIMATORS`.
     """
@@ -164,14 +167,17 @@ class QuantizedLinear(nn.Module):
             self._input = (float(self.input_scale), int(self.input_zero_point))
         weight = self.weight
         self._engine = make_engine(weight, self.config.backend, seven_bits=self.config.narrow)
-        self._passes: LinearPasses | None = None
-        if self._input is not None and self.config.backend == "auto" and LinearPasses.suit(weight):
-            self._passes = LinearPasses(weight, *self._input, relu=self.relu)
+        self._fused: FusedLinear | None = None
+        if self._input is not None and self.config.backend == "auto" and FusedLinear.suits(weight):
+            self._fused = FusedLinear(weight, *self._input, relu=self.relu)
         # What every call asks for is read here: attributes of modules are slow.
         self.out_features, self.in_features = self.codes.shape
         weights = self.codes.numel()
-        self._few_rows = self._passes.most_rows() if self._passes is not None else 0
-        self._float_rows = self.config.float_below // weights if self.float_weight is not None and weights else -1
+        self._few_rows = self._fused.most_rows() if self._fused is not None else 0
+        float_below = (
+            min(self.config.float_below, _FLOAT_BELOW_FUSED) if self._fused is not None else self.config.float_below
+        )
+        self._float_rows = float_below // weights if self.float_weight is not None and weights else -1
 
     def verify(self) -> None:
         """Compare codes and scales with the SHA-256 that was made with them.
@@ -200,10 +206,10 @@ class QuantizedLinear(nn.Module):
                 check_finite(x, "x")
             y = F.linear(x, self.float_weight, self.bias)
             return y.relu_() if self.relu else y
-        if 0 < x.shape[0] <= self._few_rows and self._passes is not None:
-            codes = self._passes.codes(x.detach().contiguous())
-            if codes is not None:
-                return self._passes.values(codes)
+        if 0 < x.shape[0] <= self._few_rows and self._fused is not None:
+            fused = self._fused(x.detach().contiguous())
+            if fused is not None:
+                return fused
         elif all_finite(x):
             return self._multiply(x.detach().contiguous())
         x, bad = take_out_nonfinite(x, self.config)
@@ -269,8 +275,8 @@ class QuantizedMLP(nn.Module):
 
     def _read_scales(self) -> None:
         self._scales = [layer._input for layer in self._chain if layer._input is not None]
-        self._passes = [layer._passes for layer in self._chain if layer._passes is not None]
-        whole = len(self._passes) == len(self._chain)
+        self._fused = [layer._fused for layer in self._chain if layer._fused is not None]
+        whole = len(self._fused) == len(self._chain)
         self._few_rows = min(layer._few_rows for layer in self._chain) if whole else 0
         self._output: tuple[float, int] | None = None
         if self.output_scale is not None and self.output_zero_point is not None:
@@ -284,7 +290,7 @@ class QuantizedMLP(nn.Module):
         if rows.shape[1] != chain[0].in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {chain[0].in_features}", where="x")
         rows = rows.detach().contiguous()
-        y = self._pass(rows, self._output is None)
+        y = self._fuse(rows, self._output is None)
         if y is not None:
             y = y if self._output is None else _values(y, *self._output)
         elif all_finite(rows):
@@ -307,24 +313,26 @@ class QuantizedMLP(nn.Module):
         if self._output is None:
             raise NumericsError("the last output has no scale", where="output", remedy="give it one")
         x = x.detach().contiguous()
-        codes = self._pass(x, False)
+        codes = self._fuse(x, False)
         if codes is not None:
             return codes
         if not all_finite(x):
             check_finite(x, "x")
         return self._chain[-1]._engine.plain(self._codes(x, [*self._scales, self._output]))
 
-    def _pass(self, x: Tensor, to_values: bool) -> Tensor | None:
-        """The whole chain in passes, for few rows: codes or values; None where it is not for them or not finite."""
+    def _fuse(self, x: Tensor, to_values: bool) -> Tensor | None:
+        """The chain in kernels for few rows: codes or values; None where rows are many or not finite."""
         if not 0 < x.shape[0] <= self._few_rows:
             return None
-        codes = self._passes[0].codes(x)
+        codes = self._fused[0].codes(x)
         if codes is None:
             return None
         scales = self._scales[1:] if self._output is None else [*self._scales[1:], self._output]
-        for layer, scale in zip(self._passes, scales, strict=False):
+        for layer, scale in zip(self._fused, scales, strict=False):
             codes = layer.requantized(codes, *scale)
-        return self._passes[-1].values(codes) if to_values else codes
+        return (
+            self._fused[-1].values(codes) if to_values else torch.from_numpy(codes)[:, : self._chain[-1].out_features]
+        )
 
     def _codes(self, x: Tensor, scales: list[tuple[float, int]]) -> Tensor:
         """What the layers make of ``x``: the first scale is its own, each further one that of a layer's output."""
