@@ -37,21 +37,21 @@ def measure_rows(rounds: int, *, quick: bool = False) -> dict[str, Any]:
         rounds: Values a contender.
         quick: Tiny tables.
     """
-    count = 200 if quick else 20_000
+    count, dims = (50, (16,)) if quick else (20_000, (16, 64, 128))
     rows = []
     for distribution in ("normal", "laplace"):
-        for dim in (16, 64, 128):
+        for dim in dims:
             generator = torch.Generator().manual_seed(dim)
             x = torch.randn(count, dim, generator=generator)
             if distribution == "laplace":
                 uniform = torch.rand(count, dim, generator=generator).clamp(1e-6, 1 - 1e-6) - 0.5
                 x = -uniform.sign() * (1 - 2 * uniform.abs()).log()
             rows += [_rows_row(x, bits, distribution, rounds) for bits in (8, 4, 2)]
-    four = [row["greedy_over_minmax"] for row in rows if row["bits"] == 4 and row["dim"] == 64]
+    four = [row["greedy_over_minmax"] for row in rows if row["bits"] == 4 and row["dim"] in (64, dims[-1])]
     return {
         "evidence": "measured",
         "conditions": {"rows": count, "rounds": rounds, "threads": torch.get_num_threads()},
-        "values": {"rows": rows, "largest_greedy_over_minmax_of_4_bits_and_64": max(four), "target_at_most": 0.92},
+        "values": {"rows": rows, "largest_greedy_over_minmax_of_4_bits": max(four), "target_at_most": 0.92},
         "notes": [
             "Errors are relative L2 norms. Torch's greedy rows are choose_qparams_optimized's; ours keep the best "
             "range of the whole path and refit scale and bias to the codes.",

@@ -136,6 +136,21 @@ def test_rows_that_are_not_finite_come_out_so_and_harm_no_other_row(
         strict(x)
 
 
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_constant_and_denormal_weights_and_inputs(static: bool, symmetric: bool) -> None:
+    linear = _linear(0, 12, 5)
+    with torch.no_grad():
+        linear.weight[0], linear.weight[1], linear.weight[2] = 0.0, 0.25, 1e-41
+    config = LinearConfig(float_below=0, symmetric=symmetric)
+    for x in (torch.zeros(3, 12), torch.full((3, 12), -7.0), torch.full((3, 12), 1e-42), torch.randn(3, 12)):
+        layer = QuantizedLinear.from_linear(linear, _range(x) if static else None, config=config)
+        exact = F.linear(x, linear.weight, linear.bias).detach()
+        y = layer(x)
+        torch.testing.assert_close(y, exact, rtol=0.02, atol=0.1 if float(x.abs().max()) > 1 else 0.05)
+        assert torch.equal(y[:, 0], linear.bias[0].detach().expand(3))
+
+
 def test_a_sum_that_overflows_is_no_infinity() -> None:
     layer = QuantizedLinear.from_linear(_linear(0, 4, 3), config=PLAIN)
     y = layer(torch.full((2, 4), 3e38))

@@ -11,6 +11,7 @@ from cordillera.kernels import vnni_linear
 from cordillera.numerics.integer_linear import LinearWeight
 
 _MOST_PRODUCTS = 1 << 23  # that one thread makes sooner than torch's kernels; more threads are as many times sooner
+_MANY_WEIGHTS = 1 << 20  # they come from a shared cache, which one thread alone cannot read at its full speed
 
 
 class FusedLinear:
@@ -45,7 +46,10 @@ class FusedLinear:
 
     def most_rows(self) -> int:
         """Rows up to which this is the faster kernel, beside torch's with the threads that are set now."""
-        return _MOST_PRODUCTS // torch.get_num_threads() // self._products
+        threads = torch.get_num_threads()
+        if threads > 1 and self._products >= _MANY_WEIGHTS:
+            return 0
+        return _MOST_PRODUCTS // threads // self._products
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """From values to values.
