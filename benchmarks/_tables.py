@@ -63,7 +63,7 @@ def print_ratios(console: Console, title: str, figures: dict[str, Any]) -> None:
 
 
 def print_rows(
-    console: Console, title: str, headings: list[str], rows: list[list[str]], *, evidence: str = "measured"
+    console: Console, title: str, headings: list[str], rows: list[list[str]], evidence: str = "measured"
 ) -> None:
     """Print a table of text cells; the first two columns to the left, numbers to the right."""
     table = Table(title=f"{title} ({evidence})", title_justify="left")

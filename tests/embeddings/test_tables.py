@@ -343,3 +343,16 @@ print((peak() - before) / (8 * 400_000 * 17 * 4))
 def test_training_needs_no_memory_of_the_tables_size_beside_them() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=240, check=True)
     assert 0.9 < float(done.stdout) < 1.15
+
+
+def test_rows_that_an_update_will_change_are_known_before_it() -> None:
+    module = tables()
+    assert module.pending_rows().tolist() == []
+    for seed in (0, 1):
+        module(batch(seed)).sum().backward()
+    before = module.weight.detach().clone()
+    rows = module.pending_rows()
+    module.update()
+    changed = (module.weight.detach() != before).any(1).nonzero().flatten()
+    assert torch.equal(rows, changed)
+    assert module.pending_rows().numel() == 0

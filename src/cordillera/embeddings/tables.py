@@ -232,6 +232,12 @@ class EmbeddingTables(nn.Module):
             backend=self.config.backend,
         )
 
+    def pending_rows(self) -> Tensor:
+        """Rows that the next :meth:`update` will change: int64, distinct, ascending; empty if none waits."""
+        if not self._pending:
+            return torch.empty(0, dtype=torch.int64, device=self.weight.device)
+        return torch.cat([item.rows.to(torch.int64) for item in self._pending]).unique()
+
     def discard(self) -> None:
         """Forget the gradients that wait for :meth:`update`."""
         self._pending = []

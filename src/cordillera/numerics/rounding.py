@@ -169,6 +169,10 @@ def round_to(
     if format.is_scale and source is _SINGLE:  # its smallest value is a subnormal number of float32
         return round_to(x.double(), format, rounding, saturate=saturate, random=random).float()
     bits = x.contiguous().view(source.integer)
+    drop = _constant_drop(source, format)
+    if rounding is Rounding.toward_zero and drop is not None and not flush_subnormals:
+        cut = (bits >> drop) << drop  # infinity and its neighbours stay where they are
+        return cut.bitwise_or_(x.isnan().to(source.integer).mul_(source.quiet)).view(x.dtype)
     magnitude = bits & ~source.sign
     rounded = _round_magnitude(magnitude, source, format, rounding, random)
     rounded = _limit(rounded, magnitude, source, format, saturate or rounding is Rounding.toward_zero)
@@ -207,13 +211,12 @@ def _round_magnitude(
     A number is ``significand * 2**(exponent - mantissa_bits)``. The bits that do not fit are ``drop`` many, and more of
     them below the smallest normal value of the format, where neighbours no longer come closer.
     """
-    width = source.mantissa_bits
-    first = format.min_exponent + source.format.bias  # the exponent field of the smallest normal value
-    if first <= 1:
-        # Neighbours come closer as long as the source's do: bits can be dropped without looking at the exponent.
-        drop = width - format.mantissa_bits
+    drop = _constant_drop(source, format)
+    if drop is not None:
         kept = (magnitude + _increment(magnitude, drop, rounding, random)) >> drop
         return (kept << drop).to(magnitude.dtype)
+    width = source.mantissa_bits
+    first = format.min_exponent + source.format.bias  # the exponent field of the smallest normal value
     field = (magnitude >> width).clamp_(min=1)
     dropped = (first - field).clamp_(min=0).add_(width - format.mantissa_bits)
     below = (field - 1) << width
@@ -233,6 +236,11 @@ def _round_magnitude(
         tiny = (dropped > width + 1) & (kept > 0)
         result.masked_fill_(tiny, source.bits_of(2.0 ** (format.min_exponent - format.mantissa_bits)))
     return result.masked_fill_(kept == 0, 0)
+
+
+def _constant_drop(source: _Source, format: Format) -> int | None:
+    """How many bits do not fit, if all numbers have as many: neighbours come closer as long as the source's do."""
+    return source.mantissa_bits - format.mantissa_bits if format.min_exponent <= source.format.min_exponent else None
 
 
 def _increment(significand: Tensor, places: Tensor | int, rounding: Rounding, random: Tensor | None) -> Tensor | int:

@@ -621,6 +621,10 @@ def _model_card(material: _Material) -> str:
     machine = [
         ("Seed", plain(recipe.get("seed"))),
         ("Precision", plain(training.get("precision"))),
+        *(
+            (f"Emulated {key.replace('_', ' ')}", plain(value))
+            for key, value in (training.get("emulate") or {}).items()
+        ),
         ("Batch size", count(data.get("batch_size"))),
         (
             "Tables' optimizer",

@@ -182,7 +182,7 @@ def _evaluate(
 ) -> Evaluation:
     dataset: ClickDataset = getattr(splits, split)
     evaluation = evaluate_split(
-        scorer(model, device, recipe.training.precision),
+        scorer(model, device, recipe.training.precision, recipe.training.emulate),
         _loader(recipe, dataset, training=False).epoch(),
         splits.features.tasks,
         split=split,
@@ -277,7 +277,7 @@ def predict(
     tasks = tuple(run.read_json("model.json")["tasks"])
     with _threads(recipe.threads):
         _, model = load_model(run, replace(encoder.features, tasks=tasks), device)
-        score = scorer(model, device, recipe.training.precision)
+        score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         rows = 0
