@@ -58,7 +58,9 @@ def test_a_layer_is_the_reference_and_close_to_float(
         linear, scales, relu=relu, config=LinearConfig(float_below=0, symmetric=symmetric, backend="reference")
     )
     y = fast(x)
-    torch.testing.assert_close(y, slow(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(y, slow(x))
+    many = x.repeat(1000, 1)  # goes to torch's kernels
+    assert torch.equal(fast(many)[-rows:], y)
     exact = F.linear(x, linear.weight, linear.bias).detach()
     exact = exact.relu() if relu else exact
     bound = (_range(x).scale * linear.weight.abs().sum(1) + x.abs().sum(1, keepdim=True) * fast.scale) * 1.01
@@ -98,10 +100,12 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 def test_tiny_batches_are_multiplied_in_float_and_large_layers_keep_no_float() -> None:
-    linear, x = _linear(0, 64, 64), torch.randn(4, 64)
+    linear, x = _linear(0, 64, 64), torch.randn(2, 64)
+    static = QuantizedLinear.from_linear(linear, _range(x), relu=True)
+    assert torch.equal(static(x), F.linear(x, linear.weight, linear.bias).relu())
     layer = QuantizedLinear.from_linear(linear, relu=True)
     assert torch.equal(layer(x), F.linear(x, linear.weight, linear.bias).relu())
-    assert not torch.equal(layer(x.repeat(50, 1))[:4], layer(x))
+    assert not torch.equal(layer(x.repeat(50, 1))[:2], layer(x))
     assert QuantizedLinear.from_linear(_linear(0, 512, 512)).float_weight is None
 
 
@@ -130,6 +134,21 @@ def test_rows_that_are_not_finite_come_out_so_and_harm_no_other_row(
     )
     with pytest.raises(NumericsError, match=r"element \(3, 7\)"):
         strict(x)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_constant_and_denormal_weights_and_inputs(static: bool, symmetric: bool) -> None:
+    linear = _linear(0, 12, 5)
+    with torch.no_grad():
+        linear.weight[0], linear.weight[1], linear.weight[2] = 0.0, 0.25, 1e-41
+    config = LinearConfig(float_below=0, symmetric=symmetric)
+    for x in (torch.zeros(3, 12), torch.full((3, 12), -7.0), torch.full((3, 12), 1e-42), torch.randn(3, 12)):
+        layer = QuantizedLinear.from_linear(linear, _range(x) if static else None, config=config)
+        exact = F.linear(x, linear.weight, linear.bias).detach()
+        y = layer(x)
+        torch.testing.assert_close(y, exact, rtol=0.02, atol=0.1 if float(x.abs().max()) > 1 else 0.05)
+        assert torch.equal(y[:, 0], linear.bias[0].detach().expand(3))
 
 
 def test_a_sum_that_overflows_is_no_infinity() -> None:
@@ -163,7 +182,7 @@ def test_three_layers_in_eight_bits_throughout_keep_thirty_decibels(seed: int, o
 
 
 def test_a_chain_is_the_reference_layer_by_layer() -> None:
-    model, x = _mlp(3, 40, 50, 30, 20), torch.randn(200, 40)
+    model, x = _mlp(3, 40, 50, 31, 18), torch.randn(200, 40)
     chain = quantize_mlp(model, [x], config=PLAIN, quantize_output=True)
     (scale, zero_point), *following = [layer._input for layer in chain._chain] + [chain._output]  # type: ignore[misc]
     codes = chain._chain[0]._engine.plain(chain._chain[0]._engine.codes(x, scale, zero_point))
@@ -179,7 +198,9 @@ def test_a_chain_is_the_reference_layer_by_layer() -> None:
     )
     assert torch.equal(slow.codes(x), codes)
     # Without a scale for the last output only its rounding is spared.
+    assert torch.equal(chain.codes(x.repeat(40, 1))[-200:], codes)  # torch's kernels
     wide = quantize_mlp(model, [x], config=PLAIN)
+    assert torch.equal(wide(x.repeat(40, 1))[-200:], wide(x))
     apart = (wide(x) - chain(x)).abs()
     assert float((apart <= scale * 0.501).float().mean()) > 0.99
     assert float(apart.max()) <= scale * 2  # clipped at the ends

@@ -211,7 +211,7 @@ def requantize(
 
 
 def dequantize_product(product: Tensor, weight: LinearWeight, input_scale: float, *, relu: bool = False) -> Tensor:
-    """Sums to values: FBGEMM's ``ReQuantizeForFloat``.
+    """Sums to values: FBGEMM's ``ReQuantizeForFloat``, a fused multiply-add of float32.
 
     Args:
         product: As in :func:`requantize`, as all others.
@@ -222,7 +222,8 @@ def dequantize_product(product: Tensor, weight: LinearWeight, input_scale: float
     Returns:
         ``float32 [M, N]``.
     """
-    values = product.float() * (weight.scale * torch.tensor(input_scale, dtype=torch.float32))
+    unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
+    values = product.float().double() * unit.double()  # float64 holds it exactly: one rounding is left
     if weight.bias is not None:
-        values += weight.bias
-    return values.relu_() if relu else values
+        values += weight.bias.double()
+    return values.relu_().float() if relu else values.float()

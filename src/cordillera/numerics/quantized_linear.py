@@ -18,10 +18,13 @@ from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.formats import INTEGERS
+from cordillera.numerics.fused_linear import FusedLinear
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
 from cordillera.numerics.linear_engines import all_finite, make_engine, saturates
 from cordillera.numerics.quantizers import AffineParameters, check_finite, check_parameters
 from cordillera.numerics.range_estimators import RunningHistogram, estimate
+
+_FLOAT_BELOW_FUSED = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class LinearConfig:
         seven_bits: Quantise activations to half the range; None where eight-bit products may saturate
             (:func:`~cordillera.numerics.linear_engines.saturates`), nowhere else, for it costs 6 dB.
         float_below: Products (rows times inputs times outputs) up to which a layer multiplies in float32 instead, since
-            calls of a few microseconds have nothing to win. Layers of so few weights keep them in float32 as well.
+            calls of a few microseconds have nothing to win; at most 8192 where the whole layer is one kernel
+            (:mod:`~cordillera.kernels.vnni_linear`). Layers of so few weights keep them in float32 as well.
         estimator: By which calibration chooses ranges, of
             :data:`~cordillera.numerics.range_estimators.ESTIMATORS`.
     """
@@ -161,11 +165,19 @@ class QuantizedLinear(nn.Module):
         if self.input_scale is not None and self.input_zero_point is not None:
             check_parameters(self.input_scale, self.input_zero_point, UINT8, where="input")
             self._input = (float(self.input_scale), int(self.input_zero_point))
-        self._engine = make_engine(self.weight, self.config.backend, seven_bits=self.config.narrow)
+        weight = self.weight
+        self._engine = make_engine(weight, self.config.backend, seven_bits=self.config.narrow)
+        self._fused: FusedLinear | None = None
+        if self._input is not None and self.config.backend == "auto" and FusedLinear.suits(weight):
+            self._fused = FusedLinear(weight, *self._input, relu=self.relu)
         # What every call asks for is read here: attributes of modules are slow.
         self.out_features, self.in_features = self.codes.shape
         weights = self.codes.numel()
-        self._float_rows = self.config.float_below // weights if self.float_weight is not None and weights else -1
+        self._few_rows = self._fused.most_rows() if self._fused is not None else 0
+        float_below = (
+            min(self.config.float_below, _FLOAT_BELOW_FUSED) if self._fused is not None else self.config.float_below
+        )
+        self._float_rows = float_below // weights if self.float_weight is not None and weights else -1
 
     def verify(self) -> None:
         """Compare codes and scales with the SHA-256 that was made with them.
@@ -194,22 +206,20 @@ class QuantizedLinear(nn.Module):
                 check_finite(x, "x")
             y = F.linear(x, self.float_weight, self.bias)
             return y.relu_() if self.relu else y
-        if not all_finite(x):
-            return self._without_nonfinite(x)
-        x = x.detach().contiguous()
+        if 0 < x.shape[0] <= self._few_rows and self._fused is not None:
+            fused = self._fused(x.detach().contiguous())
+            if fused is not None:
+                return fused
+        elif all_finite(x):
+            return self._multiply(x.detach().contiguous())
+        x, bad = take_out_nonfinite(x, self.config)
+        self.nonfinite_rows += int(bad.sum())
+        return self.forward(x).masked_fill_(bad[:, None], torch.nan)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self._input is None:
             return self._engine.dynamic(x, self.relu)
         return self._engine.from_float(x, *self._input, self.relu)
-
-    def _without_nonfinite(self, x: Tensor) -> Tensor:
-        x, bad = take_out_nonfinite(x, self.config)
-        self.nonfinite_rows += int(bad.sum())
-        y = (
-            self._engine.dynamic(x, self.relu)
-            if self._input is None
-            else self._engine.from_float(x, *self._input, self.relu)
-        )
-        return y.masked_fill_(bad[:, None], torch.nan)
 
     def extra_repr(self) -> str:
         """What ``repr`` says of it."""
@@ -265,6 +275,9 @@ class QuantizedMLP(nn.Module):
 
     def _read_scales(self) -> None:
         self._scales = [layer._input for layer in self._chain if layer._input is not None]
+        self._fused = [layer._fused for layer in self._chain if layer._fused is not None]
+        whole = len(self._fused) == len(self._chain)
+        self._few_rows = min(layer._few_rows for layer in self._chain) if whole else 0
         self._output: tuple[float, int] | None = None
         if self.output_scale is not None and self.output_zero_point is not None:
             self._output = (float(self.output_scale), int(self.output_zero_point))
@@ -276,13 +289,16 @@ class QuantizedMLP(nn.Module):
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.dim() != 2 else x
         if rows.shape[1] != chain[0].in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {chain[0].in_features}", where="x")
-        bad = None
-        if not all_finite(rows):
+        rows = rows.detach().contiguous()
+        y = self._fuse(rows, self._output is None)
+        if y is not None:
+            y = y if self._output is None else _values(y, *self._output)
+        elif all_finite(rows):
+            y = self._run(rows)
+        else:
             rows, bad = take_out_nonfinite(rows, chain[0].config)
             self.nonfinite_rows += int(bad.sum())
-        y = self._run(rows.detach().contiguous())
-        if bad is not None:
-            y = y.masked_fill(bad[:, None], torch.nan)
+            y = self.forward(rows).masked_fill(bad[:, None], torch.nan)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
     def codes(self, x: Tensor) -> Tensor:
@@ -296,8 +312,27 @@ class QuantizedMLP(nn.Module):
         """
         if self._output is None:
             raise NumericsError("the last output has no scale", where="output", remedy="give it one")
-        check_finite(x, "x")
-        return self._chain[-1]._engine.plain(self._codes(x.detach().contiguous(), [*self._scales, self._output]))
+        x = x.detach().contiguous()
+        codes = self._fuse(x, False)
+        if codes is not None:
+            return codes
+        if not all_finite(x):
+            check_finite(x, "x")
+        return self._chain[-1]._engine.plain(self._codes(x, [*self._scales, self._output]))
+
+    def _fuse(self, x: Tensor, to_values: bool) -> Tensor | None:
+        """The chain in kernels for few rows: codes or values; None where rows are many or not finite."""
+        if not 0 < x.shape[0] <= self._few_rows:
+            return None
+        codes = self._fused[0].codes(x)
+        if codes is None:
+            return None
+        scales = self._scales[1:] if self._output is None else [*self._scales[1:], self._output]
+        for layer, scale in zip(self._fused, scales, strict=False):
+            codes = layer.requantized(codes, *scale)
+        return (
+            self._fused[-1].values(codes) if to_values else torch.from_numpy(codes)[:, : self._chain[-1].out_features]
+        )
 
     def _codes(self, x: Tensor, scales: list[tuple[float, int]]) -> Tensor:
         """What the layers make of ``x``: the first scale is its own, each further one that of a layer's output."""
@@ -391,6 +426,10 @@ def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]
         check_finite(x, "x")
     bad = ~torch.isfinite(x).all(1)
     return x.masked_fill(bad[:, None], 0.0), bad
+
+
+def _values(codes: Tensor, scale: float, zero_point: int) -> Tensor:
+    return (codes.float() - zero_point) * scale
 
 
 def _widened(x: Tensor) -> Tensor:

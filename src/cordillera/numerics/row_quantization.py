@@ -5,7 +5,8 @@ payload bytes, the first element in the lowest bits, then scale and bias in floa
 (Khudia et al. 2021, FBGEMM; Guan et al. 2019 for 4 bits).
 
 FBGEMM's kernels turn NaN into 0, an infinity into a row of NaN and a range beyond float16 likewise; here they are
-refused. Torch's search for a clipping never ends on a row whose range is too small to be divided; this one does.
+refused. What they may take goes to them; odd widths, clipping and stochastic rounding are done here. Torch's search for
+a clipping never ends on a row whose range is too small to be divided; this one does.
 
 The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most
 ``s (1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2, where the last term is float16's flush of
@@ -23,6 +24,7 @@ from torch import Tensor
 from cordillera.errors import NumericsError
 
 BITS = (8, 4, 2)
+_KERNELS = {8: "embedding_bag_byte_prepack", 4: "embedding_bag_4bit_prepack", 2: "embedding_bag_2bit_prepack"}
 _RANGE_EPSILON = 1e-8  # FBGEMM's, in the reciprocal of a range
 _CHUNK = 1 << 20  # elements that the search for a clipping works on at a time
 _STEPS = 200  # of a row's range: the grid of the search
@@ -82,18 +84,31 @@ def quantize_rows(
         raise NumericsError(f"{list(random.shape)} random numbers for {list(x.shape)} values", where="random")
     x = x.detach().float()
     low, high = _ends(x, name)
-    if bits == 8:
-        span = high - low
-        if x.numel():
-            _refuse(~torch.isfinite(span), x.argmax, "the row's range overflows float32", name)
-        codes = _round((x - low) * (255.0 / (span + _RANGE_EPSILON)), 255, random)
-        return torch.cat([codes, _bytes_of(span / 255.0, low)], dim=1)
     levels = (1 << bits) - 1
-    scale, bias = _half_parameters(low, high, levels)
-    _check_half(x, low, high, scale, bias, levels, name)
-    if method == "greedy":
-        scale, bias = _greedy(x, low, high, levels)
-    codes = _round((x - bias) * (1.0 / scale), levels, random)
+    if bits == 8:
+        if x.numel():
+            _refuse(~torch.isfinite(high - low), x.argmax, "the row's range overflows float32", name)
+    else:
+        _check_half(x, low, high, *_half_parameters(low, high, levels), levels, name)
+    if method == "minmax" and random is None and x.numel() and x.shape[1] % (8 // bits) == 0 and x.device.type == "cpu":
+        rows: Tensor = getattr(torch.ops.quantized, _KERNELS[bits])(x.contiguous())
+        return rows
+    if bits == 8:
+        return _encode_single(x, low, high, random)
+    parameters = _greedy(x, low, high, levels) if method == "greedy" else _half_parameters(low, high, levels)
+    return _encode_half(x, *parameters, bits, random)
+
+
+def _encode_single(x: Tensor, low: Tensor, high: Tensor, random: Tensor | None) -> Tensor:
+    """Rows of 8 bits."""
+    span = high - low
+    codes = _round((x - low) * (255.0 / (span + _RANGE_EPSILON)), 255, random)
+    return torch.cat([codes, _bytes_of(span / 255.0, low)], dim=1)
+
+
+def _encode_half(x: Tensor, scale: Tensor, bias: Tensor, bits: int, random: Tensor | None) -> Tensor:
+    """Rows of 4 or 2 bits."""
+    codes = _round((x - bias) * (1.0 / scale), (1 << bits) - 1, random)
     return torch.cat([_pack(codes, bits), _bytes_of(scale.half(), bias.half())], dim=1)
 
 

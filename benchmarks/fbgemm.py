@@ -1,0 +1,189 @@
+"""FBGEMM's pipeline in Python, measured: ``cordillera bench fbgemm`` or ``python benchmarks/fbgemm.py``.
+
+Parts: ``linear`` (one layer beside float32, bfloat16 and unfused int8), ``mlp`` (three layers in uint8 throughout),
+``rows`` (embedding rows of 8, 4 and 2 bits), ``accumulate16`` (sums in int16, emulated). Each writes
+``results/fbgemm-PART.json``.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import _quantized_linear
+import _quantized_rows
+import torch
+import typer
+from _machine import busy
+from _results import RESULTS, make_console, write_part
+from _tables import print_notes, print_rows
+from rich.console import Console
+
+
+class Part(str, enum.Enum):
+    """What can be measured alone."""
+
+    linear = "linear"
+    mlp = "mlp"
+    rows = "rows"
+    accumulate16 = "accumulate16"
+
+
+def _times(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f}"
+
+
+def _verdict(value: float, target: float) -> str:
+    return f"{value:.2f} (at least {target:g} {'reached' if value >= target else 'missed'})"
+
+
+def _linear(console: Console, quick: bool) -> dict[str, Any]:
+    figures = _quantized_linear.measure_linear(3 if quick else 15, quick=quick)
+    values = figures["values"]
+    columns = ("static", "dynamic", "fused", "codes", "bfloat16")
+    print_rows(
+        console,
+        "one layer with bias and ReLU, times as fast as float32",
+        ["rows, outputs, inputs", "float32, microseconds", *columns, "fused over unfused"],
+        [
+            [
+                ", ".join(map(str, row["shape"])),
+                f"{row['seconds']['float32']['median'] * 1e6:,.0f}",
+                *(_times(row["times"][name]["float32"]) for name in columns),
+                _times(row["times"]["fused"]["unfused"]),
+            ]
+            for row in values["rows"]
+        ],
+    )
+    targets, means = values["targets"], values["geometric_means"]
+    for label, value, target in (
+        ("static over float32, geometric mean", means["static_over_float32"], targets["mean"]),
+        ("fused over float32, geometric mean", means["fused_over_float32"], targets["mean"]),
+        ("codes over float32, geometric mean", means["codes_over_float32"], targets["mean"]),
+        ("static over float32, least of six rows or more", values["least_static_over_float32_of_six_rows"],
+         targets["six_rows"]),
+        ("static over float32, least", values["least_static_over_float32"], targets["any"]),
+        ("fused over unfused, geometric mean", means["fused_over_unfused"], targets["unfused"]),
+    ):  # fmt: skip
+        console.print(f"  {label}: {_verdict(value, target)}")
+    print_notes(console, figures["notes"])
+    return figures
+
+
+def _mlp(console: Console, quick: bool) -> dict[str, Any]:
+    figures = _quantized_linear.measure_mlp(3 if quick else 15, quick=quick)
+    values = figures["values"]
+    print_rows(
+        console,
+        f"three layers {figures['conditions']['sizes']} in uint8 throughout",
+        ["batch", "weights", "decibels", "times as fast as float32"],
+        [
+            [
+                str(row["batch"]),
+                "trained" if row["trained"] else "initial",
+                f"{row['decibels']:.1f}",
+                _times(row["times"]),
+            ]
+            for row in values["rows"]
+        ],
+    )
+    console.print(f"  least decibels: {_verdict(values['least_decibels'], values['target_decibels'])}")
+    print_notes(console, figures["notes"])
+    return figures
+
+
+def _rows(console: Console, quick: bool) -> dict[str, Any]:
+    figures = _quantized_rows.measure_rows(3 if quick else 9, quick=quick)
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{value:.2%}"
+
+    print_rows(
+        console,
+        "embedding rows with their scale and bias",
+        ["values", "bits x dim", "bytes", "float32 / bytes", "torch's bytes", "min-max error", "greedy",
+         "torch's greedy", "times as fast as torch"],
+        [
+            [
+                row["distribution"],
+                f"{row['bits']} x {row['dim']}",
+                str(row["bytes"]),
+                f"{row['float32_over_bytes']:.2f}",
+                "same" if row["same_bytes_as_torch"] else "DIFFERENT",
+                percent(row["minmax"]),
+                percent(row["greedy"]),
+                percent(row["torch_greedy"]),
+                _times(row["times_as_fast_as_torch"]),
+            ]
+            for row in figures["values"]["rows"]
+        ],
+    )  # fmt: skip
+    print_notes(console, figures["notes"])
+    return figures
+
+
+def _accumulate16(console: Console, quick: bool) -> dict[str, Any]:
+    figures = _quantized_rows.measure_accumulate16(quick=quick)
+    lines = []
+    for row in figures["values"]["rows"]:
+        chosen = row["chosen"]
+        shown = [cell for cell in row["grid"] if cell["spill"] == 64]
+        lines.append(
+            [
+                row["weights"],
+                row["activations"],
+                *(f"{cell['density']:.2%}: {cell['saturations']:,}" for cell in shown),
+                "int32"
+                if chosen is None
+                else f"{chosen['bits']} bits, spill {chosen['spill']}, {chosen['density']:.2%}",
+                "" if chosen is None else f"{chosen['saturations_held_out']}",
+            ]
+        )
+    headings = [f"{bits} bits" for bits in _quantized_rows.BITS]
+    print_rows(
+        console,
+        "int16 sums that spill every 64 products: outliers and saturations",
+        ["weights", "activations", *headings, "chosen", "saturations held out"],
+        lines,
+        evidence="emulated",
+    )
+    print_notes(console, figures["notes"])
+    return figures
+
+
+PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
+    Part.linear: _linear,
+    Part.mlp: _mlp,
+    Part.rows: _rows,
+    Part.accumulate16: _accumulate16,
+}
+
+
+def main(
+    part: Annotated[
+        list[Part] | None, typer.Option("--part", help="What to measure; repeat it for several. Default: all.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
+    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
+) -> None:
+    """Measure eight-bit linear layers, embedding rows and int16 sums beside float32, bfloat16 and torch's own."""
+    console = make_console()
+    warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # torch deprecates what its kernels take
+    torch.set_num_threads(threads)
+    load = busy()
+    if load is not None and load > 1:
+        # Threads wait for each other many times a call: with other work on the cores even interleaved ratios mislead.
+        console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
+    folder = results or (RESULTS / "quick" if quick else RESULTS)
+    for chosen in part or Part:
+        with torch.set_grad_enabled(chosen is Part.mlp):  # which trains
+            write_part(console, folder, "fbgemm", chosen.value, quick, partial(PARTS[chosen], console, quick))
+
+
+if __name__ == "__main__":
+    typer.run(main)
