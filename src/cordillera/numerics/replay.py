@@ -25,7 +25,7 @@ from cordillera.numerics.vulnerability import Verdicts
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _STACK_BYTES = 1 << 26  # of corrupted copies made at a time
-_ACTIVATIONS = 1 << 25  # numbers that a batch of faults makes, about
+_ACTIVATIONS = 1 << 24  # numbers that a batch of faults makes, about
 _CHECKED = 2  # faults of every region that both ways must agree on
 
 
