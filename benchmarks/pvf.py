@@ -41,8 +41,10 @@ from cordillera.numerics.vulnerability import Campaign, Vulnerability
 from cordillera.workflows.injection import components_of, replay_of
 
 RECIPE = "adult-dlrm"
+# Inputs that share a fault agree with each other: slow models are tried on fewer of them, with no fewer faults.
 SAMPLES = 128
-SEQUENCES = 16  # inputs that share a fault agree: for the slowest model, fewer of them and more faults
+IMAGES = 64
+SEQUENCES = 16
 AT_LEAST = 5.0
 
 
@@ -62,7 +64,7 @@ def _dlrm(quick: bool) -> tuple[RankingModel, Any, str]:
 @functools.cache
 def _targets(quick: bool) -> list[Target]:
     model, batch, quality = _dlrm(quick)
-    lenet = classifier("LeNet", *trained_lenet(1 if quick else 30, SAMPLES), lenet_part)
+    lenet = classifier("LeNet", *trained_lenet(1 if quick else 30, IMAGES), lenet_part)
     transformer = classifier("transformer", *trained_transformer(10 if quick else 400, SEQUENCES), transformer_part)
     return [Target("DLRM", components_of(model), replay_of(model, batch), quality), lenet, transformer]
 
@@ -129,7 +131,7 @@ def _formats(console: Console, quick: bool) -> dict[str, Any]:
     with torch.no_grad():
         embeddings = model.tables(batch.sparse)
     dense = DensePart(model)
-    lenet, images, _ = trained_lenet(1 if quick else 30, SAMPLES)
+    lenet, images, _ = trained_lenet(1 if quick else 30, IMAGES)
     targets = []
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         targets.append(stored_as(dtype, f"DLRM in {name}", dense, (batch.dense, embeddings), _dense_part))

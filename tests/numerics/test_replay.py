@@ -75,12 +75,22 @@ def half() -> tuple[nn.Module, Tensor]:
     ).bfloat16()
 
 
+def transposed() -> tuple[nn.Module, Tensor]:
+    """Weights whose rows do not lie one after another."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().mT.contiguous().mT)
+        layer.bias = nn.Parameter(torch.randn(len(layer.bias), 2)[:, 0])
+    return model, torch.randn(10, 6)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "perceptron": perceptron,
     "convolutions": convolutions,
     "attention": lambda: (Attention(), torch.randint(0, 11, (9, 5))),
     "packed": lambda: (Packed(), torch.randn(16, 8)),
     "bfloat16": half,
+    "transposed": transposed,
 }
 
 
