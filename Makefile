@@ -24,6 +24,10 @@ TORCHTITAN := torchtitan==0.3.0 torch==2.13.0 triton==3.8.0
 # A stamp is older than these files when they change, and then the set is installed anew.
 PINS := pyproject.toml constraints.txt
 
+# Some systems ship Python without the part of `venv` that installs pip; then the outer pip puts it there.
+environment = test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) > /dev/null 2>&1 || \
+  { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --quiet --python $(1)/bin/python install pip; }
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check docs peers format hooks clean
 
@@ -71,16 +75,14 @@ peers: $(VENV)/.test .peers/FuxiCTR/.complete .peers/calculon/.complete .peers/t
 # torchtitan needs other versions of libraries than transformers, so it has an environment of its own.
 .peers/torchtitan/.complete:
 	rm -rf .peers/torchtitan
-	$(PYTHON) -m venv .peers/torchtitan
+	@$(call environment,.peers/torchtitan)
 	.peers/torchtitan/bin/python -m pip --disable-pip-version-check install --quiet $(TORCHTITAN)
 	touch $@
 
-# Some systems ship Python without the part of `venv` that installs pip; then the outer pip puts it there.
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Cordillera needs Python 3.10 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) > /dev/null 2>&1 || \
-	  { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+	@$(call environment,$(VENV))
 	@touch $@
 
 $(VENV)/.cpu: $(VENV)/.made $(PINS)

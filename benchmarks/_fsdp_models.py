@@ -21,8 +21,9 @@ from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.sharding_law import Collectives, Unit
 from cordillera.models.language import stages
 from cordillera.models.language.llama import Llama, LlamaConfig
-from cordillera.models.language.parallelize import Precision, parallelize
+from cordillera.models.language.parallelize import parallelize
 from cordillera.models.language.stages import LlamaStage
+from cordillera.numerics.precision import Precision
 
 TOKENS = 16
 
@@ -118,7 +119,7 @@ def fake_processes(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def track(stage: LlamaStage, parallel: ParallelConfig, precision: Precision = "float32") -> Tracker:
+def track(stage: LlamaStage, parallel: ParallelConfig, precision: Precision = "fp32") -> Tracker:
     """What torch's tracker sees in a step on fake tensors; in ``fake_processes``."""
     summed = mock.patch.object(stages, "summed_cross_entropy", lambda hidden, weight, *_: (hidden @ weight.T).sum())
     mesh = ProcessMesh(parallel)

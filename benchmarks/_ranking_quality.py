@@ -35,6 +35,7 @@ from cordillera.models.ranking.dcn import DCNConfig
 from cordillera.models.ranking.dhen import DHENConfig
 from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.models.ranking.wukong import WukongConfig
+from cordillera.numerics.precision import Precision
 from cordillera.run import Run
 from cordillera.training.comparison import mean_interval
 from cordillera.training.metrics import RankingMetrics
@@ -118,7 +119,7 @@ def _measures(logits: Tensor, labels: Tensor) -> dict[str, float]:
     return {key: found[key] for key in ("auc", "ne", "log_loss", "calibration")}
 
 
-def _scores(model: Any, dataset: ClickDataset, precision: str) -> tuple[Tensor, Tensor]:
+def _scores(model: Any, dataset: ClickDataset, precision: Precision) -> tuple[Tensor, Tensor]:
     score = scorer(model, torch.device("cpu"), precision)
     logits, labels = [], []
     for batch in Loader(dataset, EVALUATION_BATCH_SIZE).epoch():

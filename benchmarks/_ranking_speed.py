@@ -40,6 +40,7 @@ from cordillera.kernels.sparse_update import available_backends
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
 from cordillera.models.ranking.wukong import Wukong, WukongConfig
+from cordillera.numerics.precision import Precision
 from cordillera.run import Run
 from cordillera.training.optimizers import build_adamw
 from cordillera.training.trainer import Trainer, TrainingConfig, autocast, weighted_loss
@@ -245,7 +246,7 @@ class OurTraining:
             weight_decay=training.weight_decay,
         )
 
-    def step(self, batch: RankingBatch, precision: str) -> float:
+    def step(self, batch: RankingBatch, precision: Precision) -> float:
         """Forward, loss, backward, dense and table update, as the trainer does them."""
         with autocast(torch.device("cpu"), precision):
             logits = self.model(batch)

@@ -109,7 +109,7 @@ def train_ours(case: Case) -> None:
         vocabulary=case.vocabulary, tied=case.tied, context=case.length,
     )  # fmt: skip
     keep_freed_memory()  # as the trainer does
-    training = LanguageConfig(precision=case.dtype)  # type: ignore[arg-type]
+    training = LanguageConfig(precision="bf16" if case.dtype == "bfloat16" else "fp32")
     engine = LanguageEngine(training, model, ProcessMesh(ParallelConfig()))
     lengths = (case.documents or (case.length,)) * case.rows
     offsets = torch.tensor([0, *lengths]).cumsum(0)

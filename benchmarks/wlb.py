@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import _emulated_pipeline
 import numpy as np
 import typer
 from _executed_packing import MODEL, executed_seconds, measured_work, simulated_seconds, times_faster, work_of
@@ -45,6 +46,7 @@ WHOLE = ("arrival order", "fixed length, window 1")
 TARGET_GAIN = 1.25
 DIVISOR = 32  # of lengths, for the pipeline that is executed
 OURS = "2 queues, 2 contexts"
+FORWARD_S = 0.04  # of a mean microbatch in a stage whose layers sleep
 
 
 class Part(str, enum.Enum):
@@ -53,6 +55,7 @@ class Part(str, enum.Enum):
     packing = "packing"
     pipeline = "pipeline"
     executed = "executed"
+    emulated = "emulated"
 
 
 class Stream(NamedTuple):
@@ -189,11 +192,11 @@ def _beside_the_solver(batches: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def _slowest(microbatch: Microbatch, sharding: Sharding) -> float:
-    """Work of the context rank that has most, over the work of a token; both halves of ``d**2`` are pairs."""
+def _work_of_ranks(microbatch: Microbatch, sharding: Sharding) -> list[float]:
+    """Work of each context rank, over the work of a token; both halves of ``d**2`` are pairs."""
     plan = sharding(microbatch.lengths, CONTEXT_RANKS)
     pairs = plan.work.tolist()
-    return max(WORK.token * tokens + WORK.squared * 2 * own for tokens, own in zip(plan.tokens, pairs, strict=True))
+    return [WORK.token * tokens + WORK.squared * 2 * own for tokens, own in zip(plan.tokens, pairs, strict=True)]
 
 
 def _pipeline_seconds(iterations: list[Iteration], sharding: Sharding) -> float:
@@ -202,7 +205,7 @@ def _pipeline_seconds(iterations: list[Iteration], sharding: Sharding) -> float:
     one = StageSeconds.equal(STAGES, 1.0, 2.0)
     total = 0.0
     for iteration in iterations:
-        work = [_slowest(microbatch, sharding) for microbatch in iteration.microbatches]
+        work = [max(_work_of_ranks(microbatch, sharding)) for microbatch in iteration.microbatches]
         seconds = StageSeconds(one.forward, one.input_gradient, one.weight_gradient, microbatches=work)
         total += simulate(schedule, seconds).seconds
     return total
@@ -325,10 +328,68 @@ def _executed(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
+def _emulated(console: Console, quick: bool) -> dict[str, Any]:
+    stream = Stream.read(quick)
+    count, rounds = (2, 1) if quick else (40, 3)
+    config = _tuned(stream, BOUNDS["2 contexts"], 2, quick)
+    found = {
+        OURS: (packed(stream.held_out, config, WORK), per_document),
+        **{
+            name: (list(in_arrival_order(stream.documents, MICROBATCHES, CONTEXT, cut)), per_sequence)
+            for name, cut in ARRIVAL.items()
+        },
+        WHOLE[1]: (list(fixed_length(stream.documents, MICROBATCHES, CONTEXT, 1, WORK)), per_sequence),
+    }
+    first = 1 if quick else 20  # queues fill in the iterations before
+    taken = {name: (plan[first : first + count], sharding) for name, (plan, sharding) in found.items()}
+    work = {
+        name: sum(WORK.of(m.lengths) for one in plan for m in one.microbatches) for name, (plan, _) in taken.items()
+    }
+    # A stage's forward of a mean microbatch on one of the context ranks.
+    scale = FORWARD_S * CONTEXT_RANKS * count * MICROBATCHES / work[OURS]
+    plans = {
+        name: [[[scale * w for w in _work_of_ranks(m, sharding)] for m in one.microbatches] for one in plan]
+        for name, (plan, sharding) in taken.items()
+    }
+    seconds = _emulated_pipeline.executed_seconds(plans, rounds)
+    simulated = {name: _emulated_pipeline.simulated_seconds(plan) for name, plan in plans.items()}
+    table = Table(title="two stages of two context ranks, times as much work a second", title_justify="left")
+    for heading in ("than", "executed, emulated computation", "quartiles", "simulated"):
+        table.add_column(heading)
+    gains = {}
+    for name in found:
+        if name == OURS:
+            continue
+        less = work[OURS] / work[name]  # iterations of two plans do not hold the same documents
+        gain = Spread.of([less * b / a for a, b in zip(seconds[OURS], seconds[name], strict=True)])
+        predicted = less * simulated[name] / simulated[OURS]
+        gains[name] = {"executed": gain.to_json(), "simulated": predicted, "reached": gain.median >= TARGET_GAIN}
+        table.add_row(name, f"{gain.median:.2f}", f"{gain.low:.2f} to {gain.high:.2f}", f"{predicted:.2f}")
+    console.print(table)
+    return {
+        "evidence": "emulated: processes, messages and schedule are real, layers sleep for their predicted work",
+        "stages": _emulated_pipeline.STAGES,
+        "context_ranks": CONTEXT_RANKS,
+        "microbatches": MICROBATCHES,
+        "layers": _emulated_pipeline.LAYERS,
+        "backward_over_forward": _emulated_pipeline.BACKWARD,
+        "forward_seconds": FORWARD_S,
+        "workload": WORK.model_dump(),
+        "config": config.model_dump(),
+        "iterations": count,
+        "seconds": {name: Spread.of(values).to_json() for name, values in seconds.items()},
+        "simulated_seconds": simulated,
+        "gains": gains,
+        "target": TARGET_GAIN,
+        "notes": ["ours is sharded per document, the others per sequence"],
+    }
+
+
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
     Part.packing: _packing,
     Part.pipeline: _pipeline,
     Part.executed: _executed,
+    Part.emulated: _emulated,
 }
 
 

@@ -8,7 +8,8 @@ A page has a folder of its own. What it shows is taken as a reader would take it
 - ``python`` blocks: run one after another in one namespace;
 - ``toml``, ``csv`` and ``text`` blocks with a ``title``: files, written into the folder.
 
-Training commands get a few ``--set`` so that a page takes seconds; nothing else of them is changed.
+Training commands get a few ``--set``, and text that is generated a few tokens, so that a page takes seconds; nothing
+else of them is changed. What does not need a shell runs in this process.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ def _exempt(command: str) -> str | None:
 
 
 def _shortened(words: list[str]) -> list[str]:
+    if words[0] == "generate" and not {"--max-new-tokens", "-n"} & set(words):
+        return [*words, "--max-new-tokens", "8"]
     if words[0] in SHORTER and "--resume" not in words and "--help" not in words:
         for override in SHORTER.get(" ".join(words[:2]), SHORTER[words[0]]):
             key = override.partition("=")[0]
@@ -146,9 +149,15 @@ def _run_cordillera(words: list[str]) -> tuple[int, str]:
 
 
 def _run(command: str) -> tuple[int, str]:
-    words = shlex.split(command)
-    if words[0] == "cordillera" and not {"|", ">", ";", "&&"} & set(words):
-        return _run_cordillera(_shortened(words[1:]))
+    parts = [shlex.split(part) for part in command.split(" && ")]
+    if all(words[0] == "cordillera" and not {"|", ">", ";", "&&"} & set(words) for words in parts):
+        printed = ""
+        for words in parts:
+            status, more = _run_cordillera(_shortened(words[1:]))
+            printed += more
+            if status:
+                break
+        return status, printed
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-c", command],

@@ -53,6 +53,10 @@ class TrainingError(CordilleraError):
     """Training cannot go on: the loss is not finite, the disk is full, a limit was passed."""
 
 
+class Interrupted(CordilleraError):
+    """Ctrl-C or SIGTERM ended a piece of work before its end; what was not done, and how to go on."""
+
+
 class PlanError(CordilleraError):
     """A cluster, a workload, a schedule or a plan of them is not possible."""
 

@@ -45,7 +45,7 @@ TIED = MODEL.model_copy(update={"tied": True})
 TRAINING = LanguageConfig(learning_rate=3e-3, clip=0.8, loss_rows=7)
 UNCLIPPED = TRAINING.model_copy(update={"clip": None})
 STEPS = 20
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("fp32", "bf16")
 HELD_OUT = (77, 3)  # seed and microbatches of what is evaluated
 
 
@@ -173,7 +173,7 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
             training = UNCLIPPED.model_copy(update={"precision": precision})
             found[f"exact {precision}"] = trained(mesh(shard=size), MODEL, training, [2] * STEPS)
     if size == 1:
-        found["half"] = trained(mesh(), MODEL, TRAINING.model_copy(update={"precision": "bfloat16"}), counts(STEPS))
+        found["half"] = trained(mesh(), MODEL, TRAINING.model_copy(update={"precision": "bf16"}), counts(STEPS))
         dist.destroy_process_group()
         found["unlaunched"] = ProcessMesh(mesh()).exchange([3.0, 4.0]).tolist()
     if size in (2, 3):

@@ -21,7 +21,7 @@ from cordillera.distributed.sharding_law import (
 )
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import PRESETS, LlamaConfig
-from cordillera.models.language.parallelize import Precision
+from cordillera.numerics.precision import Precision
 
 DEBUG = PRESETS["llama-debug"]
 # 4 blocks of 8B, between the stage with the embedding and the one with the head
@@ -121,13 +121,13 @@ def test_tracked_memory_is_the_published_law(shards: int, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("config", "shards", "replicas", "blocks", "reshards", "precision"),
     [
-        (DEBUG, 8, 1, 1, True, "float32"),
-        (DEBUG, 64, 8, 2, True, "float32"),
-        (DEBUG, 8, 1, 1, False, "float32"),
-        (DEBUG, 8, 1, 4, True, "bfloat16"),
-        (DEBUG, 1, 8, 1, True, "float32"),
-        (UNEVEN, 64, 1, 1, True, "float32"),
-        (UNEVEN, 7, 3, 2, False, "bfloat16"),
+        (DEBUG, 8, 1, 1, True, "fp32"),
+        (DEBUG, 64, 8, 2, True, "fp32"),
+        (DEBUG, 8, 1, 1, False, "fp32"),
+        (DEBUG, 8, 1, 4, True, "bf16"),
+        (DEBUG, 1, 8, 1, True, "fp32"),
+        (UNEVEN, 64, 1, 1, True, "fp32"),
+        (UNEVEN, 7, 3, 2, False, "bf16"),
     ],
 )
 def test_tracked_memory_and_collectives_of_a_whole_model(
@@ -138,7 +138,7 @@ def test_tracked_memory_and_collectives_of_a_whole_model(
         stage = make_stage(config, 0, 1, blocks)
         units, root = units_of(stage)
         tracked = track(stage, parallel, precision)
-    law = parameter_memory(units, shards, root, reshards, 4, 2 if precision == "bfloat16" else 4)
+    law = parameter_memory(units, shards, root, reshards, 4, 2 if precision == "bf16" else 4)
     assert tracked.parameters == law.total
     assert tracked.collectives == collectives(len(units), shards, replicas, True, reshards)
 

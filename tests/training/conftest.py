@@ -54,16 +54,20 @@ def make_trainer(tmp_path: Path):
     """Builds a trainer; a second call with the same name continues the same run."""
 
     def make(
-        name: str = "run", batches: int = 10, model: str = "dlrm", loader: MemoryLoader | None = None, **config: object
+        name: str = "run",
+        batches: int = 10,
+        model: str = "dlrm",
+        loader: MemoryLoader | None = None,
+        tables: dict[str, object] | None = None,
+        **config: object,
     ) -> Trainer:
         settings = TrainingConfig(**{"precision": "fp32", "epochs": 2, "log_every": 3, **config})
         torch.manual_seed(1)
         sizes: dict[str, object] = {"embedding_dim": 4, "dropout": 0.2}
         if model == "dlrm":
             sizes |= {"bottom_mlp": (8, 4), "top_mlp": (8,)}
-        network = build(
-            MODELS[model].Config(**sizes), FEATURES, TablesConfig(name="rowwise_adagrad", learning_rate=0.05)
-        )
+        rule = TablesConfig.model_validate({"name": "rowwise_adagrad", "learning_rate": 0.05, **(tables or {})})
+        network = build(MODELS[model].Config(**sizes), FEATURES, rule)
         folder = tmp_path / name
         run = Run(folder) if folder.exists() else Run.create(folder, "name = 'test'\n")
         return Trainer(

@@ -22,7 +22,7 @@ name = "llama"
 [training]
 steps = {steps}
 clip = 1.0
-precision = "bfloat16"
+precision = "bf16"
 
 [parallel]
 shard = 2

@@ -142,6 +142,7 @@ def test_nothing_and_a_mixture_of_counts_are_refused() -> None:
 def test_amounts_and_powers_are_for_people() -> None:
     assert [amount(x) for x in (950, 12_300, 402e9, 16.55e12)] == ["950", "12.3k", "402B", "16.6T"]
     assert [power(x) for x in (3e13, 3.8e25, 1e10, 2.27e20)] == ["3e13", "3.8e25", "1e10", "2.27e20"]
+    assert [power(x) for x in (9.99e10, 1.004e9, 1.253e13, 2.13e-5)] == ["1e11", "1e9", "1.25e13", "2.13e-5"]
 
 
 def language_run(folder: Path, *, loss: float | None = 2.5, windows: int = 4, tied: bool = True) -> Run:

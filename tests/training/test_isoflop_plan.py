@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cordillera.errors import DataError, PlanError, TrainingError
+from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
 from cordillera.models.language.llama import PRESETS, LlamaConfig, parameter_count
 from cordillera.recipe import parse_override
 from cordillera.run import Run, RunError
@@ -65,10 +65,20 @@ def test_ladders_that_no_family_has_are_refused() -> None:
     with pytest.raises(PlanError, match="not to be had"):
         ladder(BASE, 100, 1e5, 5)
     with pytest.raises(PlanError, match="not to be had"):
-        ladder(BASE, 3e4, 6e4, 12)
+        ladder(BASE, 3e4, 6e4, 20)
     for smallest, largest, count in [(0, 1e5, 3), (1e5, 1e4, 3), (1e4, 1e5, 1)]:
         with pytest.raises(PlanError, match="no ladder"):
             ladder(BASE, smallest, largest, count)
+
+
+@pytest.mark.parametrize("ratio", [20, 80, 200])
+def test_budgets_of_minutes_find_sizes_though_small_models_are_far_apart(ratio: float) -> None:
+    base, budgets = BASE.model_copy(update={"vocabulary": 264}), [3e11, 1e12, 3e12]
+    sizes = sizes_for(base, budgets, tokens_per_parameter=ratio)
+    plan = make_plan(budgets, sizes=sizes, tokens_per_step=2048, tokens_per_parameter=ratio)
+    assert {budget: sum(run.budget == budget for run in plan) >= 4 for budget in budgets} == dict.fromkeys(
+        budgets, True
+    )
 
 
 def test_every_run_costs_its_budget_in_whole_steps_and_sizes_lie_on_both_sides_of_the_optimum() -> None:
@@ -164,7 +174,7 @@ def test_a_study_trains_what_is_planned_once_and_fits_it(tmp_path: Path) -> None
     plan = make_plan(tokens_per_parameter=9.0, sizes=sizes_for(BASE, BUDGETS, tokens_per_parameter=9.0))
     stopped = plan[3].name
     train, trained = trainer(plan, stops=stopped)
-    with pytest.raises(RunError, match="interrupted"):
+    with pytest.raises(Interrupted, match="everything is saved"):
         train_plan(plan, tmp_path, train)
     assert trained == [run.name for run in plan[:4]]
     Run(tmp_path / stopped).write_json("evaluation.json", {"step": plan[3].steps - 1})  # somebody was curious
@@ -194,7 +204,7 @@ def test_folders_of_another_plan_and_texts_that_end_early_are_refused(tmp_path: 
     plan = make_plan()
     with pytest.raises(DataError, match=f"ended at step {plan[1].steps // 2} of {plan[1].steps}"):
         train_plan(plan, tmp_path / "a", trainer(plan, short=plan[1].name)[0])
-    with pytest.raises(RunError, match="interrupted"):
+    with pytest.raises(Interrupted, match="everything is saved"):
         train_plan(plan, tmp_path / "b", trainer(plan, stops=plan[1].name)[0])
     train, trained = trainer(plan)
     with pytest.raises(RunError, match=f"{plan[1].name}: holds a run of another recipe"):

@@ -99,7 +99,7 @@ def test_the_report_shows_what_the_run_holds(tmp_path: Path) -> None:
         *(
             "134,515,008",
             "shard 2 \u00d7 context 2",
-            "bfloat16",
+            "bf16",
             "per document",
             "smollm2, fingerprint 3f1a9c0be2d4, 49,152 vocab size",
         ),
@@ -156,6 +156,7 @@ def test_empty_parts_of_a_bar_are_left_out() -> None:
         ({"data_seconds": lambda one: 0.12 * one["seconds"]}, "12 % of the training time went into waiting for data"),
         ({"exposed_seconds": lambda one: 0.4 * one["seconds"]}, "40 % of the training time went into communication"),
         ({"mfu": 0.123}, "12.3 % of the devices' peak"),
+        ({"mfu": 1.6}, "160 % of the devices' peak (MFU), which cannot be"),
     ],
 )
 def test_what_is_worth_a_look_is_said(tmp_path: Path, changes: dict[str, Any], text: str) -> None:

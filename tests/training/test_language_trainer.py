@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import multiprocessing
+import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,10 +18,11 @@ import torch
 
 from cordillera import workflows
 from cordillera.data.text_batches import TextBatches
-from cordillera.errors import CordilleraError, DataError, PlanError, RecipeError
+from cordillera.errors import CordilleraError, DataError, Interrupted, PlanError, RecipeError
 from cordillera.recipe import LanguageRecipe, dump, load, validate
 from cordillera.run import Run, RunError
 from cordillera.training.isoflop_plan import PlannedRun
+from cordillera.training.language import LanguageEngine
 from cordillera.training.language_trainer import LanguageProgress, LanguageTrainer, peak_memory
 from cordillera.workflows import scaling
 from tests.distributed.processes import needs_gloo
@@ -103,6 +106,70 @@ def test_evaluating_a_run_writes_what_it_found(recipe: Any) -> None:
     after = run.read_json("evaluation.json")
     assert {**before, "seconds": 0} == {**after, "seconds": 0}
     assert after["loss"] == found.loss
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sends this process SIGINT in the evaluation of a microbatch, counted from the next one."""
+
+    def in_evaluation(number: int) -> None:
+        evaluate, calls = LanguageEngine.evaluate, [0]
+
+        def interrupted(engine: LanguageEngine, microbatches: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            return evaluate(engine, microbatches)
+
+        monkeypatch.setattr(LanguageEngine, "evaluate", interrupted)
+
+    return in_evaluation
+
+
+def test_ctrl_c_ends_an_evaluation_and_leaves_the_last_one(recipe: Any, ctrl_c: Any) -> None:
+    run = workflows.train(recipe(data={"held_out": 0.5}), "a").run
+    before = (run.folder / "evaluation.json").read_text()
+    ctrl_c(2)
+    with pytest.raises(Interrupted, match=r"a: 2 of \d+ microbatches .* nothing was written"):
+        workflows.evaluate(run)
+    assert (run.folder / "evaluation.json").read_text() == before
+    assert workflows.evaluate(run).targets == json.loads(before)["targets"]
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_an_evaluation_that_ctrl_c_ended_while_training_is_made_up_for(
+    recipe: Any, ctrl_c: Any, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    evaluated = recipe(data={"held_out": 0.5}, training={"evaluate_every": 2})
+    made: list[int] = []
+    evaluate = LanguageTrainer.evaluate
+    monkeypatch.setattr(
+        LanguageTrainer, "evaluate", lambda trainer: made.append(len(trainer.held_out)) or evaluate(trainer)
+    )
+    whole = workflows.train(evaluated, "whole").run
+    ctrl_c(2 if at == 2 else made[-1] + 2)
+    stopped = workflows.train(evaluated, "stopped")
+    assert (stopped.report.ended, stopped.report.progress.step) == ("interrupted", at)
+    assert not (stopped.run.folder / "report.html").exists()
+    again = workflows.train(stopped.run)
+    assert again.report.ended == "finished"
+    kept = ("step", "loss", "targets", "tokens")
+    told = [
+        [(r["kind"], *(r[key] for key in kept)) for r in run.metrics() if r["kind"] in ("train", "evaluation")]
+        for run in (whole, stopped.run)
+    ]
+    assert told[0] == told[1]
+
+
+def test_an_evaluation_takes_no_more_tokens_than_asked(recipe: Any) -> None:
+    run = workflows.train(recipe(data={"held_out": 0.5}, training={"evaluation_tokens": 300}), "a").run
+    few = run.read_json("evaluation.json")["targets"]
+    assert 200 < few < 400
+    assert workflows.evaluate(run).targets == few
+    assert 50 < workflows.evaluate(run, tokens=100).targets < 170
+    every = workflows.evaluate(run, tokens=10**9).targets
+    assert every > 2 * few
+    assert run.read_json("evaluation.json")["targets"] == every
 
 
 def test_records_tell_the_rate_of_their_step_and_no_time_before_the_first(

@@ -48,6 +48,22 @@ def test_a_run_stopped_at_any_step_resumes_to_the_same_bits(make_trainer, stop_a
     assert whole.run.read_json("progressive.json") == second.run.read_json("progressive.json")
 
 
+@pytest.mark.parametrize("rows", ["int8", "int4"])
+def test_rows_in_few_bits_and_their_cache_resume_to_the_same_bits(make_trainer, rows):
+    options = {"tables": {"rows": rows, "cache": 0.4}, "progressive": True, "checkpoint_every": 4, "patience": 9}
+    whole = make_trainer("whole", **options)
+    whole.fit()
+    assert whole.model.tables.cache.statistics()["hits"] > 0
+    first = make_trainer("parts", **options)
+    first.watch = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    assert first.fit().ended == "interrupted"
+    second = make_trainer("parts", **options)
+    assert second.resume()
+    second.fit()
+    assert_same_weights(whole.model, second.model)
+    assert records(whole.run) == records(second.run)
+
+
 def test_a_run_that_died_between_checkpoints_repeats_the_lost_steps_exactly(make_trainer):
     whole = make_trainer("whole", checkpoint_every=4)
     whole.fit()

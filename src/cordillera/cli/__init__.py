@@ -6,7 +6,7 @@ import os
 import sys
 
 from cordillera.cli.app import app
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, Interrupted
 
 __all__ = ["app", "main"]
 
@@ -22,11 +22,11 @@ def main() -> None:
 
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         first, *rest = str(error).splitlines()
-        console.print("[bold red]error:[/] ", end="")
+        console.print("interrupted: " if isinstance(error, Interrupted) else "[bold red]error:[/] ", end="")
         console.print(first, markup=False)
         for line in rest:
             console.print(line, markup=False)
-        sys.exit(2)
+        sys.exit(130 if isinstance(error, Interrupted) else 2)
     except BrokenPipeError:
         # The reader (head, less) went away: not an error of ours. Keep Python from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cordillera.training.evaluation import Evaluation
     from cordillera.training.language_trainer import LanguageEvaluation, LanguageProgress
     from cordillera.training.trainer import Progress as TrainingProgress
+    from cordillera.workflows.quantization import Quantized
 
 
 def console() -> Console:
@@ -96,6 +97,48 @@ def _note(record: dict[str, Any]) -> str:
     mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.0%}"
     skipped = f"  {record['skipped']} skipped" if record["skipped"] else ""
     return f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"
+
+
+def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
+    """What was chosen, what it costs and what it saves.
+
+    Args:
+        outcome: Of a quantisation.
+        budget: Relative rise of NE that was allowed.
+    """
+    selection = outcome.selection
+    chosen = Table(title="precision of each part", title_justify="left")
+    for heading in ("part", "kept as", "alone, at its cheapest"):
+        chosen.add_column(heading)
+    for name, option in selection.options.items():
+        alone = selection.alone.get(name)
+        chosen.add_row(name, option, "" if alone is None else f"NE {100 * alone.mean:+.4f} %")
+    layers = Table(title="layers beside fp32, dB", title_justify="left")
+    for heading in ("layer", "kernel", "same inputs", "in the model"):
+        layers.add_column(heading)
+    for layer in outcome.layers:
+        layers.add_row(layer.name, layer.kernel, _decibels(layer.alone_db), _decibels(layer.in_place_db))
+    summary = Table(title="the model", title_justify="left")
+    for heading in ("", "fp32", "quantised", "ratio"):
+        summary.add_column(heading)
+    before, after = outcome.bytes
+    summary.add_row("bytes", f"{before:,}", f"{after:,}", f"{after / before:.1%}")
+    summary.add_row("NE", number(outcome.ne[0], 6), number(outcome.ne[1], 6), f"{outcome.ne[1] / outcome.ne[0]:.6f}")
+    slow, fast = (1e3 * seconds for seconds in outcome.seconds)
+    summary.add_row("a batch of 256", f"{slow:.2f} ms", f"{fast:.2f} ms", f"{slow / fast:.2f} times as fast")
+    for name, change in (("searched", outcome.searched), ("test split", outcome.confirmed)):
+        if change is not None:
+            interval = f"{100 * change.low:+.4f} to {100 * change.high:+.4f}"
+            verdict = "shown" if change.high <= budget else "not shown: the interval reaches above it"
+            if change.low > budget:
+                verdict = "exceeded"
+            summary.add_row(f"NE, {name}", "", f"{100 * change.mean:+.4f} %", f"{interval}; budget {verdict}")
+    summary.add_row("evaluations", "", str(len(selection.evaluated)), f"a sweep of all options: {outcome.sweep}")
+    return [chosen, layers, summary]
+
+
+def _decibels(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.1f}"
 
 
 @contextlib.contextmanager

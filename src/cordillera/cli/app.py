@@ -18,10 +18,12 @@ from cordillera.cli import (
     isoflop,
     plan,
     predict,
+    quantize,
     recipe,
     report,
     sweep,
     train,
+    watch,
 )
 
 app = typer.Typer(
@@ -51,6 +53,8 @@ def _options(
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("quantize")(quantize.quantize)
+app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.command("compare")(compare.compare)
 app.command("sweep")(sweep.sweep)

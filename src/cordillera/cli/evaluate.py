@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cordillera.errors import Interrupted
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
@@ -14,14 +16,23 @@ def evaluate(
         str | None,
         typer.Option(help="train, validation or test. Default: test; of a language model, what was held out."),
     ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Most tokens of a language model's held-out text. Default: the recipe's evaluation_tokens."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole evaluation as JSON.")] = False,
 ) -> None:
     """Evaluate a run on one split of its data."""
-    from cordillera import workflows
-    from cordillera.cli._show import console, evaluation_table, language_line
-    from cordillera.training.evaluation import Evaluation
+    try:
+        from cordillera import workflows
+        from cordillera.cli._show import console, evaluation_table, language_line
+        from cordillera.training.evaluation import Evaluation
 
-    evaluation = workflows.evaluate(run, split)
+        evaluation = workflows.evaluate(run, split, tokens=tokens)
+    except KeyboardInterrupt:
+        raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
     if not isinstance(evaluation, Evaluation):
         if json:
             import json as encoder

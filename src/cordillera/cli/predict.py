@@ -15,9 +15,12 @@ def predict(
         Path | None, typer.Option("--out", "-o", help="Where scores go (.csv or .parquet). Default: FILE-scores.csv.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples scored at a time.")] = 8192,
+    quantized: Annotated[
+        bool, typer.Option("--quantized", help="Score with the model that `cordillera quantize` made of the run.")
+    ] = False,
 ) -> None:
     """Score a file of samples; scores are written beside the samples' ids."""
     from cordillera import workflows
 
-    written, rows = workflows.predict(run, file, out, batch_size=batch_size)
+    written, rows = workflows.predict(run, file, out, batch_size=batch_size, quantized=quantized)
     typer.echo(f"{rows:,} scores: {written}")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
+import scipy  # loads its parts when they are first used
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from scipy.optimize import nnls
 
 from cordillera.errors import DataError
 from cordillera.mistakes import explain, known_keys
@@ -143,7 +143,7 @@ class DocumentWork(BaseModel):
                 remedy="measure microbatches of many short and of few long documents, or give a ridge",
             )  # fmt: skip
         rows = np.vstack([scaled, np.sqrt(ridge * len(samples)) * np.eye(3)])
-        found = nnls(rows, np.concatenate([np.ones(len(samples)), np.zeros(3)]))[0]
+        found = scipy.optimize.nnls(rows, np.concatenate([np.ones(len(samples)), np.zeros(3)]))[0]
         document, token, squared = (found * unit).tolist()
         if found[1:].sum() < 1e-9:
             raise DataError(

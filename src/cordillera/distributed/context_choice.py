@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
+import scipy
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.optimize import nnls
 
 from cordillera.errors import PlanError
 
@@ -241,5 +241,5 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Seconds of nothing and of one more byte."""
     sizes, seconds = np.array(points, np.float64).T
     largest = sizes.max()
-    found, _ = nnls(np.stack([np.ones_like(sizes), sizes / largest], 1), seconds)
+    found, _ = scipy.optimize.nnls(np.stack([np.ones_like(sizes), sizes / largest], 1), seconds)
     return float(found[0]), float(found[1] / largest)

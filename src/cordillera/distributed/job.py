@@ -35,11 +35,15 @@ class Job(NamedTuple):
         rank: Its number.
         size: Processes.
         watch: Over all of them.
+        restarts: How often the launcher has started all of them anew, because one ended (``torchrun --max-restarts``).
+        store: What processes keep for those that are started in their place; the launcher holds it.
     """
 
     rank: int
     size: int
     watch: Watch
+    restarts: int
+    store: dist.Store
 
 
 _job: Job | None = None
@@ -82,8 +86,9 @@ def join_job(
     is_owner = not dist.is_initialized()
     store, rank, size, host = _rendezvous(config.join_s) if is_owner else _existing()
     _joined += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher may keep its store over several
-    store = dist.PrefixStore(f"cordillera/{attempt}/{_joined}", store)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # a launcher may keep its store over several
+    kept = dist.PrefixStore(f"cordillera/kept/{_joined}", store)
+    store = dist.PrefixStore(f"cordillera/{restarts}/{_joined}", store)
     watch = Watch(config, store, rank, size, host=host, stop=stop, abandon=abandon)
     try:
         with stopped_by_signals(watch.stop), watch, watch.explaining():
@@ -95,7 +100,7 @@ def join_job(
                 dist.init_process_group(
                     backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
                 )
-            _job = Job(rank, size, watch)
+            _job = Job(rank, size, watch, restarts, kept)
             yield _job
             watch.leave()
     except BaseException:

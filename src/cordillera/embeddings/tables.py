@@ -14,28 +14,54 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.cache import CachePolicy
+from cordillera.embeddings.row_formats import RowKind, RowRounding
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.jagged import JaggedBatch
-from cordillera.kernels.embedding_bag import embedding_bag
+from cordillera.kernels.embedding_bag import Lookup, embedding_bag
 from cordillera.kernels.sparse_update import Backend, SparseOptimizer, choose_backend, init_state, sparse_update
 
 _HUGE_PAGE = 2 * 1024 * 1024
 
 
 class TablesConfig(SparseOptimizer):
-    """How embedding tables are updated: the recipe's ``[tables]`` section.
+    """How embedding tables are kept and updated: the recipe's ``[tables]`` section.
 
     Attributes:
-        backend: Which kernels to use; ``auto`` takes the fastest that is installed (see ``sparse_update``).
+        backend: Which kernels to use; ``auto`` takes the fastest that is installed (see ``sparse_update``). Rows in few
+            bits and caches have kernels of their own, ``numba``.
+        rows: How rows are kept: ``fp32``, ``fp16``, ``int8`` or ``int4``. Less than ``fp32`` needs a CPU.
+        rounding: How updated rows are rounded to that: ``stochastic`` is on average right, ``nearest`` loses what is
+            less than half a step.
+        cache: The share of the rows that a cache keeps in float32; 0 for no cache.
+        cache_policy: Which rows the cache keeps: those updated most often (``lfu``) or last (``lru``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Backend = "auto"
+    rows: RowKind = "fp32"
+    rounding: RowRounding = "stochastic"
+    cache: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    cache_policy: CachePolicy = "lfu"
+
+    @property
+    def are_encoded(self) -> bool:
+        """Whether rows are kept in few bits or behind a cache (``CachedEmbeddingTables``)."""
+        return self.rows != "fp32" or self.cache > 0
+
+    @model_validator(mode="after")
+    def _has_kernels(self) -> TablesConfig:
+        if self.are_encoded and self.backend not in ("auto", "numba"):
+            raise ValueError(
+                f"backend {self.backend!r} has no kernels for rows = {self.rows!r} with cache = {self.cache:g}; use "
+                "backend = 'auto'"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -126,23 +152,9 @@ class EmbeddingTables(nn.Module):
         for table, rows in features.tables.items():
             starts[table] = total
             total += rows
-        self._starts = starts
-        weight = _on_huge_pages(torch.empty(total, embedding_dim))
-        for (
-            table,
-            rows,
-        ) in features.tables.items():  # one table at a time and in place: nothing of the tables' size beside them
-            block = weight[starts[table] : starts[table] + rows]
-            if init == "uniform_by_rows":
-                bound = math.sqrt(1 / rows)
-                block.uniform_(-bound, bound, generator=generator)
-            else:
-                block.normal_(0.0, init, generator=generator)
-        self.weight = nn.Parameter(weight)
+        self._starts, self.num_rows = starts, total
         self._state_names: list[str] = []
-        for name, tensor in init_state(config, weight).items():
-            self.register_buffer(name, _on_huge_pages(tensor))
-            self._state_names.append(name)
+        self._make_rows(init, generator)
         first_row = torch.tensor([starts[feature.table] for feature in features.sparse], dtype=torch.int64)
         num_rows = torch.tensor([features.tables[feature.table] for feature in features.sparse], dtype=torch.int64)
         is_mean = torch.tensor([feature.pooling == "mean" for feature in features.sparse], dtype=torch.bool)
@@ -151,12 +163,37 @@ class EmbeddingTables(nn.Module):
         self.register_buffer("_is_mean", is_mean, persistent=False)
         self._keys = tuple(feature.name for feature in features.sparse)
         self._any_mean = bool(is_mean.any())
-        choose_backend(config.backend, config, weight)  # complain now rather than after the first batch
+
+    def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
+        """Make initial rows and the optimizer's state."""
+        weight = on_huge_pages(torch.empty(self.num_rows, self.embedding_dim))
+        # one table at a time and in place: nothing of the tables' size beside them
+        for table, rows in self.features.tables.items():
+            start = self._starts[table]
+            draw_rows(weight[start : start + rows], rows, init, generator)
+        self.weight = nn.Parameter(weight)
+        self._make_state(weight)
+        choose_backend(self.config.backend, self.config, weight)  # complain now rather than after the first batch
+
+    def _make_state(self, weight: Tensor) -> None:
+        for name, tensor in init_state(self.config, weight).items():
+            self.register_buffer(name, on_huge_pages(tensor))
+            self._state_names.append(name)
 
     @property
     def backend(self) -> str:
         """The back end in use, after ``auto`` has been resolved for the weight's device and dtype."""
         return choose_backend(self.config.backend, self.config, self.weight)
+
+    @property
+    def num_weights(self) -> int:
+        """Trained numbers in all tables."""
+        return self.num_rows * self.embedding_dim
+
+    @property
+    def _in_graph(self) -> Tensor:
+        """What stands for the tables in autograd's graph; of the dtype and on the device of lookups."""
+        return self.weight
 
     @property
     def num_pending(self) -> int:
@@ -181,10 +218,11 @@ class EmbeddingTables(nn.Module):
                 where="EmbeddingTables",
                 remedy="encode the data with the run's own encoder",
             )
-        device = self.weight.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
+        tables = self._in_graph
+        device = tables.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tables.dtype
         if not self._keys:
-            return self.weight.new_empty((0, 0, self.embedding_dim), dtype=dtype)
+            return tables.new_empty((0, 0, self.embedding_dim), dtype=dtype)
         if sparse.weights is not None and sparse.weights.requires_grad:
             raise TrainingError(
                 "gradients with respect to the values' weights are not supported", where="EmbeddingTables"
@@ -192,21 +230,26 @@ class EmbeddingTables(nn.Module):
         offsets = None if sparse.one_hot else sparse.offsets
         value_weights = self._value_weights(sparse)
         with torch.no_grad():
-            output, rows, misplaced = embedding_bag(
-                self.weight,
-                sparse.values,
-                offsets,
-                value_weights,
-                self._first_row,
-                self._num_rows,
-                dtype=dtype,
-                backend=self.backend,
-            )
+            output, rows, misplaced = self._look_up(sparse.values, offsets, value_weights, dtype)
         if misplaced >= 0:
             raise self._misplaced(sparse, misplaced)
-        if torch.is_grad_enabled() and self.weight.requires_grad:
-            output = _KeepGradient.apply(self.weight, output, self, rows, offsets, value_weights)
+        if torch.is_grad_enabled() and tables.requires_grad:
+            output = _KeepGradient.apply(tables, output, self, rows, offsets, value_weights)
         return output
+
+    def _look_up(
+        self, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
+    ) -> Lookup:
+        return embedding_bag(
+            self.weight,
+            values,
+            offsets,
+            value_weights,
+            self._first_row,
+            self._num_rows,
+            dtype=dtype,
+            backend=self.backend,
+        )
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
         """Apply the gradients that wait, once a distinct row; without any, do nothing.
@@ -219,18 +262,30 @@ class EmbeddingTables(nn.Module):
             return
         self.step += 1
         merged = pending[0] if len(pending) == 1 else _merge(pending)
+        self._apply_gradients(merged, self.config.learning_rate * learning_rate_scale)
+
+    def _apply_gradients(self, merged: _Pending, learning_rate: float) -> None:
         sparse_update(
             self.config,
             self.weight.detach(),
-            {name: getattr(self, name) for name in self._state_names},
+            self._state(),
             merged.rows,
             merged.offsets,
             merged.grad,
             merged.value_weights,
-            learning_rate=self.config.learning_rate * learning_rate_scale,
+            learning_rate=learning_rate,
             step=self.step,
             backend=self.config.backend,
         )
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self._state_names}
+
+    def pending_rows(self) -> Tensor:
+        """Rows that the next :meth:`update` will change: int64, distinct, ascending; empty if none waits."""
+        if not self._pending:
+            return torch.empty(0, dtype=torch.int64, device=self._in_graph.device)
+        return torch.cat([item.rows.to(torch.int64) for item in self._pending]).unique()
 
     def discard(self) -> None:
         """Forget the gradients that wait for :meth:`update`."""
@@ -248,10 +303,22 @@ class EmbeddingTables(nn.Module):
         Raises:
             DataError: there is no such table.
         """
+        start, rows = self._place_of(name)
+        return self.weight.detach()[start : start + rows]
+
+    def clear_columns(self, first: int) -> None:
+        """Set the columns from ``first`` on to zero, in all rows."""
+        self.weight.detach()[:, first:] = 0
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by what they are for: ``rows`` and ``optimizer``."""
+        return {"rows": _bytes(self.weight), "optimizer": sum(map(_bytes, self._state().values()))}
+
+    def _place_of(self, name: str) -> tuple[int, int]:
+        """First row and number of rows of a table."""
         if name not in self._starts:
             raise DataError(f"no table {name!r}", where="EmbeddingTables", remedy=f"one of {list(self._starts)}")
-        start = self._starts[name]
-        return self.weight.detach()[start : start + self.features.tables[name]]
+        return self._starts[name], self.features.tables[name]
 
     def get_extra_state(self) -> Tensor:
         """The step count, as ``state_dict`` keeps it."""
@@ -274,7 +341,7 @@ class EmbeddingTables(nn.Module):
     def extra_repr(self) -> str:
         """What ``repr`` says of the tables."""
         return (
-            f"{len(self.features.tables)} tables, {self.weight.shape[0]} rows of {self.embedding_dim}, "
+            f"{len(self.features.tables)} tables, {self.num_rows} rows of {self.embedding_dim}, "
             f"{len(self._keys)} features, optimizer={self.config.name}, backend={self.config.backend}"
         )
 
@@ -283,7 +350,7 @@ class EmbeddingTables(nn.Module):
             return sparse.weights
         lengths = sparse.lengths.to(torch.int64)
         divisors = lengths.view(len(self._keys), -1).clamp(min=1).masked_fill(~self._is_mean.unsqueeze(1), 1)
-        shares = divisors.view(-1).to(self.weight.dtype).reciprocal()
+        shares = divisors.view(-1).to(self._in_graph.dtype).reciprocal()
         shares = torch.repeat_interleave(shares, lengths, output_size=sparse.values.numel())
         return shares if sparse.weights is None else shares * sparse.weights
 
@@ -300,8 +367,30 @@ class EmbeddingTables(nn.Module):
         )
 
 
-def _on_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask Linux to back a tensor that is not yet written to by large pages.
+def draw_rows(
+    block: Tensor, table_rows: int, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None
+) -> None:
+    """Draw initial rows, in place.
+
+    Args:
+        block: ``[N, D]``, rows of one table.
+        table_rows: Rows of the whole table.
+        init: As :class:`EmbeddingTables` takes it.
+        generator: Source of random numbers.
+    """
+    if init == "uniform_by_rows":
+        bound = math.sqrt(1 / table_rows)
+        block.uniform_(-bound, bound, generator=generator)
+    else:
+        block.normal_(0.0, init, generator=generator)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def on_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask Linux to back a ``tensor`` that is not yet written to by large pages, and return it.
 
     Rows are read at random from far more memory than the processor has addresses cached for: with pages of 2 MiB
     instead of 4 KiB a lookup takes about half the time.

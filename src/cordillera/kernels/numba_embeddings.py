@@ -8,7 +8,7 @@ begin, so results are the same, bit for bit, for any number of threads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embedding_bag import Lookup
+from cordillera.kernels.numba_rules import RULES, state_arrays, step_row
 from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
 
 if TYPE_CHECKING:
     from cordillera.kernels.sparse_update import Update
 
 _DIGIT_BITS = 13  # two passes sort the rows of 26 tables of a million; histograms of 8,192 counts stay near a core
-_AHEAD, _LINE = 32, 64  # prefetch so many positions ahead, in cache lines of so many bytes
-_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
+AHEAD, LINE = 32, 64  # prefetch so many positions ahead, in cache lines of so many bytes
 
 
 def unavailable() -> str | None:
@@ -73,7 +73,7 @@ def _lookup(
                 if one_hot and b + 1 < batch:
                     # an address made of a misplaced id is harmless: prefetching does not fault
                     soon = weight_at + (first_row[f] + values[bag + 1]) * row_bytes
-                    for line in range(0, row_bytes, _LINE):
+                    for line in range(0, row_bytes, LINE):
                         prefetch(soon + line)
                 if last - first == 1 and not weighted:
                     value = values[first]
@@ -183,8 +183,6 @@ def _apply(
 ) -> None:
     total, dim = keys.size, weight.shape[1]
     mask = (1 << position_bits) - 1
-    zero = weight[0, 0]
-    root2 = np.sqrt(correction2)
     row_bytes, grad_bytes, state_bytes = dim * weight.itemsize, grad.itemsize, first_state.itemsize
     state_bytes *= 1 if rule == 2 else dim
     weight_at, grad_at = weight.ctypes.data, grad.ctypes.data
@@ -201,18 +199,18 @@ def _apply(
                 reduced[d] = 0.0
             while p < total and keys[p] >> position_bits == row:
                 position = keys[p] & mask
-                if p + _AHEAD < total:
-                    key = keys[p + _AHEAD]
+                if p + AHEAD < total:
+                    key = keys[p + AHEAD]
                     soon, begin = key >> position_bits, grad_at + starts[key & mask] * grad_bytes
-                    for line in range(0, dim * grad_bytes, _LINE):
+                    for line in range(0, dim * grad_bytes, LINE):
                         prefetch(begin + line)
-                    for line in range(0, row_bytes, _LINE):
+                    for line in range(0, row_bytes, LINE):
                         prefetch(weight_at + soon * row_bytes + line)
                     if rule > 0:
-                        for line in range(0, state_bytes, _LINE):
+                        for line in range(0, state_bytes, LINE):
                             prefetch(first_at + soon * state_bytes + line)
                     if rule == 3:
-                        for line in range(0, state_bytes, _LINE):
+                        for line in range(0, state_bytes, LINE):
                             prefetch(second_at + soon * state_bytes + line)
                 source = grad[starts[position] : starts[position] + dim]
                 if weighted:
@@ -223,51 +221,38 @@ def _apply(
                     for d in range(dim):
                         reduced[d] += widen(source[d])
                 p += 1
-            target = weight[row]
-            if weight_decay != 0.0:
-                for d in range(dim):
-                    reduced[d] += weight_decay * widen(target[d])
-            if rule == 0:
-                for d in range(dim):
-                    target[d] = narrow(widen(target[d]) - learning_rate * reduced[d], zero)
-            elif rule == 1:
-                sums = first_state[row * dim : (row + 1) * dim]
-                for d in range(dim):
-                    square = widen(sums[d]) + reduced[d] * reduced[d]
-                    sums[d] = narrow(square, zero)
-                    change = reduced[d] / (np.sqrt(square) + eps)
-                    target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
-            elif rule == 2:
-                sum0 = sum1 = sum2 = sum3 = 0.0  # one sum would wait for each addition in turn
-                for d in range(0, dim - 3, 4):
-                    sum0 += reduced[d] * reduced[d]
-                    sum1 += reduced[d + 1] * reduced[d + 1]
-                    sum2 += reduced[d + 2] * reduced[d + 2]
-                    sum3 += reduced[d + 3] * reduced[d + 3]
-                for d in range(dim - dim % 4, dim):
-                    sum0 += reduced[d] * reduced[d]
-                square = widen(first_state[row]) + ((sum0 + sum1) + (sum2 + sum3)) / dim
-                first_state[row] = narrow(square, zero)
-                factor = learning_rate / (np.sqrt(square) + eps)
-                for d in range(dim):
-                    target[d] = narrow(widen(target[d]) - factor * reduced[d], zero)
-            else:
-                firsts = first_state[row * dim : (row + 1) * dim]
-                seconds = second_state[row * dim : (row + 1) * dim]
-                for d in range(dim):
-                    first = beta1 * widen(firsts[d]) + (1 - beta1) * reduced[d]
-                    second = beta2 * widen(seconds[d]) + (1 - beta2) * reduced[d] * reduced[d]
-                    firsts[d] = narrow(first, zero)
-                    seconds[d] = narrow(second, zero)
-                    change = (first / correction1) / (np.sqrt(second) / root2 + eps)
-                    target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
+            step_row(
+                rule,
+                row,
+                weight[row],
+                reduced,
+                first_state,
+                second_state,
+                learning_rate,
+                eps,
+                weight_decay,
+                beta1,
+                beta2,
+                correction1,
+                correction2,
+            )
 
 
-def _whole(offsets: Tensor | None) -> Any:
+def whole(offsets: Tensor | None) -> Any:
+    """Offsets as an array of int64; an empty one for None."""
     return np.empty(0, np.int64) if offsets is None else offsets.to(torch.int64).contiguous().numpy()
 
 
-def _factors(value_weights: Tensor | None, dtype: torch.dtype) -> Any:
+def factors(value_weights: Tensor | None, dtype: torch.dtype) -> Any:
+    """Weights of values as an array.
+
+    Args:
+        value_weights: ``[T]`` or None.
+        dtype: To convert to.
+
+    Returns:
+        An array; an empty one for None.
+    """
     weights = torch.empty(0, dtype=dtype) if value_weights is None else value_weights.detach().to(dtype).contiguous()
     return weights.numpy()
 
@@ -308,9 +293,9 @@ def lookup(
         misplaced = _lookup(
             weight.detach().numpy(),
             values.numpy(),
-            _whole(offsets),
+            whole(offsets),
             offsets is None,
-            _factors(value_weights, weight.dtype),
+            factors(value_weights, weight.dtype),
             value_weights is not None,
             first_row.numpy(),
             num_rows.numpy(),
@@ -321,50 +306,79 @@ def lookup(
     return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
 
 
+class Sorted(NamedTuple):
+    """A batch's positions in the order of the rows that they looked up.
+
+    Attributes:
+        keys: ``int64 [T]``, ascending ``row << position_bits | position``.
+        position_bits: Of a key.
+        starts: ``int64 [T]``, where in ``grad`` the gradient of each position begins.
+        grad: The gradients' memory, flat.
+    """
+
+    keys: Any
+    position_bits: int
+    starts: Any
+    grad: Any
+
+
+def sort_positions(
+    rows: Tensor, offsets: Tensor | None, grad: Tensor, dtype: torch.dtype, num_rows: int, threads: int
+) -> Sorted:
+    """Sort what a batch looked up by row; positions of one row stay in order. To be called within :func:`pool`.
+
+    Args:
+        rows: ``int64 [T]``.
+        offsets: ``[N + 1]`` or None.
+        grad: ``[B, F, D]``; a slice of a wider gradient is read in place.
+        dtype: To which gradients of other types than bfloat16 are converted.
+        num_rows: Rows that there are.
+        threads: To share the work.
+    """
+    batch, features, dim = grad.shape
+    if grad.dtype not in (dtype, torch.bfloat16):
+        grad = grad.to(dtype)
+    if dim > 1 and grad.stride(2) != 1:
+        grad = grad.contiguous()
+    stride_b, stride_f = grad.stride(0), grad.stride(1)
+    reach = (batch - 1) * stride_b + (features - 1) * stride_f + dim
+    flat = grad.detach().as_strided((reach,), (1,))
+    row_bits = max(1, (num_rows - 1).bit_length())
+    position_bits = max(1, (rows.numel() - 1).bit_length())
+    keys, starts = _sort(
+        rows.contiguous().numpy(),
+        whole(offsets),
+        offsets is None,
+        batch,
+        stride_b,
+        stride_f,
+        row_bits,
+        position_bits,
+        threads,
+    )
+    return Sorted(keys, position_bits, starts, array(flat))
+
+
 def update(call: Update) -> None:
     """Run one update (:func:`cordillera.kernels.sparse_update.sparse_update`).
 
     Args:
         call: What to do, checked.
     """
-    weight, rows, grad, value_weights = call.weight, call.rows, call.grad, call.value_weights
-    batch, features, dim = grad.shape
-    if grad.dtype not in (weight.dtype, torch.bfloat16):
-        grad = grad.to(weight.dtype)
-    if dim > 1 and grad.stride(2) != 1:
-        grad = grad.contiguous()
-    stride_b, stride_f = grad.stride(0), grad.stride(1)
-    reach = (batch - 1) * stride_b + (features - 1) * stride_f + dim
-    flat = grad.detach().as_strided((reach,), (1,))  # a slice of a wider gradient is read in place
-    row_bits = max(1, (weight.shape[0] - 1).bit_length())
-    position_bits = max(1, (rows.numel() - 1).bit_length())
-    stored = [tensor.view(-1).numpy() for tensor in call.state.values()]
-    stored += [torch.empty(0, dtype=weight.dtype).numpy()] * (2 - len(stored))
-    optimizer, one_hot = call.optimizer, call.offsets is None
-    threads = threads_for(rows.numel())
+    weight, optimizer, value_weights = call.weight, call.optimizer, call.value_weights
+    threads = threads_for(call.rows.numel())
     with pool(threads):
-        keys, starts = _sort(
-            rows.contiguous().numpy(),
-            _whole(call.offsets),
-            one_hot,
-            batch,
-            stride_b,
-            stride_f,
-            row_bits,
-            position_bits,
-            threads,
-        )
+        batch = sort_positions(call.rows, call.offsets, call.grad, weight.dtype, weight.shape[0], threads)
         _apply(
-            _RULES[optimizer.name],
-            keys,
-            position_bits,
-            starts,
-            array(flat),
-            _factors(value_weights, weight.dtype),
+            RULES[optimizer.name],
+            batch.keys,
+            batch.position_bits,
+            batch.starts,
+            batch.grad,
+            factors(value_weights, weight.dtype),
             value_weights is not None,
             weight.detach().numpy(),
-            stored[0],
-            stored[1],
+            *state_arrays(call.state, weight.dtype),
             call.learning_rate,
             optimizer.eps,
             optimizer.weight_decay,

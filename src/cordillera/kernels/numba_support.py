@@ -96,6 +96,22 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
 
 
 @intrinsic
+def reinterpret(typing_context: Any, value: Any, like: Any) -> Any:
+    """The same bits as another type.
+
+    Args:
+        typing_context: Given by Numba.
+        value: A number.
+        like: Its type, of as many bits, is the result's.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return like(value, like), generate
+
+
+@intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for a cache line. Rows lie far apart: without this, every one is waited for.
 

@@ -44,8 +44,9 @@ def count(model: RankingModel, batch: RankingBatch) -> Count:
         model: Any ranking model.
         batch: At least one sample; what its ids are makes no difference.
     """
-    embedding_parameters = sum(parameter.numel() for parameter in model.tables.parameters())
-    parameters = sum(parameter.numel() for parameter in model.parameters()) - embedding_parameters
+    embedding_parameters = model.tables.num_weights
+    own = {id(parameter) for parameter in model.tables.parameters()}
+    parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in own)
     # norms over the batch need no second sample in evaluation mode
     training = {module: module.training for module in model.modules()}
     model.eval()

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy
 from pydantic import ValidationError
-from scipy.optimize import least_squares
-from scipy.stats import kendalltau
 
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
@@ -193,7 +192,9 @@ def fit(
         return np.log([predict(one, topology, cost).seconds for one in measurements]) - measured
 
     begin = np.clip((np.array([getattr(base, name) for name in names]) - low) / (high - low), 0.05, 0.95)
-    found = least_squares(residuals, begin, bounds=(0, 1), loss="cauchy", f_scale=_SCALE, diff_step=1e-3, max_nfev=80)
+    found = scipy.optimize.least_squares(
+        residuals, begin, bounds=(0, 1), loss="cauchy", f_scale=_SCALE, diff_step=1e-3, max_nfev=80
+    )
     fitted = with_values(found.x)
     error = float(np.mean(np.abs(np.expm1(residuals(found.x)))))
     note = provenance or f"{len(measurements)} measured steps on {topology.name}"
@@ -241,7 +242,7 @@ def accuracy(measurements: Iterable[Measurement], predicted: Iterable[float]) ->
     for name in dict.fromkeys(one.model for one, _ in pairs):
         group = [(one, seconds) for one, seconds in pairs if one.model == name]
         by_model[name] = statistics.fmean(abs(seconds / one.seconds - 1) for one, seconds in group)
-        taus[name] = float(kendalltau([one.seconds for one, _ in group], [s for _, s in group]).statistic)
+        taus[name] = float(scipy.stats.kendalltau([one.seconds for one, _ in group], [s for _, s in group]).statistic)
         fastest = min(seconds for _, seconds in group)
         alike = [(one.layout.microbatch, seconds, one) for one, seconds in group if seconds <= fastest * (1 + _TIE)]
         picked = min(alike, key=lambda entry: entry[:2])[2]

@@ -66,7 +66,8 @@ class LanguageModel:
     """A checkpoint and its tokenizer. Opening reads names and shapes; weights are read when they are first needed.
 
     Args:
-        name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run.
+        name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run, or of one of
+            its checkpoints.
         dtype: Of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: A file or folder; None for that of the checkpoint, or of the run's text.
@@ -268,8 +269,10 @@ def _is_run(path: Path) -> bool:
 
 def _tokenizer_of(name: str | Path, path: Path) -> str | Path:
     """The tokenizer of a checkpoint at ``path``; a run's checkpoints have none, its folder says which."""
-    run = Path(name).expanduser()
-    if path == run or not _is_run(run):
+    run, parent = Path(name).expanduser(), path.resolve().parent
+    if path == run and parent.name == "checkpoints":
+        run = parent.parent
+    if not _is_run(run):
         return path
     try:
         return str(Run(run).read_json("model.json")["data"]["tokenizer"]["name"])

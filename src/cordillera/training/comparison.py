@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import scipy
 from rich.markup import escape
 from rich.table import Table
-from scipy import stats
 
 from cordillera.errors import DataError
 from cordillera.run import Run
@@ -179,7 +179,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Estimate:
     if count < 2 or not math.isfinite(mean):
         return Estimate(mean, count=count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    half = float(stats.t.ppf((1 + level) / 2, count - 1)) * deviation / math.sqrt(count)
+    half = float(scipy.stats.t.ppf((1 + level) / 2, count - 1)) * deviation / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half, count)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 from cordillera.numerics.intervals import wilson_interval
 from cordillera.training.metrics import _grouped_auc, binary_entropy, cross_entropy, sigmoid
@@ -94,7 +94,9 @@ def metric_intervals(
     codes = np.zeros(0, np.int64) if groups is None else np.unique(groups, return_inverse=True)[1]
     count = 0 if groups is None else int(codes.max()) + 1
     clustered = count >= _FEWEST_GROUPS
-    quantile = float(stats.t.ppf((1 + level) / 2, count - 1) if clustered else stats.norm.ppf((1 + level) / 2))
+    quantile = float(
+        scipy.stats.t.ppf((1 + level) / 2, count - 1) if clustered else scipy.stats.norm.ppf((1 + level) / 2)
+    )
     errors: dict[str, tuple[float, float]] = {}
     for name, (value, parts) in estimates.items():
         if clustered:

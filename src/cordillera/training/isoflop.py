@@ -34,8 +34,9 @@ def amount(value: float) -> str:
 
 
 def power(value: float) -> str:
-    """A number of FLOPs for people: ``3.8e25``."""
-    return f"{value:.2e}".replace("+", "").replace(".00e", "e").replace("0e", "e")
+    """A number of FLOPs for people: ``3.8e25``. Whole steps cost a budget to a few thousandths: those are not shown."""
+    texts = [f"{value:.{digits}e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-") for digits in range(3)]
+    return next((text for text in texts if abs(float(text) - value) <= 5e-3 * value), texts[-1])
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 from rich.table import Table
-from scipy import stats
 
 from cordillera.errors import DataError
 from cordillera.training.evaluation import jsonable
@@ -136,7 +136,7 @@ def fit_laws(
     places, degrees, failed = _resample(shown, resamples, seed)  # log tokens [budgets, R]
     stretch = math.nan
     if degrees:
-        stretch = float(stats.t.ppf((1 + level) / 2, degrees) / stats.norm.ppf((1 + level) / 2))
+        stretch = float(scipy.stats.t.ppf((1 + level) / 2, degrees) / scipy.stats.norm.ppf((1 + level) / 2))
     log_budgets = np.log(budgets)
     distance = log_budgets - log_budgets.mean()
     laws = {}
@@ -208,7 +208,7 @@ def _warnings(
     residuals = np.log(law.line.y) - np.log(law.line.predict(law.line.x))
     scatter = float(residuals @ residuals) / (len(curves) - 2)
     expected = float(places.var(axis=1).mean())
-    if expected > 0 and stats.f.sf(scatter / expected, len(curves) - 2, degrees) < 0.01:
+    if expected > 0 and scipy.stats.f.sf(scatter / expected, len(curves) - 2, degrees) < 0.01:
         warnings.append(
             "the optima scatter about the line more than the noise of the runs explains; trust the interval by scatter"
         )
@@ -317,9 +317,10 @@ class IsoFlopStudy:
             interval = "no interval over runs"
             if not math.isnan(law.exponent_low):
                 interval = f"{100 * law.level:g} % interval over runs [{law.exponent_low:.3f}, {law.exponent_high:.3f}]"
+            scatter = f"[{law.line.exponent_low:.3f}, {law.line.exponent_high:.3f}]"
             lines.append(
-                f"Optimal {QUANTITIES[name]}: {law.line.scale:.3g} * C^{law.exponent:.3f}; exponent's {interval}, by "
-                f"the scatter of {len(law.line.x)} budgets [{law.line.exponent_low:.3f}, {law.line.exponent_high:.3f}]."
+                f"Optimal {QUANTITIES[name]}: {power(law.line.scale)} * C^{law.exponent:.3f}; exponent's {interval}, "
+                f"by the scatter of {len(law.line.x)} budgets {scatter}."
             )
         if self.failure:
             lines.append(f"No law: {self.failure}.")

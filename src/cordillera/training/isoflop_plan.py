@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cordillera.errors import DataError, PlanError, TrainingError
+from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig, ffn_width, parameter_count
 from cordillera.run import Run, RunError, disk_errors, write_atomically
 from cordillera.training.isoflop import FEWEST_SIZES, amount, measure_language, power
@@ -29,7 +29,9 @@ _APART = 1.25
 _WIDTH_OF_LAYER = 24
 
 
-def ladder(base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = 16) -> list[LlamaConfig]:
+def ladder(
+    base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = 8, allow_gaps: bool = False
+) -> list[LlamaConfig]:
     """Models of one family, evenly spaced by the logarithm of their size.
 
     A model has about a layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
@@ -42,9 +44,10 @@ def ladder(base: LlamaConfig, smallest: float, largest: float, count: int, *, he
         largest: Size of the last.
         count: How many.
         head_dim: Width of a head; widths of models are multiples of it.
+        allow_gaps: Leave out sizes that the family lacks. The smallest ones are far apart: their head is most of them.
 
     Raises:
-        PlanError: The family has no ``count`` sizes between the two.
+        PlanError: The family has no ``count`` sizes between the two, and gaps are not allowed.
     """
     if not 0 < smallest < largest or count < 2:
         raise PlanError(f"{count} sizes from {smallest:g} to {largest:g} parameters are no ladder", where="ladder")
@@ -58,6 +61,8 @@ def ladder(base: LlamaConfig, smallest: float, largest: float, count: int, *, he
             return abs(math.log(_size(config) / aim)) + 0.3 * shape
 
         near = [config for config in family if abs(math.log(_size(config) / aim)) < step / 2]
+        if not near and allow_gaps:
+            continue
         if not near:
             raise PlanError(
                 f"a model of about {amount(aim)} parameters, in widths of whole heads of {head_dim}, is not to be had",
@@ -109,9 +114,10 @@ def sizes_for(
     per_budget: int = 6,
     tokens_per_parameter: float = 20.0,
     span: float = 4.0,
-    head_dim: int = 16,
+    head_dim: int = 8,
 ) -> list[LlamaConfig]:
-    """A :func:`ladder` with about so many sizes around the expected optimum of every budget.
+    """A :func:`ladder` with about so many sizes around the expected optimum of every budget, with gaps where the
+    family has none.
 
     Args:
         base: As there.
@@ -123,12 +129,12 @@ def sizes_for(
         head_dim: As there.
 
     Raises:
-        PlanError: The family has no such sizes, or a budget is not positive.
+        PlanError: A budget is not positive.
     """
     optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in _ordered(budgets)]
     smallest, largest = optima[0] / span, optima[-1] * span
     count = 1 + math.ceil((per_budget - 1) * math.log(largest / smallest) / (2 * math.log(span)))
-    return ladder(base, smallest, largest, count, head_dim=head_dim)
+    return ladder(base, smallest, largest, count, head_dim=head_dim, allow_gaps=True)
 
 
 def _ordered(budgets: Sequence[float]) -> list[float]:
@@ -305,7 +311,8 @@ def train_plan(
         say: Called with one line of text for each run.
 
     Raises:
-        RunError: A folder holds a run of another plan, or training was interrupted.
+        RunError: A folder holds a run of another plan.
+        Interrupted: Training was.
         DataError: The text of a run ended early, or nothing could be trained.
     """
     for planned in plan:
@@ -349,8 +356,8 @@ def _is_done(folder: Path, planned: PlannedRun) -> bool:
 
 def _check_run(run: Run, planned: PlannedRun) -> None:
     if not (run.folder / "evaluation.json").is_file():
-        raise RunError(
-            "the study was interrupted: this run has no evaluation yet; everything is saved",
+        raise Interrupted(
+            "this run is not finished; everything is saved",
             where=str(run.folder),
             remedy="give the same command again to go on",
         )

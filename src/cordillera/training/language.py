@@ -29,7 +29,6 @@ from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import (
-    Precision,
     check_fit,
     free_weights,
     parallelize,
@@ -37,6 +36,7 @@ from cordillera.models.language.parallelize import (
     reduce_now,
 )
 from cordillera.models.language.stages import cut_model
+from cordillera.numerics.precision import Precision
 from cordillera.planning.schedules import Action, Kind
 from cordillera.training.language_gradients import StageGradients
 from cordillera.training.optimizers import build_adamw
@@ -55,7 +55,7 @@ class LanguageConfig(BaseModel):
         eps: Added to its denominator.
         weight_decay: Decoupled; spares norms.
         clip: The largest norm of all gradients together; larger ones are scaled down to it. None for any.
-        precision: In which blocks compute; weights, gradients' sums and moments are in 32 bits.
+        precision: In which blocks compute, ``bf16`` or ``fp32``; weights, gradients' sums and moments are in 32 bits.
         loss_rows: Tokens whose logits exist at a time.
         compile: Whether blocks are compiled by ``torch.compile``, once for all numbers of tokens; it takes a compiler
             of the device's, and a schedule that does not split backwards.
@@ -68,7 +68,7 @@ class LanguageConfig(BaseModel):
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
     clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
-    precision: Precision = "float32"
+    precision: Precision = "fp32"
     loss_rows: int = Field(1024, ge=1)
     compile: bool = False
 

@@ -25,7 +25,7 @@ from pydantic import Field
 from cordillera.data.prefetch import PrefetchedBatches
 from cordillera.data.text_batches import Microbatches, TextBatches, TextIteration
 from cordillera.distributed.watch import Watch
-from cordillera.errors import TrainingError
+from cordillera.errors import Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run, disk_errors
@@ -47,6 +47,8 @@ class LanguageTrainingConfig(LanguageConfig):
         final_rate: The factor that the rate comes to after the last step, with ``linear`` and ``cosine``.
         log_every: Steps between records, beside the one at the end.
         evaluate_every: Steps between evaluations on held-out documents; null for the end only.
+        evaluation_tokens: An evaluation takes about so many tokens of held-out documents, the same ones every time;
+            null for all.
         checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
         keep_checkpoints: Of the newest ones, how many stay.
         asynchronous: Whether checkpoints are written while training goes on.
@@ -60,6 +62,7 @@ class LanguageTrainingConfig(LanguageConfig):
     final_rate: float = Field(0.1, ge=0, le=1)
     log_every: int = Field(10, ge=1)
     evaluate_every: int | None = Field(None, ge=1)
+    evaluation_tokens: int | None = Field(None, ge=2)
     checkpoint_every: int | None = Field(None, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     asynchronous: bool = True
@@ -219,6 +222,7 @@ class LanguageTrainer:
         self._last = StepReport(math.nan, math.nan, 0, False)
         self._rate = 0.0
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
+        self._owes_evaluation = False  # one that was interrupted, between steps
 
     def resume(self) -> bool:
         """Go to the newest checkpoint; False if there is none, and the run begins anew.
@@ -233,6 +237,7 @@ class LanguageTrainer:
             self.batches.load_state_dict(state["batches"])
             self.progress = LanguageProgress(**state["progress"])
             self._window = _Window(**state["window"])
+            self._owes_evaluation = state.get("owes_evaluation", False)
         if self.run is not None:
             with self.run.lock():
                 self.run.rewind_metrics(self.progress.step)
@@ -266,6 +271,7 @@ class LanguageTrainer:
                 self._save()
             if ended != "interrupted" and self.held_out:
                 evaluation = self._evaluate()
+                ended = ended if evaluation is not None else "interrupted"
             self.checkpoints.wait()
             self._prune()
             if self.run is not None and evaluation is not None:
@@ -277,6 +283,7 @@ class LanguageTrainer:
 
         Raises:
             TrainingError: Nothing is held out.
+            Interrupted: A rank was asked to stop.
         """
         if not self.held_out:
             raise TrainingError("nothing was held out", where="held_out")
@@ -288,6 +295,12 @@ class LanguageTrainer:
             self._at(f"evaluation after step {self.progress.step}")
             part, counted = self.engine.evaluate(self.held_out.neighbours(first, together))
             loss, targets = loss + part, targets + counted
+            done = first + together
+            if done < len(self.held_out) and self._is_asked():
+                raise Interrupted(
+                    f"{done:,} of {len(self.held_out):,} microbatches of held-out text were evaluated",
+                    where=f"evaluation after step {self.progress.step}",
+                )
         mean = loss / targets
         perplexity = math.exp(mean) if mean < 700 else math.inf
         bits = loss / math.log(2) / self.held_out_bytes if self.held_out_bytes else math.nan
@@ -297,6 +310,8 @@ class LanguageTrainer:
         config, progress = self.config, self.progress
         begun = progress.step
         self.engine.ledger.clear()
+        if self._owes_evaluation and self._evaluate() is None:
+            return "interrupted"
         self._window.started = time.perf_counter()
         while progress.step < config.steps:
             asked = time.perf_counter()
@@ -315,7 +330,7 @@ class LanguageTrainer:
                 record, self._window = self._log(), _Window()
             paused = time.perf_counter()
             if self.held_out and not is_last and self._is_due(config.evaluate_every):
-                self._evaluate()
+                is_asked = self._evaluate() is None or is_asked
             if not is_last and not is_asked and self._is_due(config.checkpoint_every):
                 self._save()
             self._window.started += time.perf_counter() - paused
@@ -371,6 +386,11 @@ class LanguageTrainer:
         self._window.exposed += exposed
         return stop > 0
 
+    def _is_asked(self) -> bool:
+        """Whether any rank was asked to stop."""
+        own = self.guard is not None and self.guard.should_stop
+        return bool(self.engine.mesh.exchange([float(own)]).amax() > 0)
+
     def _at(self, where: str) -> None:
         if self.guard is not None:
             self.guard.at(where)
@@ -418,10 +438,16 @@ class LanguageTrainer:
             for name, value in values.items():
                 self._board.add_scalar(name, value, self.progress.step)
 
-    def _evaluate(self) -> LanguageEvaluation:
+    def _evaluate(self) -> LanguageEvaluation | None:
+        """Evaluate and record it; None where a rank was asked to stop before its end."""
         if self._evaluated is not None and self._evaluated[0] == self.progress.step:
             return self._evaluated[1]  # the text ended after a step at which it was due
-        found = self.evaluate()
+        try:
+            found = self.evaluate()
+        except Interrupted:
+            self._owes_evaluation = self.progress.step < self.config.steps
+            return None
+        self._owes_evaluation = False
         self._evaluated = (self.progress.step, found)
         self.engine.ledger.clear()  # records of training tell its own traffic
         if self.run is not None:
@@ -436,6 +462,7 @@ class LanguageTrainer:
             "progress": asdict(self.progress),
             "window": self._window.to_state(),
             "batches": self.batches.state_dict(),
+            "owes_evaluation": self._owes_evaluation,
         }
         self.checkpoints.save(self.engine, state)
         self._prune()

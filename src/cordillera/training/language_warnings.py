@@ -98,7 +98,12 @@ def _speed(records: LanguageRecords) -> list[str]:
             f"above {100 * _MUCH_EXPOSED:g} %, another mesh may be faster."
         )
     mfu = mean(train, lambda record: record["mfu"], "seconds")
-    if mfu < _LOW_MFU:
+    if mfu > 1:
+        found.append(
+            f"Training used {100 * mfu:.0f} % of the devices' peak (MFU), which cannot be: the peak of a CPU is timed "
+            "when a run begins, and something else kept this one busy then. Tokens a second are right."
+        )
+    elif mfu < _LOW_MFU:
         found.append(
             f"Training used {100 * mfu:.1f} % of the devices' peak (MFU); below {100 * _LOW_MFU:g} %, larger "
             "microbatches, a lower precision or another mesh may be faster."

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
-from scipy import optimize, stats
 
 from cordillera.errors import DataError
 from cordillera.run import Run
@@ -123,7 +123,7 @@ class PowerLaw:
         above = self.predict(x) - self.floor
         covariance = np.array(self.covariance)
         degrees = len(self.x) - (3 if self.floor_fitted else 2)
-        quantile = float(stats.t.ppf((1 + self.level) / 2, degrees))
+        quantile = float(scipy.stats.t.ppf((1 + self.level) / 2, degrees))
         if self.floor_fitted:
             slope = np.stack([np.ones_like(above), above, above * distance])
             half = quantile * np.sqrt(np.einsum("i...,ij,j...->...", slope, covariance, slope))
@@ -222,7 +222,7 @@ def fit_power_law(
         start, exponent, covariance = _least_squares(logs, np.log(means - floor))
         degrees, fitted = sizes.size - 2, False
     centre = float(logs.mean())
-    half = float(stats.t.ppf((1 + level) / 2, degrees)) * math.sqrt(covariance[2, 2])
+    half = float(scipy.stats.t.ppf((1 + level) / 2, degrees)) * math.sqrt(covariance[2, 2])
     scale = math.exp(start - exponent * centre)
     law = floor + np.exp(start + exponent * (logs - centre))
     if fitted:
@@ -297,7 +297,7 @@ def _fit_floor(
         # Only a start: the smallest mean may sit on the upper bound, hence the little air.
         start, exponent, _ = _least_squares(logs, np.log(means - floor + 1e-3 * span))
         limits = ([low, -np.inf, -np.inf], [high, np.inf, np.inf])
-        found = optimize.least_squares(
+        found = scipy.optimize.least_squares(
             errors,
             [floor, start, exponent],
             bounds=limits,

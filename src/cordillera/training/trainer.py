@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,6 +27,9 @@ from cordillera.distributed.job import stopped_by_signals
 from cordillera.errors import CheckpointError, DependencyError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
+from cordillera.numerics.precision import Precision
+from cordillera.numerics.weight_storage import WeightStorage
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
@@ -59,13 +62,14 @@ class TrainingConfig(BaseModel):
         progressive: Predict every batch before training on it and report those predictions' metrics (for streams).
         progressive_window: Samples a window of the progressive metrics.
         compile: Compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+        emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     learning_rate: float = Field(1e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -82,6 +86,19 @@ class TrainingConfig(BaseModel):
     progressive: bool = False
     progressive_window: int = Field(10_000, ge=1)
     compile: bool = False
+    emulate: EmulationConfig | None = None
+
+    @model_validator(mode="after")
+    def _emulates_from_float32(self) -> TrainingConfig:
+        if self.emulate is None:
+            return self
+        if self.precision != "fp32":
+            raise ValueError("emulate rounds what float32 computes: set precision = 'fp32'")
+        if self.compile:
+            raise ValueError("compiled code cannot be emulated: set compile = false")
+        if self.emulate.weights == "split" and self.emulate.format != "bf16":
+            raise ValueError("halves of float32 are bf16: set emulate.format = 'bf16', or emulate.weights = 'master'")
+        return self
 
 
 @dataclass
@@ -166,18 +183,31 @@ def select_device(name: str) -> torch.device:
     return device
 
 
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
     """The autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def scorer(model: RankingModel, device: torch.device, precision: str) -> Callable[[RankingBatch], Tensor]:
+def emulated(emulate: EmulationConfig | None, step: int = 0) -> contextlib.AbstractContextManager[Any]:
+    """The region in which products are emulated: that of a config, or nothing without one.
+
+    Args:
+        emulate: The format, or None.
+        step: Number of the training step.
+    """
+    return contextlib.nullcontext() if emulate is None else EmulatedProducts(emulate, step)
+
+
+def scorer(
+    model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
+) -> Callable[[RankingBatch], Tensor]:
     """A function from a batch to logits, without gradients and in evaluation mode.
 
     Args:
         model: What scores.
         device: Where it is.
         precision: ``bf16`` or ``fp32``.
+        emulate: The number format to emulate, if any.
 
     Returns:
         A function that takes a :class:`RankingBatch` and gives ``float32 [B, tasks]`` on the CPU.
@@ -187,7 +217,7 @@ def scorer(model: RankingModel, device: torch.device, precision: str) -> Callabl
         was_training = model.training
         model.eval()
         try:
-            with torch.inference_mode(), autocast(device, precision):
+            with torch.inference_mode(), autocast(device, precision), emulated(emulate):
                 return model(batch.to(device)).float().cpu()
         finally:
             model.train(was_training)
@@ -260,6 +290,7 @@ class Trainer:
         )
         self.tables = embedding_tables(model)
         self.dense = dense_parameters(model)
+        self.storage = None if config.emulate is None else WeightStorage(config.emulate, self._stored_weights())
         self.progress = Progress()
         self._window = _Window()
         epochs = config.epochs * len(training)
@@ -279,12 +310,19 @@ class Trainer:
         if config.compile:
             model.score = torch.compile(model.score)  # type: ignore[method-assign]
 
+    def _stored_weights(self) -> dict[str, Tensor]:
+        """What a number format is chosen for: matrices and tables. Biases and norms are vectors."""
+        matrices: dict[str, Tensor] = {name: weight for name, weight in self.dense.items() if weight.dim() >= 2}
+        return matrices | {f"{name}.weight": tables.weight for name, tables in self.tables.items()}
+
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         names = {id(parameter): name for name, parameter in self.dense.items()}
         for parameter, moments in self.optimizer.state.items():
             for key, value in moments.items():
                 tensors[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+        if self.storage is not None:
+            tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
         tensors |= checkpoints.random_state()
         state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
         if self.progressive is not None:
@@ -320,6 +358,11 @@ class Trainer:
             if moments:
                 # AdamW's fused kernel wants moments beside the parameter and its step count as a tensor.
                 self.optimizer.state[parameter] = {k: v.clone().to(self.device) for k, v in moments.items()}
+        if self.storage is not None:
+            prefix = "storage."
+            self.storage.load_state_dict(
+                {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
+            )
         self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
         self._window = _Window(**checkpoint.state["window"])
         if self.progressive is not None and "progressive" in checkpoint.state:
@@ -422,7 +465,7 @@ class Trainer:
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
         if self.progressive is not None:
-            logits = scorer(self.model, self.device, config.precision)(batch)
+            logits = scorer(self.model, self.device, config.precision, config.emulate)(batch)
             for window_metrics in self.progressive.update(logits, batch.labels, batch.weights, batch.groups):
                 self.run.log(
                     {"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics}
@@ -436,13 +479,14 @@ class Trainer:
         )
         moved = batch.to(self.device, non_blocking=True)
         assert moved.labels is not None
-        with autocast(self.device, config.precision):
-            logits = self.model(moved)
-        loss, weight = weighted_loss(logits, moved.labels, moved.weights, self._task_weights)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            self._refuse(value, batch)
-        loss.backward()
+        with emulated(config.emulate, progress.step):
+            with autocast(self.device, config.precision):
+                logits = self.model(moved)
+            loss, weight = weighted_loss(logits, moved.labels, moved.weights, self._task_weights)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                self._refuse(value, batch)
+            loss.backward()
         if config.gradient_clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
             window.gradient_norm = float(norm)
@@ -452,9 +496,7 @@ class Trainer:
             )
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * factor
-        self.optimizer.step()
-        for tables in self.tables.values():
-            tables.update(factor)
+        self._update(factor)
         self.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.batch += 1
@@ -463,6 +505,17 @@ class Trainer:
         window.weight += weight
         window.examples += len(batch)
         window.timed += len(batch)
+
+    def _update(self, factor: float) -> None:
+        rows = None
+        if self.storage is not None:
+            rows = {f"{name}.weight": tables.pending_rows() for name, tables in self.tables.items()}
+            self.storage.before_update(rows)
+        self.optimizer.step()
+        for tables in self.tables.values():
+            tables.update(factor)
+        if self.storage is not None:
+            self.storage.after_update(self.progress.step + 1, rows)
 
     def _refuse(self, value: float, batch: RankingBatch) -> None:
         rows = (
@@ -503,7 +556,7 @@ class Trainer:
             return
         progress, began = self.progress, time.perf_counter()
         metrics = {task: RankingMetrics() for task in self.tasks}
-        score = scorer(self.model, self.device, self.config.precision)
+        score = scorer(self.model, self.device, self.config.precision, self.config.emulate)
         for batch in self.validation.epoch():
             logits = score(batch)
             if batch.labels is None:

@@ -87,21 +87,30 @@ def train(
     return ranking.train(recipe, folder, resume=resume, watch=watch, say=say)
 
 
-def evaluate(run: Run | Path | str, split: str | None = None) -> Evaluation | LanguageEvaluation:
+def evaluate(
+    run: Run | Path | str, split: str | None = None, *, tokens: int | None = None
+) -> Evaluation | LanguageEvaluation:
     """Evaluate a run on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
 
     Args:
         run: The run or its folder.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
+        tokens: At most about so many of held-out text, for a language model.
+            Default: ``training.evaluation_tokens`` of its recipe.
 
     Raises:
-        RunError: it is not a run, or has no such split.
+        RunError: it is not a run, has no such split, or ``tokens`` is given for a ranking model.
         CheckpointError: there is no checkpoint, or it is corrupt.
+        Interrupted: Ctrl-C or SIGTERM ended it, of a language model.
     """
     run = run if isinstance(run, Run) else Run(run)
     recipe = recipes.load(run.recipe_file)
     if isinstance(recipe, LanguageRecipe):
-        return language.evaluate(run, recipe, split or "validation")
+        return language.evaluate(run, recipe, split or "validation", tokens)
+    if tokens is not None:
+        raise RunError(
+            "bounds the held-out text of a language model, this run has none", where="--tokens", remedy="leave it out"
+        )
     return ranking.evaluate(run, split or "test")
 
 

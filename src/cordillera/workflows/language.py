@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -31,12 +32,13 @@ from cordillera.data.text_corpora import TextCorpora, prepare_corpora, text_iden
 from cordillera.distributed.job import Job, join_job
 from cordillera.distributed.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.errors import CheckpointError, DataError, DependencyError, PlanError, RecipeError
+from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
+from cordillera.numerics.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run, RunError, next_folder, write_atomically
 from cordillera.serving.language_model import find_model
@@ -55,6 +57,8 @@ from cordillera.training.sharded_checkpoints import ShardedCheckpoints
 from cordillera.training.trainer import select_device
 
 Say = Callable[[str], object]
+
+_BEGUN = "run"  # key of the launcher's store: the folder of the run that this job began
 
 
 def _silent(text: str) -> None:
@@ -141,7 +145,7 @@ def train(
     parallel = recipe.parallel
     if size is not None:
         with join_job(device, parallel.deadline_s) as job:
-            run = _prepare_together(job, recipe, folder, resume, say)
+            run, resume = _prepare_together(job, recipe, folder, resume, say)
             report = _train(job, recipe, run, resume, *((watch, say) if job.rank == 0 else (None, _silent)))
         if job.rank > 0:
             return LanguageOutcome(run, report)
@@ -163,7 +167,9 @@ def train(
     return LanguageOutcome(run, report)
 
 
-def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> LanguageEvaluation:
+def evaluate(
+    run: Run, recipe: LanguageRecipe, split: str = "validation", tokens: int | None = None
+) -> LanguageEvaluation:
     """Evaluate the newest checkpoint of a run in this process, on whatever mesh it was trained, and write
     ``evaluation.json``.
 
@@ -171,17 +177,23 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
         run: The run.
         recipe: That stands in its folder.
         split: ``validation``: the documents that were held out.
+        tokens: Evaluate on about so many of them at most. Default: ``training.evaluation_tokens`` of the recipe.
 
     Raises:
         RunError: there is no such split, or nothing was held out.
         CheckpointError: there is no checkpoint, or it is corrupt.
+        Interrupted: Ctrl-C or SIGTERM ended it; what ``evaluation.json`` held before is left.
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
     alone = recipe.model_copy(update={"parallel": ParallelConfig()})
+    if tokens is not None:
+        training = recipe.training.model_copy(update={"evaluation_tokens": tokens})
+        alone = alone.model_copy(update={"training": training})
     device = select_device(recipe.device).type
     if not steps(run.checkpoints):
         raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
+    prepare_corpora(recipe.data)  # in no job yet: Ctrl-C ends it at once
     with join_job(device, alone.parallel.deadline_s) as job:
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -190,7 +202,11 @@ def evaluate(run: Run, recipe: LanguageRecipe, split: str = "validation") -> Lan
             raise RunError("nothing was held out", where="data.held_out", remedy="give data.validation, or hold out")
         state = trainer.checkpoints.restore(trainer.engine)
         assert state is not None
-        found = trainer.evaluate()
+        try:
+            found = trainer.evaluate()
+        except Interrupted as error:
+            remedy = "give the same command again, with --tokens N to evaluate on a part of it"
+            raise Interrupted(f"{error.what}; nothing was written", where=str(run.folder), remedy=remedy) from None
     write_evaluation(run, state["step"], state["tokens"], found)
     return found
 
@@ -243,6 +259,9 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     learnt = sum(source["tokens"] for source in corpora.facts["sources"])
     held = sum(part["tokens"] for part in corpora.facts["held_out"])
     say(f"      {learnt:,} tokens to learn from, {held:,} held out")
+    wanted, per_step = recipe.training.steps, recipe.packing.tokens
+    passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
+    say(f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times")
     batches_of(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
     described = _describe(recipe, corpora)
     if resume:
@@ -269,19 +288,29 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     return run
 
 
-def _prepare_together(job: Job, recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
+def _prepare_together(
+    job: Job, recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say
+) -> tuple[Run, bool]:
     """The same where processes were started by a launcher: rank 0 first, then one of each machine, then all go on.
 
-    Preparing text may take longer than a collective is waited for.
+    Preparing text may take longer than a collective is waited for. Processes that the launcher started anew go on with
+    the run that those before them began: the second value says whether a run goes on.
     """
-    place = [str(_prepare(recipe, folder, resume, say).folder) if job.rank == 0 else ""]
+    place: list[Any] = ["", resume]
+    if job.rank == 0:
+        if job.restarts and not resume and job.store.check([_BEGUN]):
+            folder, resume = job.store.get(_BEGUN).decode(), True
+            say(f"processes were started anew ({job.restarts}): {folder} goes on")
+        run = _prepare(recipe, folder, resume, say)
+        job.store.set(_BEGUN, str(run.folder))
+        place = [str(run.folder), resume]
     job.watch.meet("run prepared")
     if os.environ.get("LOCAL_RANK") == "0":
         prepare_corpora(recipe.data)  # where the cache is that of rank 0, this finds it there
     job.watch.meet("text prepared")
     if job.size > 1:
         dist.broadcast_object_list(place)
-    return Run(place[0])
+    return Run(place[0]), place[1]
 
 
 def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:
@@ -420,8 +449,8 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
                 remedy="give all machines the same files",
             )
     engine = LanguageEngine(recipe.training, recipe.model, mesh, recipe.seed)
-    peak = peak_flops(device, torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32)
-    held_out = held_out_batches(corpora, recipe.packing)
+    peak = peak_flops(device, compute_dtype(recipe.training.precision))
+    held_out = held_out_batches(corpora, recipe.packing, tokens=recipe.training.evaluation_tokens)
     return LanguageTrainer(
         recipe.training,
         engine,

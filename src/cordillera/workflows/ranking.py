@@ -21,12 +21,14 @@ from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import FeatureSpec
 from cordillera.data.loader import Loader
-from cordillera.errors import DataError
+from cordillera.embeddings.cached_tables import require_cpu
+from cordillera.errors import DataError, Interrupted
 from cordillera.models import flops
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import Recipe
 from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
+from cordillera.serving import quantized_model
 from cordillera.training import scaling_laws
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
@@ -127,6 +129,7 @@ def train(
         TrainingError: the loss is not finite.
     """
     device = select_device(recipe.device)
+    require_cpu(recipe.tables, device)
     with _threads(recipe.threads):
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
@@ -182,7 +185,7 @@ def _evaluate(
 ) -> Evaluation:
     dataset: ClickDataset = getattr(splits, split)
     evaluation = evaluate_split(
-        scorer(model, device, recipe.training.precision),
+        scorer(model, device, recipe.training.precision, recipe.training.emulate),
         _loader(recipe, dataset, training=False).epoch(),
         splits.features.tasks,
         split=split,
@@ -244,7 +247,12 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
 
 
 def predict(
-    run: Run | Path | str, file: Path | str, out: Path | str | None = None, *, batch_size: int = 8192
+    run: Run | Path | str,
+    file: Path | str,
+    out: Path | str | None = None,
+    *,
+    batch_size: int = 8192,
+    quantized: bool = False,
 ) -> tuple[Path, int]:
     """Score a file of samples and write the scores beside the samples' ids.
 
@@ -255,6 +263,7 @@ def predict(
             schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in float64. The file
             is there whole or not at all.
         batch_size: Samples scored at a time.
+        quantized: Score with the model that ``cordillera quantize`` made of the run.
 
     Returns:
         The file that was written and its number of rows.
@@ -276,8 +285,14 @@ def predict(
     encoder = Encoder.load(run.folder / "encoder")
     tasks = tuple(run.read_json("model.json")["tasks"])
     with _threads(recipe.threads):
-        _, model = load_model(run, replace(encoder.features, tasks=tasks), device)
-        score = scorer(model, device, recipe.training.precision)
+        features = replace(encoder.features, tasks=tasks)
+        if quantized:
+            device = torch.device("cpu")
+            model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
+            score = scorer(model, device, "fp32")
+        else:
+            _, model = load_model(run, features, device)
+            score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         rows = 0
@@ -376,7 +391,8 @@ def sweep(
 
     Raises:
         RecipeError: some size is not a valid recipe; nothing is trained then.
-        RunError: a folder of the sweep holds a run of another recipe, or training was interrupted.
+        RunError: a folder of the sweep holds a run of another recipe.
+        Interrupted: training was; what was trained is saved.
         DataError: there are fewer than three sizes.
     """
     if len(sizes) < 3:
@@ -402,8 +418,8 @@ def sweep(
             say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
             outcome = train(recipe, place, resume=exists, watch=watch)
             if outcome.report.ended == "interrupted":
-                raise RunError(
-                    "the sweep was interrupted; everything is saved",
+                raise Interrupted(
+                    "this run is not finished; everything is saved",
                     where=str(place),
                     remedy="give the same command again to go on",
                 )

@@ -51,7 +51,8 @@ def isoflop(
     Raises:
         RecipeError: it is not the recipe of a language model.
         PlanError: budgets or sizes do not make a study, or a launcher has started this process.
-        RunError: a folder of the study holds another run, or training was interrupted.
+        RunError: a folder of the study holds another run.
+        Interrupted: training was; what was trained is saved.
         DataError: the text cannot be had, or nothing could be trained.
     """
     if "RANK" in os.environ:

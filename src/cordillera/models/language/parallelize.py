@@ -10,7 +10,7 @@ Korthikanti et al. 2022, section 4.2.2, for activations between them; Zhao et al
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,7 @@ from cordillera.distributed.weight_traffic import record_weight_traffic
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import Core, LlamaConfig
 from cordillera.models.language.stages import LlamaStage
-
-Precision = Literal["float32", "bfloat16"]
+from cordillera.numerics.precision import Precision, compute_dtype
 
 
 def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
@@ -63,7 +62,7 @@ def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
 def parallelize(
     stage: LlamaStage,
     mesh: ProcessMesh,
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     ledger: Ledger | None = None,
     compiles: bool = False,
 ) -> None:
@@ -91,9 +90,8 @@ def parallelize(
     if parallel.recompute != "none":
         for block in stage.blocks:
             _recompute(block if parallel.recompute == "full" else block.feed_forward)
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if precision == "float32" else torch.bfloat16, reduce_dtype=torch.float32
-    )
+    param_dtype = None if precision == "fp32" else compute_dtype(precision)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for block in stage.blocks:
         fully_shard(block, mesh=mesh.weights, reshard_after_forward=parallel.reshards, mp_policy=policy)
     fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from cordillera.data.features import FeatureSpec, RankingBatch
+from cordillera.embeddings.cached_tables import make_tables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.heads import Heads
@@ -107,7 +108,7 @@ class DeepModel(RankingModel):
     def __init__(self, config: DeepConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(features)
         self.config = config
-        self.tables = EmbeddingTables(features, config.embedding_dim, tables, init=config.embedding_init)
+        self.tables = make_tables(features, config.embedding_dim, tables, init=config.embedding_init)
 
     def make_heads(self, inputs: int) -> Heads:
         """The heads that the Config describes, on a representation of width ``inputs``."""

@@ -12,7 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from cordillera.data.features import FeatureSpec
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.embeddings.cached_tables import make_tables
+from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, RankingModel
 from cordillera.models.ranking.interactions import SecondOrderFM
 
@@ -48,9 +49,8 @@ class FM(RankingModel):
         super().__init__(features)
         self.config = config
         d, tasks, num_dense = config.embedding_dim, len(features.tasks), len(features.dense)
-        self.tables = EmbeddingTables(features, tasks * (d + 1), tables, init=config.embedding_init)
-        with torch.no_grad():
-            self.tables.weight[:, tasks * d :] = 0
+        self.tables = make_tables(features, tasks * (d + 1), tables, init=config.embedding_init)
+        self.tables.clear_columns(tasks * d)
         self.factors = nn.Parameter(torch.randn(num_dense, tasks, d) * 0.01)
         self.weight = nn.Parameter(torch.zeros(num_dense, tasks))
         self.bias = nn.Parameter(torch.zeros(tasks))

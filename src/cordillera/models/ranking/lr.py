@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.data.features import FeatureSpec
-from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.embeddings.cached_tables import make_tables
+from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, RankingModel
 
 
@@ -39,7 +40,7 @@ class LR(RankingModel):
     def __init__(self, config: LRConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(features)
         self.config = config
-        self.tables = EmbeddingTables(features, len(features.tasks), tables, init=config.embedding_init)
+        self.tables = make_tables(features, len(features.tasks), tables, init=config.embedding_init)
         self.weight = nn.Parameter(torch.zeros(len(features.dense), len(features.tasks)))
         self.bias = nn.Parameter(torch.zeros(len(features.tasks)))
         self.heads = nn.Identity()

@@ -1,0 +1,139 @@
+"""A pipeline of two stages and two context ranks whose computation is slept through; its messages are real.
+
+Four processes cannot show on two cores what a rank that waits for another costs: the one that waits leaves its core to
+the other. So every rank sleeps for as long as its share of a layer is predicted to take, and passes keys and values to
+its context rank and activations to the next stage as it would.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from _processes import run_processes
+from torch import Tensor, nn
+
+from cordillera.distributed.pipeline import PipelineRunner
+from cordillera.planning.schedules import one_forward_one_backward
+from cordillera.planning.simulator import StageSeconds, simulate
+
+STAGES, CONTEXT_RANKS, LAYERS = 2, 2, 2  # layers of a stage
+BACKWARD = 2.0  # times the forward
+_WIDTH = 16
+_DEADLINE_S = 560.0
+
+Seconds = list[list[float]]
+"""Of a stage's forward: of each microbatch, of each context rank."""
+
+
+class _Layer(torch.autograd.Function):
+    """Gathers what the context ranks hold and takes its time; its backward spreads gradients and takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, seconds: float) -> Tensor:
+        ctx.group, ctx.seconds = group, seconds
+        _gather(tensor, group)
+        time.sleep(seconds)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(BACKWARD * ctx.seconds)
+        _gather(gradient, ctx.group)
+        return gradient, None, None
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    tensor = tensor.detach().contiguous()
+    dist.all_gather([torch.empty_like(tensor) for _ in range(dist.get_world_size(group))], tensor, group)
+
+
+class _Stage(nn.Module):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.group = group
+
+    def forward(self, x: Tensor, seconds: float) -> Tensor:
+        x = x + self.weight
+        for _ in range(LAYERS):
+            x = _Layer.apply(x, self.group, seconds / LAYERS)
+        return x
+
+
+class _Steps(NamedTuple):
+    arguments: list[tuple[float]]
+    inputs: list[Tensor]
+
+
+def _run(rank: int, folder: str, plans: dict[str, list[Seconds]], rounds: int) -> dict[str, Any]:
+    """One of the processes: iterations of all plans in turn; seconds of each."""
+    stage, context = divmod(rank, CONTEXT_RANKS)
+    contexts = [dist.new_group([s * CONTEXT_RANKS + c for c in range(CONTEXT_RANKS)]) for s in range(STAGES)]
+    pipelines = [dist.new_group([s * CONTEXT_RANKS + c for s in range(STAGES)]) for c in range(CONTEXT_RANKS)]
+    module = _Stage(contexts[stage])
+    runners: dict[int, PipelineRunner] = {}
+    targets = [torch.zeros(())] * max(len(one) for plan in plans.values() for one in plan)
+
+    def step(seconds: Seconds) -> float:
+        count = len(seconds)
+        if count not in runners:
+            schedule = one_forward_one_backward(STAGES, count)
+            runners[count] = PipelineRunner(
+                schedule, {stage: module}, lambda output, target: output.mean() - target, pipelines[context],
+                deadline_s=60,
+            )  # fmt: skip
+        inputs = [torch.zeros(8, _WIDTH) for _ in range(count)]
+        dist.barrier()
+        began = time.perf_counter()
+        runners[count].step(inputs, targets[:count], [(own[context],) for own in seconds])
+        return time.perf_counter() - began
+
+    step(next(iter(plans.values()))[0])
+    found: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        spent = dict.fromkeys(plans, 0.0)
+        for number in range(max(map(len, plans.values()))):
+            for name, iterations in plans.items():
+                if number < len(iterations):
+                    spent[name] += step(iterations[number])
+        for name, seconds in spent.items():
+            found[name].append(seconds)
+    return found
+
+
+def executed_seconds(plans: dict[str, list[Seconds]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each plan in each round, of the slowest process.
+
+    Args:
+        plans: By name, their iterations.
+        rounds: Of all iterations of all plans, in turn.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        count = STAGES * CONTEXT_RANKS
+        ended = run_processes(count, Path(folder), partial(_run, plans=plans, rounds=rounds), _DEADLINE_S)
+    if len(ended.found) < count:
+        raise RuntimeError(f"processes ended with {ended.codes}: {ended.said}")
+    ranks = ended.found.values()
+    return {name: [max(parts) for parts in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
+
+
+def simulated_seconds(iterations: Sequence[Seconds]) -> float:
+    """Of the same pipeline, whose layers wait for the slowest context rank.
+
+    Args:
+        iterations: Of a plan.
+    """
+    one = StageSeconds.equal(STAGES, 1.0, BACKWARD)
+    total = 0.0
+    for seconds in iterations:
+        slowest = [max(own) for own in seconds]
+        stage = StageSeconds(one.forward, one.input_gradient, one.weight_gradient, microbatches=slowest)
+        total += simulate(one_forward_one_backward(STAGES, len(seconds)), stage).seconds
+    return total

@@ -1,0 +1,90 @@
+"""A set-associative cache of float32 rows, and the exact count of what it costs.
+
+A row belongs to one set of 32 lines, found by a hash of its number; any line of the set may hold it. When a batch's
+update brings a row that is in no line, ``lru`` gives it the line whose row has not been updated for the longest time,
+and ``lfu`` that of the row which fewest updates have used, if the newcomer has been used by more. Rows of the same
+batch never drive each other out: one that finds its set full of them stays outside.
+
+Source: Yang et al. 2020 (arXiv 2010.11305); 32 ways as in FBGEMM's cache. That only updates admit rows is our choice:
+evaluation reads through the cache and leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cordillera.kernels.cached_rows import EMPTY, EVENTS, WAYS
+
+CachePolicy = Literal["lru", "lfu"]
+
+_AGE_EVERY = 1024  # updates between halvings of the counts of lfu, so that what was popular once makes room
+
+
+class RowCache(nn.Module):
+    """The lines of a cache and what is known of them; all of it is state that a checkpoint keeps.
+
+    Attributes:
+        lines: ``float32 [slots, D]``.
+        tags: ``int32 [slots]``, the row that a line holds, -1 for none.
+        ranks: ``int32 [slots]``: the last update of a line (``lru``), or how many used its row (``lfu``).
+        states: ``uint8 [slots]``, 1 where a line differs from its encoded row.
+        counts: ``uint8 [rows]``, updates that used each row outside the cache, at most 255 (empty for ``lru``).
+        events: ``int64 [5]``, see :meth:`statistics`.
+
+    Args:
+        rows: Rows of all tables together.
+        dim: ``D``.
+        share: Lines, as a share of the rows; rounded up to whole sets. 0 for no cache.
+        policy: ``lru`` or ``lfu``.
+    """
+
+    lines: Tensor
+    tags: Tensor
+    ranks: Tensor
+    states: Tensor
+    counts: Tensor
+    events: Tensor
+
+    def __init__(self, rows: int, dim: int, share: float, policy: CachePolicy) -> None:
+        super().__init__()
+        slots = math.ceil(math.ceil(share * rows) / WAYS) * WAYS
+        self.policy = policy
+        self.register_buffer("lines", torch.zeros(slots, dim))
+        self.register_buffer("tags", torch.full((slots,), EMPTY, dtype=torch.int32))
+        self.register_buffer("ranks", torch.zeros(slots, dtype=torch.int32))
+        self.register_buffer("states", torch.zeros(slots, dtype=torch.uint8))
+        counted = rows if policy == "lfu" and slots else 0
+        self.register_buffer("counts", torch.zeros(counted, dtype=torch.uint8))
+        self.register_buffer("events", torch.zeros(len(EVENTS), dtype=torch.int64))
+
+    @property
+    def slots(self) -> int:
+        """Lines that there are."""
+        return self.tags.numel()
+
+    def age(self, step: int) -> None:
+        """Halve the counts of ``lfu`` when it is time.
+
+        Args:
+            step: Number of the update that was made.
+        """
+        if self.policy == "lfu" and self.slots and step % _AGE_EVERY == 0:
+            self.ranks.bitwise_right_shift_(1)
+            self.counts.bitwise_right_shift_(1)
+
+    def statistics(self) -> dict[str, int]:
+        """What happened to the distinct rows of all updates so far.
+
+        Returns:
+            ``hits``: were in a line. ``admissions``: were given one. ``evictions``: rows that lost theirs to these.
+            ``write_backs``: evicted rows that had changed and were encoded. ``spills``: were updated outside the cache.
+        """
+        return dict(zip(EVENTS, self.events.tolist(), strict=True))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by what they are for: ``lines``, ``tags``, ``ranks``, ``states``, ``counts``, ``events``."""
+        return {name: buffer.numel() * buffer.element_size() for name, buffer in self.named_buffers()}

@@ -1,0 +1,306 @@
+"""Embedding tables whose rows are kept in few bits, with a cache of float32 rows for those that matter most.
+
+Almost all rows of a large table are looked up rarely. Here they are kept in 8, 4 or 16 bits a number, and only the rows
+in the cache in 32. A row that the cache holds takes its many small updates without loss; any other is decoded, updated
+in float32 and encoded again, with stochastic rounding, so that updates smaller than a step of its scale are kept on
+average instead of vanishing. The optimizer's state stays in float32.
+
+Source: Yang et al. 2020, "Mixed-precision embedding using a cache" (arXiv 2010.11305).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cordillera.data.features import FeatureSpec
+from cordillera.embeddings.cache import RowCache
+from cordillera.embeddings.row_formats import ROW_FORMATS, encode_rows
+from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows, on_huge_pages
+from cordillera.errors import DependencyError, NumericsError, TrainingError
+from cordillera.kernels.cached_rows import FORMATS, CachedRows
+from cordillera.kernels.embedding_bag import Lookup
+from cordillera.kernels.sparse_update import Update, available_backends
+
+_CHUNK = 1 << 14  # rows that are in float32 at a time while tables are made; whole blocks of torch's generator
+_MOST_ROWS = 2**31 - 1
+
+
+class CachedEmbeddingTables(EmbeddingTables):
+    """:class:`EmbeddingTables` with rows in few bits and a cache; the training loop sees no difference.
+
+    There is no ``weight``. Lookups read through the cache and change nothing; ``update`` admits rows, evicts others and
+    rounds. With ``rows = "fp32"`` results are those of ``EmbeddingTables`` with the ``numba`` back end, bit for bit,
+    whatever the cache. Stochastic rounding depends on the seed of ``generator`` and on table, row, column and step
+    alone. ``state_dict`` holds everything that results depend on, the cache included.
+
+    Attributes:
+        payload: ``uint8 [R, row bytes]``, all rows as they were last encoded.
+        cache: Lines, tags and counters.
+        anchor: An empty parameter that stands for the rows in autograd's graph; ``requires_grad_(False)`` freezes them.
+
+    Args:
+        features: As in :class:`EmbeddingTables`, as all that follow.
+        embedding_dim: ``D``; even for ``int4``.
+        config: Optimizer, format, rounding and cache.
+        init: Initial rows; they are drawn as there and then encoded.
+        generator: Source of random numbers; default the global one.
+
+    Raises:
+        DataError: as in :class:`EmbeddingTables`.
+        NumericsError: the format has no rows of this width, or there are too many rows.
+        DependencyError: Numba cannot be used here.
+    """
+
+    payload: Tensor
+    _seed: Tensor
+    _first_rows: Tensor
+
+    def __init__(
+        self,
+        features: FeatureSpec,
+        embedding_dim: int,
+        config: TablesConfig,
+        *,
+        init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.form = ROW_FORMATS[config.rows]
+        self.form.row_bytes(embedding_dim)
+        obstacle = available_backends()["numba"]
+        if obstacle is not None:
+            raise DependencyError(obstacle, where=f"tables.rows = {config.rows!r}", remedy="use rows = 'fp32'")
+        super().__init__(features, embedding_dim, config, init=init, generator=generator)
+
+    def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
+        dim, config = self.embedding_dim, self.config
+        if self.num_rows > _MOST_ROWS:
+            raise NumericsError(
+                f"at most {_MOST_ROWS:,} rows fit the cache's tags, got {self.num_rows:,}", where="tables.cache"
+            )
+        self.anchor = nn.Parameter(torch.empty(0))
+        seed = torch.initial_seed() if generator is None else generator.initial_seed()
+        self.register_buffer("_seed", torch.tensor(seed & (2**63 - 1)))
+        first_rows = torch.tensor(list(self._starts.values()), dtype=torch.int64)
+        self.register_buffer("_first_rows", first_rows, persistent=False)
+        self.register_buffer(
+            "payload", on_huge_pages(torch.empty(self.num_rows, self.form.row_bytes(dim), dtype=torch.uint8))
+        )
+        for name, start, stop in self._chunks():
+            block = torch.empty(stop - start, dim)
+            draw_rows(block, self.features.tables[name], init, generator)
+            self._encode(name, start, block)
+        self.cache = RowCache(self.num_rows, dim, config.cache, config.cache_policy)
+        self._make_state(torch.empty(1).expand(self.num_rows, dim))
+
+    @property
+    def backend(self) -> str:
+        """The kernels in use."""
+        return "numba"
+
+    @property
+    def _in_graph(self) -> Tensor:
+        return self.anchor
+
+    def table(self, name: str) -> Tensor:
+        """One table, read through the cache.
+
+        Args:
+            name: A key of ``features.tables``.
+
+        Returns:
+            A copy, ``float32 [rows, D]``; writing to it changes nothing.
+
+        Raises:
+            DataError: there is no such table.
+        """
+        start, rows = self._place_of(name)
+        return self._read(start, rows)
+
+    def clear_columns(self, first: int) -> None:
+        """Set the columns from ``first`` on to zero, in all rows, as exactly as the format of the rows can.
+
+        Raises:
+            TrainingError: rows have been updated already.
+        """
+        if self.step:
+            raise TrainingError("columns are cleared before the first update", where="CachedEmbeddingTables")
+        for name, start, stop in self._chunks():
+            block = self._read(start, stop - start)
+            block[:, first:] = 0
+            self._encode(name, start, block)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by what they are for.
+
+        Returns:
+            ``payload`` (codes), ``row_parameters`` (scales and biases), what :meth:`RowCache.memory_bytes` counts, each
+            with ``cache_`` before it, and ``optimizer``.
+        """
+        parameters = self.num_rows * self.form.row_parameters
+        return {
+            "payload": self.payload.numel() - parameters,
+            "row_parameters": parameters,
+            **{f"cache_{name}": count for name, count in self.cache.memory_bytes().items()},
+            "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in self._state().values()),
+        }
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says of the tables."""
+        config = self.config
+        rows = f"rows={config.rows}, rounding={config.rounding}"
+        return f"{super().extra_repr()}, {rows}, cache={config.cache:g} ({config.cache_policy})"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CachedEmbeddingTables:
+        moved = fn(torch.empty(0))
+        require_cpu(self.config, moved.device)
+        if moved.dtype != torch.float32:
+            raise DependencyError(
+                f"optimizer and cache compute in float32, not {moved.dtype}", where="CachedEmbeddingTables"
+            )
+        super()._apply(fn, recurse)
+        return self
+
+    def _chunks(self) -> Iterator[tuple[str, int, int]]:
+        """Table, first row and end of pieces that are small beside the tables."""
+        for name, rows in self.features.tables.items():
+            for first in range(0, rows, _CHUNK):
+                yield name, self._starts[name] + first, self._starts[name] + min(rows, first + _CHUNK)
+
+    def _encode(self, name: str, start: int, block: Tensor) -> None:
+        self.payload[start : start + len(block)] = encode_rows(
+            block,
+            self.form,
+            rounding=self.config.rounding,
+            seed=int(self._seed),
+            table=list(self._starts).index(name),
+            first_row=start - self._starts[name],
+            name=name,
+        )
+
+    def _read(self, start: int, rows: int) -> Tensor:
+        kernels, support = _kernels(), import_module("cordillera.kernels.numba_support")
+        block = torch.empty(rows, self.embedding_dim)
+        threads = support.threads_for(block.numel())
+        with support.pool(threads):
+            kernels.read_rows(
+                FORMATS[self.form.name],
+                self.payload.numpy(),
+                self.cache.lines.numpy(),
+                self.cache.tags.numpy(),
+                start,
+                block.numpy(),
+                threads,
+            )
+        return block
+
+    def _store(self) -> CachedRows:
+        cache, config = self.cache, self.config
+        return CachedRows(
+            config.rows,
+            config.rounding,
+            config.cache_policy,
+            self.embedding_dim,
+            self.payload,
+            cache.lines,
+            cache.tags,
+            cache.ranks,
+            cache.states,
+            cache.counts,
+            cache.events,
+            self._first_rows,
+            int(self._seed),
+        )
+
+    def _look_up(
+        self, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
+    ) -> Lookup:
+        found: Lookup = _kernels().lookup(
+            self._store(), values, offsets, value_weights, self._first_row, self._num_rows, dtype
+        )
+        return found
+
+    def _apply_gradients(self, merged: Any, learning_rate: float) -> None:
+        grad = merged.grad if merged.grad.dim() == 3 else merged.grad.unsqueeze(1)
+        call = Update(
+            self.config,
+            self.anchor.detach(),
+            self._state(),
+            merged.rows,
+            merged.offsets,
+            grad.detach(),
+            merged.value_weights,
+            learning_rate,
+            self.step,
+        )
+        bad = _kernels().update(self._store(), call)
+        self.cache.age(self.step)
+        if bad is not None:
+            raise self._refused(bad.row, bad.gradient)
+
+    def _refused(self, row: int, gradient: bool) -> Exception:
+        name = max((name for name, start in self._starts.items() if start <= row), key=lambda name: self._starts[name])
+        where = f"row {row - self._starts[name]} of table {name!r}, update {self.step}"
+        if gradient:
+            return TrainingError(
+                "its gradient is not finite; the row was left as it was",
+                where=where,
+                remedy="lower training.learning_rate or tables.learning_rate; the last checkpoint is intact",
+            )
+        return NumericsError(
+            f"its new numbers are not finite, or too large for {self.form.name} rows; the row was left as it was",
+            where=where,
+            remedy="lower tables.learning_rate, or choose rows = 'int8' or 'fp32'; the last checkpoint is intact",
+        )
+
+
+def _kernels() -> Any:
+    return import_module("cordillera.kernels.numba_cached_rows")
+
+
+def require_cpu(config: TablesConfig, device: torch.device) -> None:
+    """Refuse to put tables where their kernels do not run.
+
+    Args:
+        config: How they are kept.
+        device: Where they are to be.
+
+    Raises:
+        DependencyError: rows are in few bits or behind a cache, and the device is no CPU.
+    """
+    if config.are_encoded and device.type != "cpu":
+        raise DependencyError(
+            f"rows = {config.rows!r} with cache = {config.cache:g} is kept on CPUs, not on {str(device)!r}",
+            where="tables",
+            remedy="set device = 'cpu', or rows = 'fp32' and cache = 0",
+        )
+
+
+def make_tables(
+    features: FeatureSpec,
+    embedding_dim: int,
+    config: TablesConfig,
+    *,
+    init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
+    generator: torch.Generator | None = None,
+) -> EmbeddingTables:
+    """The tables that a Config describes.
+
+    Args:
+        features: As in :class:`EmbeddingTables`, as all that follow.
+        embedding_dim: ``D``.
+        config: Optimizer, back end, and how rows are kept.
+        init: Initial rows.
+        generator: Source of random numbers; default the global one.
+
+    Raises:
+        DataError: as there.
+        DependencyError: the back end that was asked for cannot be used.
+        NumericsError: the format of the rows has none of this width.
+    """
+    kind = CachedEmbeddingTables if config.are_encoded else EmbeddingTables
+    return kind(features, embedding_dim, config, init=init, generator=generator)

@@ -1,0 +1,178 @@
+"""How rows of embedding tables are kept: their bytes, and what can be said of their errors.
+
+==========  ==============  =========================================================================
+format      bytes a row     a row ``w`` of smallest and largest number ``a`` and ``b`` is kept as
+==========  ==============  =========================================================================
+``fp32``    ``4 D``         itself
+``fp16``    ``2 D``         float16; numbers beyond 65504 are refused
+``int8``    ``D + 8``       codes ``(w - a) / s`` with ``s = (b - a) / 255``, float32 ``s`` and ``a``
+``int4``    ``D / 2 + 4``   codes ``(w - a) / s`` with ``s = (b - a) / 15``, float16 ``s`` and ``a``
+==========  ==============  =========================================================================
+
+Decoded, a number of an integer format is off by at most ``s / 2`` after nearest and by less than ``s`` after stochastic
+rounding (``int4`` with nearest rounding adds the rounding of ``a`` and ``s`` to float16: ``(1 / 2 + 15 / 2048) s +
+|a| / 2048``). Rows of one number come back exactly, in ``int4`` if it is a float16. The layouts are FBGEMM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import NumericsError
+from cordillera.kernels.cached_rows import FORMATS, NOT_FINITE, ROUNDINGS
+
+RowKind = Literal["fp32", "fp16", "int8", "int4"]
+RowRounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A way to keep rows.
+
+    Attributes:
+        name: ``fp32``, ``fp16``, ``int8`` or ``int4``.
+        bits: Of a number.
+        row_parameters: Bytes of scale and bias.
+    """
+
+    name: RowKind
+    bits: int
+    row_parameters: int
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row.
+
+        Args:
+            dim: ``D``.
+
+        Raises:
+            NumericsError: ``D`` is odd and two numbers share a byte.
+        """
+        if dim * self.bits % 8:
+            raise NumericsError(
+                f"two numbers of {self.name} share a byte, so rows need an even width, got {dim}",
+                where=f"tables.rows = {self.name!r}",
+                remedy="choose an even embedding_dim, or rows = 'int8'",
+            )
+        return dim * self.bits // 8 + self.row_parameters
+
+
+ROW_FORMATS: dict[str, RowFormat] = {
+    form.name: form
+    for form in (RowFormat("fp32", 32, 0), RowFormat("fp16", 16, 0), RowFormat("int8", 8, 8), RowFormat("int4", 4, 4))
+}
+
+
+def encode_rows(
+    rows: Tensor,
+    form: RowFormat,
+    *,
+    rounding: RowRounding = "nearest",
+    seed: int = 0,
+    table: int = 0,
+    first_row: int = 0,
+    update: int = 0,
+    name: str = "rows",
+) -> Tensor:
+    """Encode rows that lie one after another in a table.
+
+    Random numbers depend on ``seed`` and on table, row, column and update alone
+    (:mod:`cordillera.kernels.numba_random`).
+
+    Args:
+        rows: ``float32 [N, D]`` on the CPU.
+        form: How.
+        rounding: ``nearest`` (halves to even) or ``stochastic``.
+        seed: At least 0.
+        table: Number of the table.
+        first_row: Number of the first row in it.
+        update: Number of the update.
+        name: What errors call the table.
+
+    Returns:
+        ``uint8 [N, form.row_bytes(D)]``.
+
+    Raises:
+        NumericsError: a row holds NaN, infinity or numbers that the format cannot hold; the message names it.
+    """
+    count, dim = rows.shape
+    rows = rows.detach().to(torch.float32).contiguous()
+    target = torch.empty(count, form.row_bytes(dim), dtype=torch.uint8)
+    if not count:
+        return target
+    from cordillera.kernels.numba_rows import encode_block  # a CPU's kernels are loaded where they are used
+    from cordillera.kernels.numba_support import pool, threads_for
+
+    threads = threads_for(rows.numel())
+    with pool(threads):
+        bad, why = encode_block(
+            FORMATS[form.name],
+            ROUNDINGS[rounding],
+            rows.numpy(),
+            target.numpy(),
+            seed,
+            table,
+            first_row,
+            update,
+            threads,
+        )
+    if bad >= 0:
+        raise misfit(rows[int(bad)], form, f"row {first_row + int(bad)} of table {name!r}", finite=why != NOT_FINITE)
+    return target
+
+
+def decode_rows(payload: Tensor, form: RowFormat, dim: int) -> Tensor:
+    """Decode rows.
+
+    Args:
+        payload: ``uint8 [N, form.row_bytes(dim)]`` on the CPU.
+        form: How they are kept.
+        dim: ``D``.
+
+    Returns:
+        ``float32 [N, D]``.
+
+    Raises:
+        NumericsError: rows of this width take another number of bytes.
+    """
+    if payload.dim() != 2 or payload.shape[1] != form.row_bytes(dim) or payload.dtype != torch.uint8:
+        raise NumericsError(
+            f"{form.name} rows of width {dim} are uint8 [N, {form.row_bytes(dim)}], got {payload.dtype} "
+            f"{list(payload.shape)}",
+            where="decode_rows",
+        )
+    target = torch.empty(payload.shape[0], dim)
+    if target.numel():
+        from cordillera.kernels.numba_rows import decode_block
+        from cordillera.kernels.numba_support import pool, threads_for
+
+        threads = threads_for(target.numel())
+        with pool(threads):
+            decode_block(FORMATS[form.name], payload.contiguous().numpy(), target.numpy(), threads)
+    return target
+
+
+def misfit(row: Tensor, form: RowFormat, where: str, *, finite: bool) -> NumericsError:
+    """The error for a row that a format cannot hold.
+
+    Args:
+        row: ``float32 [D]``.
+        form: The format.
+        where: What it is called.
+        finite: Whether its numbers are finite and only too large.
+    """
+    if not finite:
+        column = int((~row.isfinite()).nonzero()[0])
+        return NumericsError(f"column {column} is {float(row[column])}", where=where, remedy="repair the row")
+    limit = {"int4": "a bias or a scale", "fp16": "a number", "int8": "a scale"}[form.name]
+    most = "largest float32" if form.name == "int8" else "largest float16, 65504"
+    return NumericsError(
+        f"{limit} of its {form.name} form would be above the {most}: its numbers lie between {float(row.min()):g} and "
+        f"{float(row.max()):g}",
+        where=where,
+        remedy="choose rows = 'int8' or 'fp32', or a lower tables.learning_rate",
+    )

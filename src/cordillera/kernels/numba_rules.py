@@ -1,0 +1,99 @@
+"""The optimizers' rules for one row of an embedding table, compiled by Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import narrow, widen
+
+RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
+
+
+@compiled()
+def step_row(
+    rule: int,
+    row: int,
+    target: Any,
+    reduced: Any,
+    first_state: Any,
+    second_state: Any,
+    learning_rate: float,
+    eps: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    correction1: float,
+    correction2: float,
+) -> None:
+    """One step of the optimizer on one row, in float64, rounded at the end.
+
+    Args:
+        rule: A value of ``RULES``.
+        row: Its number, by which its state is found.
+        target: ``[D]``, the row's weights.
+        reduced: ``float64 [D]``, its gradient; overwritten.
+        first_state: The first of ``init_state``'s tensors, flat.
+        second_state: The second, flat.
+        learning_rate: Step size, as all that follow in the words of ``SparseOptimizer``.
+        eps: As there.
+        weight_decay: As there.
+        beta1: As there.
+        beta2: As there.
+        correction1: As in ``Update.corrections``.
+        correction2: As there.
+    """
+    dim, zero = target.size, target[0]
+    if weight_decay != 0.0:
+        for d in range(dim):
+            reduced[d] += weight_decay * widen(target[d])
+    if rule == 0:
+        for d in range(dim):
+            target[d] = narrow(widen(target[d]) - learning_rate * reduced[d], zero)
+    elif rule == 1:
+        sums = first_state[row * dim : (row + 1) * dim]
+        for d in range(dim):
+            square = widen(sums[d]) + reduced[d] * reduced[d]
+            sums[d] = narrow(square, zero)
+            change = reduced[d] / (np.sqrt(square) + eps)
+            target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
+    elif rule == 2:
+        sum0 = sum1 = sum2 = sum3 = 0.0  # one sum would wait for each addition in turn
+        for d in range(0, dim - 3, 4):
+            sum0 += reduced[d] * reduced[d]
+            sum1 += reduced[d + 1] * reduced[d + 1]
+            sum2 += reduced[d + 2] * reduced[d + 2]
+            sum3 += reduced[d + 3] * reduced[d + 3]
+        for d in range(dim - dim % 4, dim):
+            sum0 += reduced[d] * reduced[d]
+        square = widen(first_state[row]) + ((sum0 + sum1) + (sum2 + sum3)) / dim
+        first_state[row] = narrow(square, zero)
+        factor = learning_rate / (np.sqrt(square) + eps)
+        for d in range(dim):
+            target[d] = narrow(widen(target[d]) - factor * reduced[d], zero)
+    else:
+        root2 = np.sqrt(correction2)
+        firsts = first_state[row * dim : (row + 1) * dim]
+        seconds = second_state[row * dim : (row + 1) * dim]
+        for d in range(dim):
+            first = beta1 * widen(firsts[d]) + (1 - beta1) * reduced[d]
+            second = beta2 * widen(seconds[d]) + (1 - beta2) * reduced[d] * reduced[d]
+            firsts[d] = narrow(first, zero)
+            seconds[d] = narrow(second, zero)
+            change = (first / correction1) / (np.sqrt(second) / root2 + eps)
+            target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
+
+
+def state_arrays(state: dict[str, Tensor], dtype: torch.dtype) -> list[Any]:
+    """An optimizer's state as two flat arrays.
+
+    Args:
+        state: As ``init_state`` made it.
+        dtype: Of the arrays, empty ones, that stand for tensors which it does not have.
+    """
+    stored = [tensor.view(-1).numpy() for tensor in state.values()]
+    return stored + [torch.empty(0, dtype=dtype).numpy()] * (2 - len(stored))

@@ -1,0 +1,328 @@
+"""Kernels that compute a linear layer on this device, each in its own precision: what :mod:`.dispatch` chooses from.
+
+A candidate packs a weight once and gives a function of the input. All three products of training are such a layer:
+``y = x W^T`` forwards, ``g W`` is a layer whose weight is ``W^T``, and ``g^T x`` one whose input is ``g^T`` and whose
+weight is ``x^T``. Quantisation is part of every candidate's time.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+
+_GROUP = 32  # inputs that share a scale in int4
+_SMALLEST_SCALE = 6.1e-5  # of activations, as FBGEMM's
+_SMALLEST_WEIGHT_SCALE = 2.0**-100
+_LARGEST_FP16 = 65504.0
+
+Kernel = Callable[[Tensor], Tensor]
+"""``float32 [M, K] -> float32 [M, N]``."""
+
+Stored = dict[str, Tensor]
+"""A weight as a candidate keeps it: ``weight``, and scales or ranges where it has any."""
+
+
+class Shape(NamedTuple):
+    """Of a product.
+
+    Attributes:
+        rows: ``M``, of the input.
+        outputs: ``N``.
+        inputs: ``K``.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.outputs} x {self.inputs}"
+
+
+class Candidate(NamedTuple):
+    """One way to compute a linear layer.
+
+    Attributes:
+        name: What plans call it.
+        store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
+        load: From what is kept and ``bias [N]`` or None to a kernel.
+        needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
+        calibrated: Whether its ranges come from calibration rows: it then knows one layer's inputs and no gradient's.
+        emulated: Whether its arithmetic is imitated here: its error counts, its time does not.
+    """
+
+    name: str
+    store: Callable[[Tensor, Tensor | None], Stored]
+    load: Callable[[Stored, Tensor | None], Kernel]
+    needs: Callable[[torch.device, int, int], str | None]
+    calibrated: bool = False
+    emulated: bool = False
+
+    def pack(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
+        """A kernel of a weight.
+
+        Args:
+            weight: ``[N, K]``.
+            bias: ``[N]`` or None.
+            rows: ``[R, K]`` to calibrate a range on, or None.
+
+        Raises:
+            NumericsError: the weight is not finite, or does not fit the format.
+        """
+        return self.load(self.store(weight, rows), bias)
+
+    def supports(self, shape: Shape, device: torch.device) -> str | None:
+        """Why it cannot compute a product; None where it can.
+
+        Args:
+            shape: Of the product.
+            device: Of the weight.
+        """
+        return self.needs(device, shape.inputs, shape.outputs)
+
+
+def _anywhere(device: torch.device, inputs: int, outputs: int) -> str | None:
+    return None
+
+
+def _on_cpu(device: torch.device, inputs: int, outputs: int) -> str | None:
+    if device.type != "cpu":
+        return f"runs on CPUs, not on {device.type}"
+    return None if inputs and outputs else "an empty weight"
+
+
+def _with_engine(engine: str, device: torch.device, inputs: int, outputs: int) -> str | None:
+    if engine not in torch.backends.quantized.supported_engines:
+        return f"this torch has no engine {engine}"
+    return _on_cpu(device, inputs, outputs)
+
+
+def _in_groups(device: torch.device, inputs: int, outputs: int) -> str | None:
+    # torch 2.13 reads past the end of other weights in int8.
+    if inputs % _GROUP or outputs % 16:
+        return f"takes {_GROUP} inputs and 16 outputs at a time, not {inputs} and {outputs}"
+    return _on_cpu(device, inputs, outputs)
+
+
+def _finite(weight: Tensor) -> Tensor:
+    """The weight in float32.
+
+    Raises:
+        NumericsError: a number of it is not finite.
+    """
+    weight = weight.detach().float().contiguous()
+    bad = ~torch.isfinite(weight)
+    if bool(bad.any()):
+        channel, column = (int(i) for i in bad.nonzero()[0])
+        raise NumericsError(
+            f"output channel {channel}, input {column} is {float(weight[channel, column])}", where="weight",
+            remedy="no precision mends that; train the run again, or take an earlier checkpoint",
+        )  # fmt: skip
+    return weight
+
+
+def _plain(weight: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Stored:
+    weight = _finite(weight)
+    if dtype == torch.float16 and weight.numel() and float(weight.abs().max()) > _LARGEST_FP16:
+        raise NumericsError(f"a weight of {float(weight.abs().max()):g} does not fit into fp16", where="weight")
+    return {"weight": weight.to(dtype)}
+
+
+def _load_fp32(stored: Stored, bias: Tensor | None) -> Kernel:
+    return lambda x: F.linear(x, stored["weight"], bias)
+
+
+def _load_bf16(stored: Stored, bias: Tensor | None) -> Kernel:
+    def run(x: Tensor) -> Tensor:
+        y = F.linear(x.to(torch.bfloat16), stored["weight"]).float()
+        return y if bias is None else y.add_(bias)
+
+    return run
+
+
+def _load_fp16(stored: Stored, bias: Tensor | None) -> Kernel:
+    packed = torch.ops.quantized.linear_prepack_fp16(stored["weight"].float(), bias)
+    return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed))
+
+
+def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
+    """Symmetric, with a scale an output channel, and the range of the rows if there are any."""
+    weight = _finite(weight)
+    scale = (weight.abs().amax(1) / 127).clamp(min=_SMALLEST_WEIGHT_SCALE)
+    stored = {"weight": (weight / scale.unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8), "scale": scale}
+    if rows is not None:
+        if not bool(torch.isfinite(rows).all()):
+            raise NumericsError("rows to calibrate on are not finite", where="rows")
+        ends = [rows.min(), rows.max()] if rows.numel() else [rows.new_zeros(())] * 2
+        stored["range"] = torch.stack(ends).float()
+    return stored
+
+
+def _prepacked(stored: Stored, bias: Tensor | None, engine: str) -> Any:
+    before = torch.backends.quantized.engine
+    scale = stored["scale"].double()
+    with warnings.catch_warnings():
+        # Only the tensors that torch's engines pack are made this way; it says that they are to go some day.
+        warnings.simplefilter("ignore", UserWarning)
+        weight = torch._make_per_channel_quantized_tensor(
+            stored["weight"], scale, torch.zeros_like(scale, dtype=torch.int64), 0
+        )
+    try:
+        torch.backends.quantized.engine = engine
+        return torch.ops.quantized.linear_prepack(weight, bias)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def _load_int8_dynamic(stored: Stored, bias: Tensor | None, engine: str) -> Kernel:
+    packed = _prepacked(stored, bias, engine)
+    # Seven bits keep processors without VNNI from saturating 16-bit sums; elsewhere they would cost 6 dB for nothing.
+    reduced = not torch.cpu._is_vnni_supported()
+    return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic(x, packed, reduced))
+
+
+def _load_int8_static(stored: Stored, bias: Tensor | None) -> Kernel:
+    packed = _prepacked(stored, bias, "x86")
+    lowest, highest = stored["range"].tolist()
+    lowest, highest = min(0.0, lowest), max(0.0, highest)
+    scale = max((highest - lowest) / 255, _SMALLEST_SCALE)
+    zero = min(255, max(0, round(-lowest / scale)))
+    run = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    return _with_lost_rows(lambda x: run(x, scale, zero, packed))
+
+
+def _load_int8_weights(stored: Stored, bias: Tensor | None) -> Kernel:
+    payload, scale = stored["weight"], stored["scale"].to(torch.bfloat16)
+
+    def run(x: Tensor) -> Tensor:
+        y = torch._weight_int8pack_mm(x.to(torch.bfloat16), payload, scale).float()
+        return y if bias is None else y.add_(bias)
+
+    return run
+
+
+def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
+    """Two codes a byte, low first; scale and lowest number of each group of 32 inputs."""
+    weight = _finite(weight)
+    n, k = weight.shape
+    groups = weight.reshape(n, k // _GROUP, _GROUP)
+    lowest, highest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scale = ((highest - lowest) / 15).clamp(min=_SMALLEST_WEIGHT_SCALE)
+    codes = ((groups - lowest.unsqueeze(2)) / scale.unsqueeze(2)).round_().clamp_(0, 15).to(torch.uint8).view(n, k)
+    # The kernel takes a value as (code - 8) * scale + zero.
+    of_groups = torch.stack([scale, lowest + 8 * scale], 2).to(torch.bfloat16)
+    return {"weight": codes[:, ::2] | (codes[:, 1::2] << 4), "scale": of_groups}
+
+
+def _load_int4(stored: Stored, bias: Tensor | None) -> Kernel:
+    pairs = stored["weight"]
+    codes = torch.stack([pairs & 15, pairs >> 4], 2).view(len(pairs), -1).to(torch.int32)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    of_groups = stored["scale"].transpose(0, 1).contiguous()  # [K / group, N, 2]
+
+    def run(x: Tensor) -> Tensor:
+        y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, _GROUP, of_groups).float()
+        return y if bias is None else y.add_(bias)
+
+    return run
+
+
+def _with_lost_rows(run: Kernel) -> Kernel:
+    """A kernel of finite numbers that gives NaN for rows with any that is not, and leaves the other rows untouched.
+
+    Integers have no NaN: torch's kernels take one for the largest or the smallest of them.
+    """
+
+    def guarded(x: Tensor) -> Tensor:
+        if math.isfinite(float(x.sum())):
+            return run(x)
+        lost = ~torch.isfinite(x).all(1, keepdim=True)  # none where finite values have too large a sum
+        return run(torch.where(lost, 0.0, x)).masked_fill_(lost, math.nan)
+
+    return guarded
+
+
+def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
+    payload, scale = _fp8_rows(_finite(weight))
+    return {"weight": payload, "scale": scale}
+
+
+def load_fp8(stored: Stored, bias: Tensor | None) -> Kernel:
+    """Both operands in e4m3 with a scale a row (torch's ``_scaled_mm``, row-wise).
+
+    Args:
+        stored: ``weight [N, K]`` in e4m3 and ``scale [N, 1]``.
+        bias: ``[N]`` or None.
+    """
+
+    def run(x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_zeros(0, len(stored["weight"]))
+        payload, of_rows = _fp8_rows(x)
+        y = torch._scaled_mm(payload, stored["weight"].T, of_rows, stored["scale"].T, out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
+
+    return run
+
+
+def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Payload and scales ``[rows, 1]``; a row with NaN or infinity gets a scale of NaN, so that it stays lost."""
+    largest = x.abs().amax(1, keepdim=True)
+    scale = (largest / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
+    finite = torch.isfinite(largest)
+    payload = torch.where(finite, x / scale, 0.0).to(torch.float8_e4m3fn)
+    return payload, torch.where(finite, scale, torch.nan)
+
+
+CANDIDATES: dict[str, Candidate] = {
+    one.name: one
+    for one in (
+        Candidate("fp32", partial(_plain, dtype=torch.float32), _load_fp32, _anywhere),
+        Candidate("bf16", partial(_plain, dtype=torch.bfloat16), _load_bf16, _anywhere),
+        Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
+        *(
+            Candidate(f"int8 dynamic {e}", _int8, partial(_load_int8_dynamic, engine=e), partial(_with_engine, e))
+            for e in ("x86", "onednn")
+        ),
+        Candidate("int8 static", _int8, _load_int8_static, partial(_with_engine, "x86"), calibrated=True),
+        Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
+        Candidate("int4 weights", _int4, _load_int4, _in_groups),
+        Candidate("fp8 rows", _store_fp8, load_fp8, _on_cpu, emulated=True),
+    )
+}
+"""By name. ``fp32`` is the reference that every plan may fall back to."""
+
+
+def candidate(name: str) -> Candidate:
+    """By name.
+
+    Args:
+        name: As a plan has it.
+
+    Raises:
+        NumericsError: there is none of this name.
+    """
+    if name not in CANDIDATES:
+        raise NumericsError(
+            f"no kernel is called {name!r}", where="candidates", remedy=f"one of {', '.join(CANDIDATES)}"
+        )
+    return CANDIDATES[name]
+
+
+def chosen(names: Sequence[str] | None = None) -> list[Candidate]:
+    """Several, the reference always first.
+
+    Args:
+        names: Of candidates; None for all.
+    """
+    found = [candidate(name) for name in (CANDIDATES if names is None else names)]
+    return [CANDIDATES["fp32"], *(one for one in found if one.name != "fp32")]

@@ -1,0 +1,215 @@
+"""The file that says which kernel computes which layer: written once, checked against the machine before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.candidates import CANDIDATES, Shape
+from cordillera.run import describe_environment, write_atomically
+
+SCHEMA = 1
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of one product.
+
+    Attributes:
+        site: The layer's qualified name.
+        of: Which of its products.
+        rows: The most rows of the input for which it was chosen, a power of two.
+        outputs: ``N`` of the layer.
+        inputs: ``K``.
+        kernel: The candidate's name.
+        why: If it is the reference, why no other; else empty.
+        expected: What was measured of it: milliseconds, times as fast as fp32, accuracy.
+    """
+
+    site: str
+    of: Pass
+    rows: int
+    outputs: int
+    inputs: int
+    kernel: str
+    why: str = ""
+    expected: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the product."""
+        return Shape(self.rows, self.outputs, self.inputs)
+
+
+def bucket(rows: int) -> int:
+    """The least power of two that is not below.
+
+    Args:
+        rows: Of an input.
+    """
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def machine(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
+    """What a plan depends on: the device by name, its threads, and the libraries whose kernels it names.
+
+    Args:
+        device: On which the model runs.
+        threads: Of the CPU's kernels; None for the present number.
+    """
+    device = torch.device(device)
+    known = describe_environment()
+    if device.type == "cuda":
+        name, threads = torch.cuda.get_device_name(device), 0
+    else:
+        name, threads = known["processor"], torch.get_num_threads() if threads is None else threads
+    libraries = {
+        key: value for key, value in known["libraries"].items() if key in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu")
+    }
+    return {"device": device.type, "name": name, "threads": threads, "libraries": libraries}
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Which kernel computes which product, and under which conditions that was found.
+
+    Attributes:
+        choices: Of every layer, product and number of rows that were looked at.
+        machine: Where; see :func:`machine`.
+        bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
+        seed: Of the inputs that were drawn.
+        weights: Digest of the weights it was made for; empty if it does not depend on them.
+    """
+
+    choices: tuple[Choice, ...]
+    machine: dict[str, Any]
+    bound: dict[str, float]
+    seed: int = 0
+    weights: str = ""
+
+    def find(self, site: str, of: Pass, rows: int) -> Choice | None:
+        """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
+
+        Args:
+            site: The layer's name.
+            of: Which of its products.
+            rows: Of an input.
+        """
+        fitting = [c for c in self.choices if (c.site, c.of) == (site, of) and c.rows >= rows]
+        return min(fitting, key=lambda c: c.rows, default=None)
+
+    @property
+    def sites(self) -> Sequence[str]:
+        """Names of the layers."""
+        return list(dict.fromkeys(choice.site for choice in self.choices))
+
+    def with_reference(self, site: str, why: str) -> PrecisionPlan:
+        """The plan with fp32 at one layer.
+
+        Args:
+            site: The layer's name.
+            why: What the plan's reader is told.
+        """
+        choices = tuple(
+            replace(c, kernel="fp32", why=why, expected={}) if c.site == site and c.kernel != "fp32" else c
+            for c in self.choices
+        )
+        return replace(self, choices=choices)
+
+    def uniform(self, kernel: str) -> PrecisionPlan:
+        """The plan that takes one kernel everywhere.
+
+        Args:
+            kernel: A candidate's name.
+        """
+        return replace(self, choices=tuple(replace(c, kernel=kernel, why="", expected={}) for c in self.choices))
+
+    def save(self, path: Path) -> None:
+        """Write it, with a digest of all it says.
+
+        Args:
+            path: Of a JSON file, replaced whole.
+        """
+        content = self._content()
+        write_atomically(path, json.dumps({**content, "digest": _digest(content)}, indent=1, allow_nan=False) + "\n")
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "machine": self.machine,
+            "bound": {key: value if math.isfinite(value) else str(value) for key, value in self.bound.items()},
+            "seed": self.seed,
+            "weights": self.weights,
+            "choices": [asdict(choice) for choice in self.choices],
+        }
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str = "cpu", allow_stale: bool = False) -> PrecisionPlan:
+        """Read one that holds on this machine.
+
+        Args:
+            path: Of the file.
+            device: On which it shall be used.
+            allow_stale: Take one that was made on another device, with other threads or libraries.
+
+        Raises:
+            NumericsError: there is none, it is damaged or of another version, names a kernel that is not here, or was
+                made elsewhere.
+        """
+        where = str(path)
+        if not path.is_file():
+            raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            digest = content.pop("digest")
+            if content["schema"] != SCHEMA:
+                raise NumericsError(
+                    f"is a plan of version {content['schema']}, this library reads {SCHEMA}", where=where,
+                    remedy="make it anew",
+                )  # fmt: skip
+            if digest != _digest(content):
+                raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
+            choices = tuple(Choice(**choice) for choice in content["choices"])
+            bound = {key: float(value) for key, value in content["bound"].items()}
+            found = cls(choices, content["machine"], bound, int(content["seed"]), str(content["weights"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error
+        for choice in choices:
+            if choice.kernel not in CANDIDATES:
+                raise NumericsError(f"names the kernel {choice.kernel!r}, which is not here", where=where)
+        if not allow_stale:
+            found.check_machine(device, where)
+        return found
+
+    def check_machine(self, device: torch.device | str, where: str = "plan") -> None:
+        """Refuse to be used elsewhere than where it was made.
+
+        Args:
+            device: On which it shall be used.
+            where: What errors call it.
+
+        Raises:
+            NumericsError: device, threads or libraries differ.
+        """
+        here = machine(device)
+        for key, value in here.items():
+            if self.machine.get(key) != value:
+                raise NumericsError(
+                    f"was made with {key} {self.machine.get(key)!r}, here it is {value!r}",
+                    where=where,
+                    remedy="make the plan anew, or allow a stale one: kernels may then be slower or differ in accuracy",
+                )
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

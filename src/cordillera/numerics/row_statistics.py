@@ -1,0 +1,269 @@
+"""What a layer's inputs look like: mean and covariance of their rows, gathered batch by batch in bounded memory.
+
+LoKA's Probe (arXiv 2605.10886): in a recommendation model the rows of a batch do not depend on one another, so that a
+layer's input is described by ``N(mean, covariance)``. Statistics of parts merge to those of the whole, in any split and
+over ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import NumericsError
+
+FULL_UP_TO, BLOCK, BLOCKS_UP_TO = 2048, 512, 16_384
+SKETCH = 64  # columns
+_CHUNK = 4096  # rows that are centred at once
+_TRIES = 6
+
+
+class Tier(str, enum.Enum):
+    """How much of a covariance is kept.
+
+    Attributes:
+        full: All of it.
+        blocks: Blocks of 512 features along its diagonal.
+        sketch: Its diagonal and its product with 64 random vectors.
+    """
+
+    full = "full"
+    blocks = "blocks"
+    sketch = "sketch"
+
+    @classmethod
+    def of(cls, features: int) -> Tier:
+        """The tier that keeps the memory of so many features bounded.
+
+        Args:
+            features: Of a row.
+        """
+        if features <= FULL_UP_TO:
+            return cls.full
+        return cls.blocks if features <= BLOCKS_UP_TO else cls.sketch
+
+
+class RowStatistics:
+    """Count, mean and scatter of rows, by Welford's update for batches.
+
+    Sums are float64; products of centred float32 rows are float32 within a chunk of 4096 rows.
+
+    Attributes:
+        count: Rows so far.
+        skipped: Batches that were left out because they held NaN or infinity.
+        mean: ``float64 [K]``.
+
+    Args:
+        features: ``K``, columns of a row.
+        tier: What to keep of the covariance; None for what its size allows.
+        device: Where statistics are kept.
+    """
+
+    def __init__(self, features: int, tier: Tier | None = None, device: torch.device | str = "cpu") -> None:
+        if features < 1:
+            raise NumericsError(f"rows of {features} features", where="RowStatistics")
+        self.features, self.tier = features, Tier(tier) if tier else Tier.of(features)
+        self.count = self.skipped = 0
+        self.mean = torch.zeros(features, dtype=torch.float64, device=device)
+        self._scatter = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in self._shapes()]
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        k = self.features
+        if self.tier is Tier.full:
+            return [(k, k)]
+        if self.tier is Tier.blocks:
+            sizes = [min(BLOCK, k - start) for start in range(0, k, BLOCK)]
+            return [(size, size) for size in sizes]
+        return [(k,), (k, min(SKETCH, k))]  # the diagonal, then the product with the sketch
+
+    def _sketch(self) -> Tensor:
+        """``[K, 64]``, the same in every process."""
+        generator = torch.Generator().manual_seed(20_260_510)
+        return torch.randn(self.features, min(SKETCH, self.features), generator=generator).to(self.mean.device)
+
+    def _products(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """What is kept of ``left.T @ right``, both ``[B, K]``."""
+        if self.tier is Tier.full:
+            return [left.T @ right]
+        if self.tier is Tier.blocks:
+            pairs = zip(left.split(BLOCK, 1), right.split(BLOCK, 1), strict=True)
+            return [a.T @ b for a, b in pairs]
+        return [(left * right).sum(0), left.T @ (right @ self._sketch().to(right.dtype))]
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> bool:
+        """Take a batch in; whether it was taken: one with NaN or infinity is left out whole and counted.
+
+        Args:
+            rows: ``[..., K]``, any floating-point dtype.
+
+        Raises:
+            NumericsError: rows have another number of features.
+        """
+        rows = rows.detach().reshape(-1, rows.shape[-1])
+        if rows.shape[1] != self.features:
+            raise NumericsError(f"rows of {rows.shape[1]} features, not {self.features}", where="RowStatistics.update")
+        if not bool(torch.isfinite(rows).all()):
+            self.skipped += 1
+            return False
+        for part in rows.to(self.mean.device).split(_CHUNK):
+            if not len(part):
+                continue
+            wide = part.dtype == torch.float64
+            # Subtracting a row first leaves float32 all its digits where deviations are small beside the mean.
+            origin = part[0].double()
+            centred = part.double() - origin if wide else (part.float() - origin.float())
+            shift = centred.mean(0, dtype=torch.float64)
+            centred = centred - shift.to(centred.dtype)
+            self._absorb(len(part), origin + shift, [p.double() for p in self._products(centred, centred)])
+        return True
+
+    def merge(self, other: RowStatistics) -> None:
+        """Take in what was gathered elsewhere.
+
+        Args:
+            other: Of the same features and tier.
+
+        Raises:
+            NumericsError: it is not.
+        """
+        if (other.features, other.tier) != (self.features, self.tier):
+            raise NumericsError(
+                f"statistics of {other.features} features ({other.tier.value}) do not merge with those of "
+                f"{self.features} ({self.tier.value})",
+                where="RowStatistics.merge",
+            )
+        self.skipped += other.skipped
+        if other.count:
+            device = self.mean.device
+            self._absorb(other.count, other.mean.to(device), [part.to(device) for part in other._scatter])
+
+    def _absorb(self, count: int, mean: Tensor, scatter: list[Tensor]) -> None:
+        total = self.count + count
+        delta = (mean - self.mean).unsqueeze(0)
+        between = self._products(delta, delta)
+        weight = self.count * count / total
+        for own, new, gap in zip(self._scatter, scatter, between, strict=True):
+            own.add_(new).add_(gap, alpha=weight)
+        self.mean += delta[0] * (count / total)
+        self.count = total
+
+    def variance(self) -> Tensor:
+        """``float64 [K]``; zeros before two rows were seen."""
+        if self.tier is Tier.sketch:
+            diagonal = self._scatter[0]
+        else:
+            diagonal = torch.cat([part.diagonal() for part in self._scatter])
+        return diagonal / max(1, self.count - 1)
+
+    def covariance(self) -> Tensor:
+        """``float64 [K, K]``, as far as it is kept; of a sketch, Nystrom's approximation with the true diagonal.
+
+        Meant for tests and small layers: it is as large as its shape says.
+        """
+        if self.tier is Tier.sketch:
+            factor, rest = self._nystrom()
+            return factor @ factor.T + torch.diag(rest)
+        found = torch.block_diag(*self._scatter) / max(1, self.count - 1)
+        return (found + found.T) / 2
+
+    def _nystrom(self) -> tuple[Tensor, Tensor]:
+        """``factor [K, r]`` and ``rest [K]``: the covariance is about ``factor @ factor.T + diag(rest)``."""
+        degrees = max(1, self.count - 1)
+        diagonal, product = self._scatter[0] / degrees, self._scatter[1] / degrees
+        inner = self._sketch().double().T @ product
+        values, vectors = torch.linalg.eigh((inner + inner.T) / 2)
+        kept = values > values.max().clamp(min=0) * 1e-10
+        factor = product @ (vectors[:, kept] / values[kept].sqrt())
+        rest = (diagonal - factor.square().sum(1)).clamp(min=0)
+        return factor, rest
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Rows drawn from the normal distribution of these statistics.
+
+        Args:
+            count: How many.
+            generator: Of random numbers, on the CPU; default the global one.
+
+        Returns:
+            ``float32 [count, K]`` on the device of the statistics.
+
+        Raises:
+            NumericsError: fewer than two rows were seen.
+        """
+        if self.count < 2:
+            raise NumericsError(
+                f"statistics of {self.count} rows say nothing of a distribution", where="RowStatistics.sample",
+                remedy="gather at least two rows",
+            )  # fmt: skip
+        device = self.mean.device
+
+        def normal(columns: int) -> Tensor:
+            return torch.randn(count, columns, generator=generator, dtype=torch.float64).to(device)
+
+        if self.tier is Tier.sketch:
+            factor, rest = self._nystrom()
+            drawn = normal(factor.shape[1]) @ factor.T + normal(self.features) * rest.sqrt()
+        else:
+            roots = [square_root(part / (self.count - 1)) for part in self._scatter]
+            drawn = torch.cat([normal(len(root)) @ root.T for root in roots], 1)
+        return (drawn + self.mean).float()
+
+    def memory_bytes(self) -> int:
+        """Of the mean and of what is kept of the covariance."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in [self.mean, *self._scatter])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as tensors and plain numbers."""
+        return {
+            "features": self.features,
+            "tier": self.tier.value,
+            "count": self.count,
+            "skipped": self.skipped,
+            "mean": self.mean.clone(),
+            "scatter": [part.clone() for part in self._scatter],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> RowStatistics:
+        """What :meth:`state_dict` gave.
+
+        Args:
+            state: As it was given.
+            device: Where statistics are kept.
+        """
+        found = cls(int(state["features"]), Tier(state["tier"]), device)
+        found.count, found.skipped = int(state["count"]), int(state["skipped"])
+        found.mean.copy_(state["mean"])
+        for own, part in zip(found._scatter, state["scatter"], strict=True):
+            own.copy_(part)
+        return found
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """``root`` with ``root @ root.T`` about the covariance: Cholesky's, with a growing ridge where it is singular.
+
+    Args:
+        covariance: ``[K, K]``, symmetric and positive but for rounding.
+
+    Returns:
+        Of the same shape; where Cholesky's fails six times, of the eigenvalues with negative ones at zero.
+    """
+    covariance = (covariance + covariance.T) / 2
+    size = len(covariance)
+    scale = float(covariance.diagonal().sum()) / size
+    if not scale > 0:
+        return torch.zeros_like(covariance)
+    ridge = 1e-12 * scale
+    unit = torch.eye(size, dtype=covariance.dtype, device=covariance.device)
+    for _ in range(_TRIES):
+        root, failed = torch.linalg.cholesky_ex(covariance + ridge * unit)
+        if not int(failed):
+            return root
+        ridge *= 10
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp(min=0).sqrt()

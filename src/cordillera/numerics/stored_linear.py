@@ -1,0 +1,74 @@
+"""A linear layer for scoring, kept in as many bits as its kernel needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.candidates import Kernel, Stored, candidate
+
+
+class StoredLinear(nn.Module):
+    """``x W^T + b`` by one kernel; it has no gradient.
+
+    Attributes:
+        kernel: The candidate's name.
+        in_features: ``K``.
+        out_features: ``N``.
+
+    Args:
+        kernel: A candidate's name.
+        stored: What it keeps of the weight.
+        bias: ``float32 [N]`` or None.
+    """
+
+    def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.bias: Tensor | None
+        self._names = list(stored)
+        for name, tensor in stored.items():
+            self.register_buffer(f"stored_{name}", tensor)
+        self.register_buffer("bias", bias)
+        self._run: Kernel | None = None
+        weight = stored["weight"]
+        self.out_features = len(weight)
+        self.in_features = weight.shape[1] * (2 if kernel == "int4 weights" else 1)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, kernel: str, rows: Tensor | None = None) -> StoredLinear:
+        """A layer, kept for a kernel.
+
+        Args:
+            linear: Trained.
+            kernel: A candidate's name.
+            rows: ``[R, K]`` to calibrate on, for kernels that are.
+
+        Raises:
+            NumericsError: the weight is not finite or does not fit the format, or rows are missing.
+        """
+        one = candidate(kernel)
+        if one.calibrated and rows is None:
+            raise NumericsError(f"{kernel} needs rows to calibrate on", where="StoredLinear")
+        bias = None if linear.bias is None else linear.bias.detach().float().clone()
+        return cls(kernel, one.store(linear.weight, rows if one.calibrated else None), bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept, bias included."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._run is None:
+            stored: Stored = {name: getattr(self, f"stored_{name}") for name in self._names}
+            self._run = candidate(self.kernel).load(stored, self.bias)
+        rows = x.reshape(-1, self.in_features).float()
+        with torch.autocast(x.device.type, enabled=False):
+            return self._run(rows).reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says of the layer."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}"

@@ -1,0 +1,207 @@
+"""A ranking model in fewer bits: made from a trained one, written to a folder, read from it.
+
+A folder holds ``model.safetensors`` (rows, weights and scales as kernels keep them) and ``quantized.json`` (which table
+and layer is kept how, the file's digest, and what the model saw when it was calibrated).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cordillera.data.features import RankingBatch
+from cordillera.embeddings.quantized_tables import QuantizedTables
+from cordillera.errors import CheckpointError
+from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.candidates import CANDIDATES
+from cordillera.numerics.drift import Moments
+from cordillera.numerics.sites import replace, sites
+from cordillera.numerics.stored_linear import StoredLinear
+from cordillera.run import write_atomically
+from cordillera.training.checkpoints import write_tensors
+
+SCHEMA = 1
+FOLDER = "quantized"
+"""Where a run has its quantised model."""
+_TENSORS, _RECORD = "model.safetensors", "quantized.json"
+_REMEDY = "cordillera quantize RUN makes it anew"
+
+
+def quantize_model(
+    model: RankingModel,
+    tables: Mapping[str, str],
+    layers: Mapping[str, str],
+    rows: Mapping[str, Tensor],
+    made: dict[tuple[str, str], Tensor] | None = None,
+) -> RankingModel:
+    """A copy of a trained model in other precisions.
+
+    Args:
+        model: On a CPU; not changed.
+        tables: Format of each table's rows; those that are missing stay in fp32.
+        layers: Kernel of each linear layer; those that are missing stay as they are.
+        rows: What layers were given, for kernels that are calibrated.
+        made: Tables that were encoded before, by name and format; new ones are added.
+
+    Raises:
+        NumericsError: a number cannot be kept in its format.
+    """
+    whole = model.tables
+    try:
+        model.tables = torch.nn.Identity()  # type: ignore[assignment]  # not copied: it may be most of the memory
+        found = copy.deepcopy(model)
+    finally:
+        model.tables = whole
+    found.tables = QuantizedTables.of(whole, {name: tables.get(name, "fp32") for name in whole.features.tables}, made)
+    linear = sites(found)
+    for name, kernel in layers.items():
+        replace(found, name, StoredLinear.of(linear[name], kernel, rows.get(name)))
+    return found.eval().requires_grad_(False)
+
+
+def size_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers that are saved with a model.
+
+    Args:
+        model: Any.
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values() if tensor.numel())
+
+
+def watched(model: RankingModel) -> list[str]:
+    """Names of the numbers that :func:`observe` gives of a sample.
+
+    Args:
+        model: Any ranking model.
+    """
+    features = model.features
+    return [
+        *(f"embedding of {feature.name}, root mean square" for feature in features.sparse),
+        *(f"dense feature {name}" for name in features.dense),
+        *(f"logit of {task}" for task in features.tasks),
+    ]
+
+
+def observe(model: RankingModel, batch: RankingBatch) -> tuple[Tensor, Tensor]:
+    """Logits of a batch, and what is watched of its samples.
+
+    Args:
+        model: What scores.
+        batch: Of ``B`` samples.
+
+    Returns:
+        ``[B, tasks]`` and ``float32 [B, numbers]``.
+    """
+    with torch.inference_mode():
+        if model.features.sparse:
+            embeddings = model.tables(batch.sparse).float()
+        else:
+            embeddings = batch.dense.new_zeros(len(batch), 0, 1)
+        logits = model.score(batch.dense, embeddings).float()
+        return logits, torch.cat([embeddings.square().mean(2).sqrt(), batch.dense.float(), logits], 1)
+
+
+def save(folder: Path, model: RankingModel, seen: Moments, facts: Mapping[str, Any]) -> None:
+    """Write a quantised model.
+
+    Args:
+        folder: Made if need be; what was there is replaced.
+        model: Of :func:`quantize_model`.
+        seen: What was watched at calibration.
+        facts: For readers: budget, quality, sizes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _RECORD).unlink(missing_ok=True)
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
+    temporary = folder / f".{_TENSORS}.tmp"
+    write_tensors(temporary, tensors)
+    temporary.replace(folder / _TENSORS)
+    record = {
+        "schema": SCHEMA,
+        "tables": getattr(model.tables, "kinds", {}),
+        "layers": {n: m.kernel for n, m in model.named_modules() if isinstance(m, StoredLinear)},
+        "sha256": hashlib.sha256((folder / _TENSORS).read_bytes()).hexdigest(),
+        "seen": seen.to_json(),
+        "facts": dict(facts),
+    }
+    write_atomically(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What is said of a quantised model.
+
+    Args:
+        folder: Where it lies.
+
+    Raises:
+        CheckpointError: there is none, or it is not readable, or of another version.
+    """
+    path = folder / _RECORD
+    if not path.is_file():
+        raise CheckpointError("holds no quantised model", where=str(folder), remedy="cordillera quantize RUN makes one")
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version, _, _, _ = record["schema"], record["tables"], record["layers"], record["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"is damaged: {error!r}", where=str(path), remedy="cordillera quantize RUN") from error
+    if version != SCHEMA:
+        raise CheckpointError(f"is of version {version}, this library reads {SCHEMA}", where=str(path))
+    return record
+
+
+def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
+    """Read a quantised model.
+
+    Args:
+        folder: Where it lies.
+        model: Of the run's recipe; its tables and layers are replaced, its numbers do not matter.
+
+    Returns:
+        The model, ready to score, and what was watched at calibration.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or does not belong to this model.
+    """
+    record = read_record(folder)
+    path = folder / _TENSORS
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+        raise CheckpointError(
+            "does not agree with its digest" if path.is_file() else "is missing", where=str(path),
+            remedy=_REMEDY,
+        )  # fmt: skip
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"is damaged: {error}", where=str(path)) from error
+    model.tables = QuantizedTables(model.tables.features, model.tables.embedding_dim, record["tables"])
+    linear = sites(model)
+    for name, kernel in record["layers"].items():
+        if name not in linear or kernel not in CANDIDATES:
+            raise CheckpointError(
+                f"names the layer {name!r} with the kernel {kernel!r}, which is not here", where=str(folder)
+            )
+        prefix = f"{name}.stored_"
+        stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+        if "weight" not in stored:
+            raise CheckpointError(f"has no weight of {name!r}", where=str(path))
+        layer = StoredLinear(kernel, stored, tensors.get(f"{name}.bias"))
+        if (layer.in_features, layer.out_features) != (linear[name].in_features, linear[name].out_features):
+            raise CheckpointError(f"has a layer {name!r} of another size", where=str(path), remedy=_REMEDY)
+        replace(model, name, layer)
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"does not fit the run's model: {error}", where=str(path), remedy=_REMEDY) from error
+    missing = [name for name in missing if not name.endswith("_extra_state") and model.state_dict()[name].numel()]
+    if missing or unexpected:
+        raise CheckpointError(f"does not fit the run's model: {[*missing, *unexpected][0]}", where=str(path))
+    return model.eval().requires_grad_(False), Moments.from_json(record["seen"])

@@ -1,0 +1,433 @@
+"""A trained ranking model in fewer bits: searched for, written, used, watched."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cordillera.data.cache import ClickDataset, Splits
+from cordillera.data.datasets import prepare, read_rows
+from cordillera.data.encoding import Encoder
+from cordillera.data.features import RankingBatch
+from cordillera.data.loader import Loader
+from cordillera.embeddings.quantized_tables import encoded
+from cordillera.errors import DataError, DependencyError, NumericsError
+from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.accuracy import Accuracy
+from cordillera.numerics.candidates import CANDIDATES, chosen
+from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, try_all
+from cordillera.numerics.drift import Alarm, Moments, alarms
+from cordillera.numerics.probe import Probe, ProbeConfig
+from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.selection import Change, Part, Selection, select, sweep_evaluations
+from cordillera.numerics.sites import Recorder, sites
+from cordillera.recipe import Recipe
+from cordillera.run import Run, write_atomically
+from cordillera.serving import quantized_model
+from cordillera.training.metrics import cross_entropy
+from cordillera.training.paired import relative_change
+from cordillera.training.trainer import scorer, select_device
+from cordillera.workflows.ranking import _recipe_of, _threads, load_model, model_of
+
+BUDGET = 2e-4
+_ROW_KINDS = ("int4", "int8", "fp16")
+_LAYER_KERNELS = ("int8 static", "int8 dynamic x86", "int8 dynamic onednn", "fp16 weights", "bf16")
+_SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
+_LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
+_CALIBRATION_ROWS = 16_384
+_BATCH = 256
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer beside its twin in fp32.
+
+    Attributes:
+        name: Of the layer.
+        kernel: What computes it.
+        alone_db: Signal to noise of its output on the same inputs; NaN for fp32.
+        in_place_db: Of its output in the quantised model, whose inputs are off as well.
+    """
+
+    name: str
+    kernel: str
+    alone_db: float
+    in_place_db: float
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What :func:`quantize` did.
+
+    Attributes:
+        folder: Where the model lies.
+        selection: What was chosen, and how.
+        searched: Change of NE on the split that was searched on.
+        confirmed: Change of NE on the test split, which the search did not see; None without one.
+        ne: On the test split (the searched one without it): in fp32 and quantised, of the first task.
+        bytes: Of the fp32 model and of the quantised one.
+        layers: Layer by layer.
+        seconds: Of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
+        sweep: Evaluations that a sweep over all options alone would have taken.
+    """
+
+    folder: Path
+    selection: Selection
+    searched: Change
+    confirmed: Change | None
+    ne: tuple[float, float]
+    bytes: tuple[int, int]
+    layers: list[LayerReport]
+    seconds: tuple[float, float]
+    sweep: int
+
+
+def quantize(
+    run: Run | Path | str,
+    budget: float = BUDGET,
+    *,
+    folder: Path | None = None,
+    smallest: bool = False,
+    least_db: float = 20.0,
+    say: Callable[[str], object] = _silent,
+) -> Quantized:
+    """Find the fewest bits of every table and layer under a budget of NE, and write the model.
+
+    The search looks at the validation split alone, ranges come from the training split, and the outcome is confirmed on
+    the test split. Where there is no validation split, the last quarter of the training split stands for it.
+
+    Args:
+        run: A trained ranking run.
+        budget: Largest relative change of NE, estimated on the split that is searched on.
+        folder: Where the model goes; None for ``quantized`` in the run.
+        smallest: Weigh bytes alone, so that layers may get slower; else time counts as much as bytes do.
+        least_db: Signal-to-noise ratio below which a kernel is not considered for a layer.
+        say: Told of what is going on.
+
+    Raises:
+        NumericsError: the budget is negative, or the weights are not finite.
+        DependencyError: the run is of a device other than a CPU.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe = _recipe_of(run)
+    if select_device(recipe.device).type != "cpu":
+        raise DependencyError("quantised models score on CPUs", where="device", remedy="set device = 'cpu'")
+    with _threads(recipe.threads):
+        splits = prepare(recipe.data)
+        _, model = load_model(run, splits.features, torch.device("cpu"))
+        model.eval()
+        seen = _probed(model, splits, recipe, say)
+        trials = _try_layers(model, seen, least_db, _SMALLEST_KERNELS if smallest else _LAYER_KERNELS, say)
+        parts = _parts(model, trials, smallest)
+        search = splits.validation if len(splits.validation) else splits.train
+        base = _scored(model, search, splits)
+        if not len(splits.validation):
+            base = base.tail(4)
+        made: dict[tuple[str, str], torch.Tensor] = {}  # encoded tables, which many evaluations share
+
+        def build(options: Mapping[str, str]) -> RankingModel:
+            tables = {name.removeprefix("table "): o for name, o in options.items() if name.startswith("table ")}
+            layers = {name.removeprefix("layer "): o for name, o in options.items() if name.startswith("layer ")}
+            return quantized_model.quantize_model(model, tables, layers, seen.rows, made)
+
+        def evaluate(options: Mapping[str, str]) -> Change:
+            found = base.beside(_scored(build(options), search, splits, tail=base.first))
+            names = sorted(options)
+            what = f"all {len(names)} parts" if len(names) == len(parts) else ", ".join(names[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 and len(names) != len(parts) else ""
+            say(f"{what}{more}: NE {100 * found.mean:+.4f} % ({100 * found.low:+.4f} to {100 * found.high:+.4f})")
+            return found
+
+        selection = select(parts, evaluate, budget)
+        options = {name: option for name, option in selection.options.items() if option != "fp32"}
+        quantized = build(options)
+        searched = next((e.change for e in selection.evaluated if e.options == options), Change(0.0, 0.0, 0.0))
+        watched = Moments(quantized_model.watched(model))
+        for batch in _some(splits.train, recipe, _CALIBRATION_ROWS):
+            watched.update(quantized_model.observe(quantized, batch)[1])
+        sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
+        target = folder or run.folder / quantized_model.FOLDER
+        facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
+        quantized_model.save(target, quantized, watched, facts)
+        say(f"written: {target}")
+        loaded, _ = quantized_model.load(target, model_of(recipe, splits.features))
+        confirmed, ne = None, base.ne_beside(_scored(loaded, search, splits, tail=base.first))
+        if len(splits.test):
+            exact, ours = _scored(model, splits.test, splits), _scored(loaded, splits.test, splits)
+            confirmed, ne = exact.beside(ours), exact.ne_beside(ours)
+        layers = _layer_by_layer(model, loaded, trials, splits, recipe)
+        seconds = _timed(model, loaded, splits, recipe)
+        outcome = Quantized(
+            target, selection, searched, confirmed, ne, sizes, layers, seconds, sweep_evaluations(parts)
+        )
+        write_atomically(target / "report.json", json.dumps(_plain(outcome), indent=1) + "\n")
+        return outcome
+
+
+@dataclass(frozen=True)
+class _Losses:
+    losses: NDArray[np.float64]  # [B] of the first task, summed over tasks
+    labels: NDArray[np.float64]
+    weights: NDArray[np.float64] | None
+    groups: NDArray[np.int64] | None
+    first: int = 0
+
+    def tail(self, parts: int) -> _Losses:
+        """The last of so many parts."""
+        first = len(self.losses) * (parts - 1) // parts
+        weights = None if self.weights is None else self.weights[first:]
+        groups = None if self.groups is None else self.groups[first:]
+        return _Losses(self.losses[first:], self.labels[first:], weights, groups, first)
+
+    def beside(self, other: _Losses) -> Change:
+        return relative_change(other.losses, self.losses, self.weights, self.groups)
+
+    def ne_beside(self, other: _Losses) -> tuple[float, float]:
+        weights = np.ones_like(self.losses) if self.weights is None else self.weights
+        share = float((weights * self.labels).sum() / weights.sum())
+        entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
+        own, others = (float((weights * one.losses).sum() / weights.sum()) for one in (self, other))
+        return own / entropy, others / entropy
+
+
+def _scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int = 0) -> _Losses:
+    score = scorer(model, torch.device("cpu"), "fp32")
+    parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
+    for batch in Loader(dataset, 8192).epoch():
+        logits = score(batch)
+        if not bool(torch.isfinite(logits).all()):
+            raise NumericsError("a score of the quantised model is not finite", where="quantize")
+        assert batch.labels is not None
+        positive = batch.labels.numpy() > 0.5
+        losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)
+        parts["losses"].append(losses.sum(1))
+        parts["labels"].append(positive[:, 0].astype(np.float64))
+        if batch.weights is not None:
+            parts["weights"].append(batch.weights.double().numpy())
+        if batch.groups is not None:
+            parts["groups"].append(batch.groups.numpy())
+    arrays = {name: np.concatenate(found)[tail:] if found else None for name, found in parts.items()}
+    if arrays["losses"] is None:
+        raise DataError("the split holds no samples", where="quantize")
+    return _Losses(arrays["losses"], arrays["labels"], arrays["weights"], arrays["groups"], tail)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    statistics: Mapping[str, RowStatistics]
+    rows: Mapping[str, torch.Tensor]
+
+
+def _some(dataset: ClickDataset, recipe: Recipe, rows: int) -> list[RankingBatch]:
+    """The first batches of a shuffled split."""
+    found, count = [], 0
+    for batch in Loader(dataset, 1024, shuffle="global", seed=recipe.seed).epoch():
+        found.append(batch)
+        count += len(batch)
+        if count >= rows:
+            break
+    return found
+
+
+def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Callable[[str], object]) -> _Seen:
+    batches = _some(splits.train, recipe, _CALIBRATION_ROWS)
+    names = list(sites(model))
+    say(f"calibrating {len(names)} layers on {sum(map(len, batches)):,} training samples")
+    score = scorer(model, torch.device("cpu"), "fp32")
+    if not names:
+        return _Seen({}, {})
+    with Probe(model, ProbeConfig(interval=1, weights=False)) as probe, Recorder(model, names, 4096) as recorder:
+        for batch in batches:
+            probe.step()
+            score(batch)
+    return _Seen(probe.inputs, {name: torch.cat(rows) for name, rows in recorder.inputs.items()})
+
+
+def _try_layers(
+    model: RankingModel, seen: _Seen, least_db: float, kernels: tuple[str, ...], say: Callable[[str], object]
+) -> dict[str, list[Trial]]:
+    config = DispatchConfig(
+        sqnr_db=least_db, median_relative=1.0, rows=(_BATCH,), draws=2, judged_rows=_BATCH, kernels=kernels
+    )
+    large = {name for name, module in sites(model).items() if module.weight.numel() >= _LEAST_WEIGHTS}
+    products = [p for p in forward_products(model, seen.statistics, calibration=seen.rows) if p.site in large]
+    found = {}
+    for product in products:
+        found[product.site] = try_all(product, chosen(kernels), config)[_BATCH]
+        say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(kernels) + 1}")
+    return found
+
+
+def _fastest(trials: list[Trial]) -> str:
+    return min((t for t in trials if not t.refused), key=lambda t: t.milliseconds).kernel
+
+
+def _parts(model: RankingModel, trials: Mapping[str, list[Trial]], smallest: bool) -> list[Part]:
+    """What can be chosen: rows of tables by bytes, kernels of layers by bytes and time."""
+    found: list[Part] = []
+    tables = model.tables
+    for name in tables.features.tables:
+        options, costs = [], []
+        whole = tables.table(name)
+        for kind in _ROW_KINDS:
+            try:
+                options.append(kind)
+                costs.append(float(encoded(whole[:1], kind, name, "minmax").numel() * len(whole)))
+                encoded(whole, kind, name, "minmax")
+            except NumericsError:
+                options.pop()
+                del costs[len(options) :]
+        found.append(Part(f"table {name}", (*options, "fp32"), (*costs, 4.0 * whole.numel())))
+    total = sum(part.costs[-1] for part in found) or 1.0
+    times = sum(t.milliseconds for one in trials.values() for t in one if t.kernel == "fp32") or 1.0
+    linear = sites(model)
+    for name, one in trials.items():
+        weight = linear[name].weight
+        timed = {t.kernel: t.milliseconds for t in one if not t.refused}
+
+        def cost(kernel: str, weight: torch.Tensor = weight, timed: Mapping[str, float] = timed) -> float:
+            """Bytes, and time in bytes: all tables weigh as much as all layers' time."""
+            size = sum(t.numel() * t.element_size() for t in CANDIDATES[kernel].store(weight, None).values())
+            return size + (1e-6 if smallest else 1.0) * total * timed[kernel] / times
+
+        reference = cost("fp32")
+        cheaper = sorted((k for k in timed if k != "fp32" and cost(k) < reference), key=cost)
+        # Of kernels of like precision only the cheapest is worth a try.
+        kept = [k for i, k in enumerate(cheaper) if not any(k[:4] == earlier[:4] for earlier in cheaper[:i])]
+        found.append(Part(f"layer {name}", (*kept, "fp32"), (*map(cost, kept), reference)))
+    return found
+
+
+def _optimizer_bytes(model: RankingModel) -> int:
+    """Of the tables' optimizer, which is saved with a model but not served."""
+    return model.tables.memory_bytes().get("optimizer", 0)
+
+
+def _layer_by_layer(
+    model: RankingModel, quantized: RankingModel, trials: Mapping[str, list[Trial]], splits: Splits, recipe: Recipe
+) -> list[LayerReport]:
+    batch = _some(splits.train, recipe, _BATCH)[0]
+    outputs: list[dict[str, torch.Tensor]] = []
+    names = list(sites(model))
+    for one in (model, quantized):
+        found: dict[str, torch.Tensor] = {}
+        hooks = [
+            one.get_submodule(name).register_forward_hook(
+                lambda _, given, out, name=name, found=found: found.setdefault(name, out.detach().float())
+            )
+            for name in names
+        ]
+        scorer(one, torch.device("cpu"), "fp32")(batch)
+        for hook in hooks:
+            hook.remove()
+        outputs.append(found)
+    rows = []
+    for name in names:
+        kernel = getattr(quantized.get_submodule(name), "kernel", "fp32")
+        alone = next((t.accuracy.sqnr_db for t in trials.get(name, []) if t.kernel == kernel and t.accuracy), math.nan)
+        in_place = Accuracy.of(outputs[1][name], outputs[0][name]).sqnr_db if name in outputs[0] else math.nan
+        rows.append(LayerReport(name, kernel, math.nan if kernel == "fp32" else alone, in_place))
+    return rows
+
+
+def _timed(
+    model: RankingModel, quantized: RankingModel, splits: Splits, recipe: Recipe, rounds: int = 15
+) -> tuple[float, float]:
+    """Median seconds of a batch of 256, in turn."""
+    batches = list(Loader(splits.train, min(_BATCH, len(splits.train))).epoch())[:8]
+    scores = [scorer(one, torch.device("cpu"), "fp32") for one in (model, quantized)]
+    seconds: list[list[float]] = [[], []]
+    for turn in range(rounds + 2):
+        for which, score in enumerate(scores):
+            began = time.perf_counter()
+            for repeat in range(2):
+                score(batches[(turn + repeat) % len(batches)])
+            if turn >= 2:
+                seconds[which].append((time.perf_counter() - began) / 2)
+    return float(np.median(seconds[0])), float(np.median(seconds[1]))
+
+
+def _plain(outcome: Quantized) -> dict[str, Any]:
+    """As JSON has it."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    def change(one: Change | None) -> dict[str, float | None] | None:
+        return None if one is None else {key: number(value) for key, value in one._asdict().items()}
+
+    selection = outcome.selection
+    return {
+        "options": selection.options,
+        "evaluations": [
+            {"options": e.options, "change": change(e.change), "cost": e.cost} for e in selection.evaluated
+        ],
+        "alone": {name: change(one) for name, one in selection.alone.items()},
+        "sweep_evaluations": outcome.sweep,
+        "searched": change(outcome.searched),
+        "confirmed": change(outcome.confirmed),
+        "ne": {"fp32": outcome.ne[0], "quantized": outcome.ne[1]},
+        "bytes": {"fp32": outcome.bytes[0], "quantized": outcome.bytes[1]},
+        "layers": [
+            {key: number(value) if isinstance(value, float) else value for key, value in asdict(layer).items()}
+            for layer in outcome.layers
+        ],
+        "seconds": {"fp32": outcome.seconds[0], "quantized": outcome.seconds[1]},
+    }
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What :func:`watch` saw.
+
+    Attributes:
+        samples: That were looked at.
+        alarms: Numbers that moved, the farthest first.
+        numbers: How many were watched.
+    """
+
+    samples: int
+    alarms: list[Alarm]
+    numbers: int
+
+
+def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3) -> Watch:
+    """Compare what a quantised model sees in a file of samples with what it saw when it was calibrated.
+
+    Args:
+        run: A run with a quantised model.
+        file: CSV, TSV or Parquet with the columns of the training data; labels are not needed.
+        false_alarms: Probability of an alarm where nothing has changed.
+
+    Raises:
+        CheckpointError: there is no quantised model, or it is damaged.
+        DataError: the file cannot be read, or holds fewer than two samples.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe = _recipe_of(run)
+    with _threads(recipe.threads):
+        encoder = Encoder.load(run.folder / "encoder")
+        features = replace(encoder.features, tasks=tuple(run.read_json("model.json")["tasks"]))
+        model, before = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
+        now = Moments(before.names)
+        for frame, place in read_rows(str(file), recipe.data, encoder.schema):
+            rows = encoder.encode(frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False)
+            for begin in range(0, len(rows), 1024):
+                part = rows.take(np.arange(begin, min(begin + 1024, len(rows)))).batch()
+                now.update(quantized_model.observe(model, part)[1])
+    if now.count < 2:
+        raise DataError("holds fewer than two samples", where=str(file))
+    return Watch(now.count + now.lost, alarms(before, now, false_alarms), len(before.names))

@@ -1,0 +1,56 @@
+"""``cordillera bench bfloat16`` with tiny trainings: every part runs and writes what docs quote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bfloat16
+import pytest
+
+from cordillera.training.comparison import Estimate, mean_interval
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(part: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks/bfloat16.py"), "--quick", "--part", part]
+    done = subprocess.run(
+        [*command, "--results", str(folder)], capture_output=True, text=True, timeout=280, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    content: dict[str, Any] = json.loads((folder / f"bfloat16-{part}.json").read_text())
+    assert content["quick"] is True
+    return content
+
+
+@pytest.mark.slow
+def test_all_variants_are_trained_on_both_data_sets_and_paired(tmp_path: Path) -> None:
+    content = run("accuracy", tmp_path)
+    found = {(row["data"], row["variant"]): row for row in content["results"]}
+    assert found.keys() == {(data, variant) for data in bfloat16.DATA for variant in bfloat16.VARIANTS}
+    for data in bfloat16.DATA:
+        base = found[data, "float32"]
+        assert base["relative_ne_percent"] == [0.0]
+        other = found[data, "no master, toward zero"]
+        assert other["relative_ne_percent"][0] == pytest.approx(100 * (other["ne"][0] / base["ne"][0] - 1))
+        assert len({tuple(found[data, variant]["ne"]) for variant in bfloat16.VARIANTS}) == len(bfloat16.VARIANTS)
+
+
+@pytest.mark.slow
+def test_halves_are_compared_bit_by_bit(tmp_path: Path) -> None:
+    content = run("split", tmp_path)
+    assert content["reached"] is True
+    assert all(row["numbers"] > 10_000 and row["different"] == 0 for row in content["results"])
+
+
+def test_verdicts_follow_from_the_intervals() -> None:
+    better, worse = mean_interval([-0.3, -0.2, -0.25]), mean_interval([0.3, 0.2, 0.25])
+    assert bfloat16._verdict("master, nearest even", Estimate(0.04, -0.1, 0.18, 5)) == "within 0.05 %: yes"
+    assert bfloat16._verdict("master, nearest even", better) == "within 0.05 %: no"
+    assert bfloat16._verdict("no master, nearest even", worse) == "measurably worse: yes"
+    assert bfloat16._verdict("no master, nearest even", better) == "measurably worse: no"
+    assert bfloat16._verdict("float32", better) == ""

@@ -1,0 +1,179 @@
+"""A trained run in fewer bits: searched for, written, used, watched; and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+
+from cordillera.data.datasets import prepare
+from cordillera.errors import CheckpointError, NumericsError
+from cordillera.recipe import load
+from cordillera.run import Run
+from cordillera.serving import quantized_model
+from cordillera.training.trainer import scorer
+from cordillera.workflows.quantization import quantize
+from cordillera.workflows.ranking import load_model, model_of
+
+from .conftest import RECIPE, write_log
+
+SIZES = ["model.fmb_mlp=[64]", "model.top_mlp=[64]", "model.embedding_dim=8", "training.epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run whose layers are large enough to be looked at, quantised."""
+    from cordillera import workflows
+
+    folder = tmp_path_factory.mktemp("trained")
+    log = write_log(folder / "log.csv", rows=2000)
+    path = folder / "small.toml"
+    path.write_text(RECIPE.format(path=log))
+    recipe = load(path, [*SIZES, f"data.cache_dir={folder / 'cache'}"])
+    run = workflows.train(recipe, folder / "run").run
+    return run.folder, quantize(run, 1e-3, smallest=True)
+
+
+@pytest.fixture
+def run_folder(trained, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(trained[0], tmp_path / "run")
+
+
+def test_the_outcome_keeps_the_budget_and_is_smaller(trained):
+    folder, outcome = trained
+    assert outcome.searched.mean <= 1e-3
+    assert outcome.bytes[1] < 0.5 * outcome.bytes[0]
+    size = (folder / "quantized" / "model.safetensors").stat().st_size
+    assert outcome.bytes[1] <= size <= outcome.bytes[1] + 4096
+    assert len(outcome.selection.evaluated) <= 2 * outcome.sweep
+    tables = {name.removeprefix("table "): o for name, o in outcome.selection.options.items() if "table " in name}
+    record = quantized_model.read_record(folder / "quantized")
+    assert record["tables"] == tables
+    assert {layer.name: layer.kernel for layer in outcome.layers if layer.kernel != "fp32"} == record["layers"]
+    assert any("int" in kernel for kernel in record["layers"].values())
+    report = json.loads((folder / "quantized" / "report.json").read_text())
+    assert report["options"] == outcome.selection.options
+
+
+def test_the_reported_change_is_that_of_the_written_model(trained):
+    folder, outcome = trained
+    recipe = load(folder / "recipe.toml")
+    splits = prepare(recipe.data)
+    _, exact = load_model(Run(folder), splits.features, torch.device("cpu"))
+    loaded, _ = quantized_model.load(folder / "quantized", model_of(recipe, splits.features))
+    batch = splits.test.batch(slice(0, len(splits.test)))
+    losses = []
+    for model in (exact, loaded):
+        logits = scorer(model, torch.device("cpu"), "fp32")(batch).double()
+        losses.append(torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double()))
+    assert outcome.confirmed is not None
+    assert float(losses[1] / losses[0]) - 1 == pytest.approx(outcome.confirmed.mean, abs=1e-9)
+    assert outcome.ne[1] / outcome.ne[0] - 1 == pytest.approx(outcome.confirmed.mean, abs=1e-9)
+
+
+def test_the_commands_work_together(cli, run_folder, tmp_path):
+    done = cli("quantize", run_folder, "--budget", "0.1")
+    assert done.code == 0, done.err
+    for word in ("precision of each part", "layers beside fp32", "NE, test split", "a sweep of all options"):
+        assert word in done.out
+    write_log(tmp_path / "new.csv", rows=400, seed=5)
+    scores = []
+    for options in ([], ["--quantized"]):
+        assert cli("predict", run_folder, "new.csv", *options).code == 0
+        with open(tmp_path / "new-scores.csv") as file:
+            scores.append([float(row["score"]) for row in csv.DictReader(file)])
+    assert scores[0] != scores[1]
+    assert scores[1] == pytest.approx(scores[0], abs=0.02)
+    watched = cli("watch", run_folder, "new.csv")
+    assert watched.code == 0, watched.out + watched.err
+    assert "no alarm" in watched.out
+
+
+def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):
+    """As a table of another snapshot would: every row four times as large."""
+    write_log(tmp_path / "new.csv", rows=400, seed=6)
+    folder = run_folder / "quantized"
+    recipe = load(run_folder / "recipe.toml")
+    features = prepare(recipe.data).features
+    model, seen = quantized_model.load(folder, model_of(recipe, features))
+    kind = model.tables.kinds["user"]
+    width, dtype = {"int4": (2, torch.float16), "int8": (4, torch.float32)}[kind]
+    rows = model.tables.rows_of("user")
+    parameters = rows[:, -2 * width :].clone().view(dtype)
+    rows[:, -2 * width :] = (4 * parameters).view(torch.uint8)
+    quantized_model.save(folder, model, seen, {})
+    watched = cli("watch", run_folder, "new.csv")
+    assert watched.code == 1
+    assert "alarm embedding of user" in watched.out
+    assert "quantise the run anew" in watched.out
+
+
+def test_a_feature_that_moved_raises_an_alarm(cli, run_folder, tmp_path):
+    log = write_log(tmp_path / "new.csv", rows=400, seed=7).read_text().splitlines()
+    moved = [log[0]]
+    for line in log[1:]:
+        cells = line.split(",")
+        cells[4] = cells[4] and str(5 * float(cells[4]))
+        moved.append(",".join(cells))
+    (tmp_path / "new.csv").write_text("\n".join(moved) + "\n")
+    watched = cli("watch", run_folder, "new.csv")
+    assert watched.code == 1
+    assert "dense feature price" in watched.out
+
+
+def test_mistakes_are_answered_with_what_to_do(cli, trained, tmp_path, run_folder):
+    write_log(tmp_path / "new.csv", rows=10)
+    shutil.rmtree(run_folder / "quantized")
+    for command in (["predict", run_folder, "new.csv", "--quantized"], ["watch", run_folder, "new.csv"]):
+        refused = cli(*command)
+        assert refused.code == 2
+        assert "cordillera quantize RUN makes one" in refused.err
+    assert cli("quantize", run_folder, "--budget", "-1").code == 2
+    assert "is not a run folder" in cli("quantize", tmp_path).err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "quantized.json"])
+@pytest.mark.parametrize("way", ["flip", "cut", "remove"])
+def test_a_damaged_model_is_refused(cli, run_folder, tmp_path, name, way):
+    path = run_folder / "quantized" / name
+    content = bytearray(path.read_bytes())
+    if way == "remove":
+        path.unlink()
+    else:
+        if way == "flip":
+            at = content.index(b'"sha256"') + 14 if name.endswith("json") else len(content) // 2
+            content[at] ^= 1
+        else:
+            del content[len(content) // 2 :]
+        path.write_bytes(content)
+    write_log(tmp_path / "new.csv", rows=10)
+    refused = cli("predict", run_folder, "new.csv", "--quantized")
+    assert refused.code == 2
+    assert not (tmp_path / "new-scores.csv").exists()
+    assert "Traceback" not in refused.err
+
+
+def test_weights_that_are_no_numbers_are_not_quantised(trained):
+    folder, _ = trained
+    recipe = load(folder / "recipe.toml")
+    splits = prepare(recipe.data)
+    _, model = load_model(Run(folder), splits.features, torch.device("cpu"))
+    model.tables.table("user")[3, 2] = float("nan")
+    with pytest.raises(NumericsError, match=r"table 'user'.*row 3"):
+        quantized_model.quantize_model(model, {"user": "int8"}, {}, {})
+    model.tables.table("user")[3, 2] = 0.0
+    layer = model.top.layers[0]
+    layer.weight.data[1, 2] = float("inf")
+    with pytest.raises(NumericsError, match="output channel 1, input 2"):
+        quantized_model.quantize_model(model, {"user": "fp32", "device": "fp32"}, {"top.layers.0": "bf16"}, {})
+
+
+def test_a_model_of_another_run_is_refused(trained, run_folder):
+    recipe = load(run_folder / "recipe.toml", ["model.top_mlp=[32]"])
+    features = prepare(recipe.data).features
+    with pytest.raises(CheckpointError, match=r"'top.layers.0' of another size|does not fit the run's model"):
+        quantized_model.load(run_folder / "quantized", model_of(recipe, features))
