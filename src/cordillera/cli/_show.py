@@ -176,11 +176,8 @@ def injection_table(content: dict[str, Any]) -> Table:
     """The PVF of every component, out of the content of ``injection.json``."""
     title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
     table = Table(title=title, title_justify="left")
-    for heading in ("component", "bytes", "faults", "PVF", "95 % interval", "silent", "NaN or inf"):
-        table.add_column(heading, justify="left" if heading == "component" else "right")
-
-    def percent(value: float) -> str:
-        return "undefined" if math.isnan(value) else f"{100 * value:.4f} %"
+    for heading in ("component", "bytes", "faults", "PVF", "95 % interval", "silent", "NaN, inf"):
+        table.add_column(heading, justify="left" if heading == "component" else "right", no_wrap=True)
 
     for one in content["components"]:
         pvf = one["pvf"]
@@ -189,8 +186,8 @@ def injection_table(content: dict[str, Any]) -> Table:
             one["name"],
             f"{one['bits'] / 8:,.0f}",
             f"{one['injections']:,}",
-            percent(pvf["value"]),
-            "" if math.isnan(pvf["low"]) else f"{percent(pvf['low'])} to {percent(pvf['high'])}",
+            "undefined" if math.isnan(pvf["value"]) else f"{100 * pvf['value']:.3g} %",
+            "" if math.isnan(pvf["low"]) else f"{100 * pvf['low']:.3g} to {100 * pvf['high']:.3g} %",
             *("" if math.isnan(share) else f"{share:.0%}" for share in shares),
         )
     return table

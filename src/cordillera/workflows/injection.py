@@ -39,8 +39,9 @@ class InjectionConfig:
     """What is injected.
 
     Attributes:
-        injections: Faults a component, rounded up so that every bit position gets as many; None for 8,192, or with a
-            ``half_width`` for as many as that takes, a million at most.
+        injections: Faults of the component with the widest numbers, rounded up so that every bit position of every
+            component gets as many; None for 8,192, or with a ``half_width`` for as many as that takes, a million at
+            most.
         half_width: End as soon as every component's PVF is known to plus or minus this.
         faults: What one fault is.
         components: Names of those to hit; none for all.
