@@ -101,8 +101,9 @@ class Replay:
         suffix: The same outputs out of activations that were kept, for regions that are not used before them. Default:
             ``forward``.
         lookups: By name of a region, how its faults are judged on the inputs that they touch.
-        tolerance: An output is judged again by the flipped model if the share of the largest output by which it misses
-            another answer is smaller.
+        tolerance: A fault is judged again by the flipped model if the share of the largest output by which an output
+            misses another answer is smaller. Default: 1e-5, or four roundings of the outputs' dtype if that is more; a
+            model that computes in fewer bits than it puts out needs more.
 
     Attributes:
         golden: The intact model's outputs, ``[B, n]``.
@@ -113,7 +114,7 @@ class Replay:
         repeated: Faults among them that the flipped model judged, though not one by one.
 
     Raises:
-        NumericsError: the intact model's outputs have another shape, or none of them is finite.
+        NumericsError: the intact model's outputs have another shape, differ from call to call, or none is finite.
     """
 
     def __init__(
@@ -123,14 +124,23 @@ class Replay:
         *,
         suffix: Callable[[], Tensor] | None = None,
         lookups: Mapping[str, Lookup] | None = None,
-        tolerance: float = 1e-5,
+        tolerance: float | None = None,
     ) -> None:
-        self._forward, self._decision, self._tolerance = forward, decision, tolerance
+        self._forward, self._decision = forward, decision
         self._suffix, self._lookups = suffix or forward, dict(lookups or {})
         with torch.no_grad():
-            self.golden = forward()
+            self.golden, again = forward(), forward()
         if self.golden.ndim != 2:
             raise NumericsError(f"must be [inputs, n], got {tuple(self.golden.shape)}", where="outputs")
+        if not torch.equal(self.golden.nan_to_num(), again.nan_to_num()):
+            raise NumericsError(
+                "the intact model gives other outputs at every call: wrong ones could not be told",
+                where="outputs",
+                remedy="put the model into evaluation mode",
+            )
+        if tolerance is None:
+            tolerance = max(1e-5, 4 * torch.finfo(self.golden.dtype).eps)
+        self._tolerance = tolerance
         self._finite = self.golden.isfinite().all(-1)
         self.inputs = int(self._finite.sum())
         self.skipped = len(self.golden) - self.inputs
@@ -197,7 +207,7 @@ class Replay:
             outputs[touched.fault, touched.sample] = touched.outputs
             return outputs
         with torch.no_grad():
-            places, masks = region.locate(bits)
+            places, masks = region.locate(bits.to(region.owner.device))
             if self._trace_of().has_rows(region):
                 return self._by_rows(region, places, masks)
             return self._by_copies(region, places, masks)
@@ -222,7 +232,7 @@ class Replay:
 
     def _of_outputs(self, region: Region, bits: Tensor, outputs: Tensor) -> Verdicts:
         finite, wrong = self._tell(outputs)
-        silent, detected = (finite & wrong).sum(-1), (~finite & self._finite).sum(-1)
+        silent, detected = (finite & wrong).sum(-1).cpu(), (~finite & self._finite).sum(-1).cpu()
         return self._judge_again(region, bits, Verdicts(silent, detected, self.inputs), self._doubtful(outputs))
 
     def _of_touched(self, region: Region, bits: Tensor, touched: Touched) -> Verdicts:
@@ -240,7 +250,7 @@ class Replay:
         return self._judge_again(region, bits, Verdicts(silent, detected, self.inputs), doubts > 0)
 
     def _judge_again(self, region: Region, bits: Tensor, found: Verdicts, doubtful: Tensor) -> Verdicts:
-        again = doubtful.nonzero().flatten()
+        again = doubtful.nonzero().flatten().cpu()
         if len(again):
             self.repeated += len(again)
             exact = self.flip_each(region, bits[again])
@@ -317,4 +327,4 @@ class Replay:
             with Rows(region.owner, row, rows, fault):
                 return self._suffix()
 
-        return torch.vmap(run)(torch.arange(len(places)))
+        return torch.vmap(run)(torch.arange(len(places), device=row.device))

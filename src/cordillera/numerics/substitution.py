@@ -132,11 +132,11 @@ class Rows(TorchFunctionMode):
         if torch._C._functorch.is_batchedtensor(values):  # the weight is used twice: rows of this fault only
             rows = rows.index_select(0, fault)
             biases = None if biases is None else biases.index_select(0, fault)
-            chosen = torch.zeros(1, dtype=torch.int64)
+            chosen = torch.zeros(1, dtype=torch.int64, device=values.device)
         rest = {key: value for key, value in kwargs.items() if key not in ("bias", "weight")}
         channel = -1 if func is F.linear else 1
         outputs = func(values, rows, biases, *args[3:], **rest).index_select(channel, chosen)
-        is_hit = torch.arange(self.weight.shape[0]) == hit
+        is_hit = torch.arange(self.weight.shape[0], device=hit.device) == hit
         if channel == 1:
             is_hit = is_hit.reshape(-1, *[1] * (result.ndim - 2))
         return torch.where(is_hit, outputs, result)
