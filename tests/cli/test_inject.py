@@ -77,6 +77,21 @@ def test_replay_judges_ranking_models_as_real_flips_do(recipe, name, tmp_path, m
         assert bits_of(model) == before
 
 
+@pytest.mark.parametrize(("rows", "cache"), [("int8", 0.0), ("int4", 0.3)])
+def test_rows_in_few_bits_are_hit_where_they_are_stored(cli, recipe, tmp_path, rows, cache):
+    assert cli("train", with_model(recipe, DLRM), "--run", "runs/a", "-q", *FEW, f"--set=tables.rows={rows}",
+               f"--set=tables.cache={cache}").code == 0  # fmt: skip
+    done = cli("inject", "runs/a", "-n", 200, "--samples", 30, "--json")
+    assert done.code == 0, done.err
+    content = json.loads(done.out)
+    found = {one["name"]: one for one in content["components"]}
+    assert list(found) == ["tables", "table scales", *(["table cache"] if cache else []), "bottom MLP", "top MLP"]
+    layouts = {name: {entry["layout"] for entry in one["positions"]} for name, one in found.items()}
+    assert layouts["tables"] == {{"int8": "uint8", "int4": "int4"}[rows]}
+    assert layouts["table scales"] == {{"int8": "float32", "int4": "float16"}[rows]}
+    assert set(content["judged_one_by_one"]) <= {"tables.payload", "tables.scales", "tables.cache.lines"}
+
+
 def test_inject_prints_writes_and_advises(cli, recipe, tmp_path):
     assert cli("train", with_model(recipe, DLRM), "--run", "runs/a", "-q", *FEW).code == 0
     done = cli("inject", "runs/a", "-n", 640, "--samples", 50)
@@ -147,7 +162,7 @@ def test_ctrl_c_keeps_what_was_found(cli, recipe, tmp_path):
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("model:") for line in lines)
-    time.sleep(3)
+    time.sleep(1.5)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output

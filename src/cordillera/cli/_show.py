@@ -177,22 +177,17 @@ def injection_table(content: dict[str, Any]) -> Table:
     """The PVF of every component, out of the content of ``injection.json``."""
     title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
     table = Table(title=title, title_justify="left")
-    for heading in ("component", "bytes", "faults", "PVF", "95 % interval", "silent", "NaN or inf"):
+    for heading in ("component", "faults", "PVF", "95 % interval", "silent / NaN, inf"):
         table.add_column(heading, justify="left" if heading == "component" else "right")
-
-    def percent(value: float) -> str:
-        return "undefined" if math.isnan(value) else f"{100 * value:.4f} %"
-
     for one in content["components"]:
-        pvf = one["pvf"]
-        shares = [one[kind]["value"] / pvf["value"] if pvf["value"] else math.nan for kind in ("silent", "detected")]
+        pvf, silent, detected = (one[kind]["value"] for kind in ("pvf", "silent", "detected"))
+        low, high = one["pvf"]["low"], one["pvf"]["high"]
         table.add_row(
             one["name"],
-            f"{one['bits'] / 8:,.0f}",
             f"{one['injections']:,}",
-            percent(pvf["value"]),
-            "" if math.isnan(pvf["low"]) else f"{percent(pvf['low'])} to {percent(pvf['high'])}",
-            *("" if math.isnan(share) else f"{share:.0%}" for share in shares),
+            "undefined" if math.isnan(pvf) else f"{100 * pvf:.3g} %",
+            "" if math.isnan(low) else f"{100 * low:.3g} to {100 * high:.3g} %",
+            f"{silent / pvf:.0%} / {detected / pvf:.0%}" if pvf > 0 else "",
         )
     return table
 

@@ -13,7 +13,10 @@ def inject(
     injections: Annotated[
         int | None,
         typer.Option(
-            "--injections", "-n", min=1, help="Faults a component. Default: 8192, or what --half-width takes."
+            "--injections",
+            "-n",
+            min=1,
+            help="Faults a component of float32; narrower numbers get fewer. Default: 8192, or what --half-width asks.",
         ),
     ] = None,
     half_width: Annotated[

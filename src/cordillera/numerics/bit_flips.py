@@ -174,6 +174,10 @@ class Region:
         """The memory as integers, in the shape of ``stored``."""
         return self.stored.view(_WORDS[self.stored.dtype.itemsize])
 
+    def beyond(self, bits: Sequence[int]) -> NumericsError:
+        """The error for addresses ``bits`` of which one is outside of the region."""
+        return NumericsError(f"has bits 0 to {self.num_bits - 1}, asked for {list(bits)}", where=self.name)
+
     def locate(self, bits: Tensor) -> tuple[Tensor, Tensor]:
         """Where addresses lie.
 
@@ -187,12 +191,33 @@ class Region:
             NumericsError: an address is outside of the region.
         """
         if bits.numel() and not 0 <= int(bits.min()) <= int(bits.max()) < self.num_bits:
-            raise NumericsError(
-                f"has bits 0 to {self.num_bits - 1}, asked for {bits.flatten().tolist()}", where=self.name
-            )
+            raise self.beyond(bits.flatten().tolist())
         word = 8 * self.stored.dtype.itemsize
         masks = torch.bitwise_left_shift(torch.ones_like(bits), bits % word)
         return bits // word, masks.to(_WORDS[self.stored.dtype.itemsize])
+
+
+def _hit(region: Region, bits: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """The elements that hold some bits, as views of the memory, and what to flip in each."""
+    if len(set(bits)) != len(bits):
+        raise NumericsError(f"the same bit twice would not be flipped: {list(bits)}", where=region.name)
+    words, size = region.words, 8 * region.stored.dtype.itemsize
+    masks: dict[int, int] = {}
+    for bit in bits:
+        if not 0 <= bit < region.num_bits:
+            raise region.beyond(bits)
+        place, position = divmod(bit, size)
+        # the highest bit of a signed integer is its sign
+        value = -(1 << position) if position == size - 1 and size > 8 else 1 << position
+        masks[place] = masks.get(place, 0) ^ value
+    hit = []
+    for place, mask in masks.items():
+        index, rest = [], place
+        for length in reversed(words.shape):
+            rest, at = divmod(rest, length)
+            index.append(at)
+        hit.append((words[tuple(reversed(index))], mask))
+    return hit
 
 
 def flip(region: Region, bits: Sequence[int]) -> None:
@@ -205,15 +230,10 @@ def flip(region: Region, bits: Sequence[int]) -> None:
     Raises:
         NumericsError: an address is outside of the region or stands twice.
     """
-    if len(set(bits)) != len(bits):
-        raise NumericsError(f"the same bit twice would not be flipped: {list(bits)}", where=region.name)
-    places, masks = region.locate(torch.tensor(bits, dtype=torch.int64))
-    # Weights may have been made under inference mode, which allows writing to them in that mode only.
-    with torch.inference_mode():
-        words = region.words
-        for place, mask in zip(places, masks, strict=True):  # one by one: two may lie in one word
-            at = torch.unravel_index(place, words.shape)
-            words[at] = words[at] ^ mask.to(words.device)
+    hit = _hit(region, bits)
+    with torch.inference_mode():  # weights that were made under it can be written to in that mode only
+        for element, mask in hit:
+            element.bitwise_xor_(mask)
 
 
 @contextmanager
@@ -221,8 +241,7 @@ def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
     """Bits flipped within a ``with`` statement and put back at its end, whatever ends it.
 
     What was stored is written back, rather than flipped again, so that being interrupted (Ctrl-C) at any point cannot
-    leave the opposite behind; other bits of the region that the body has changed stay as the body left them, except in
-    the elements that hold the flipped bits.
+    leave the opposite behind; what the body changes elsewhere in the region stays.
 
     Args:
         region: Where.
@@ -231,16 +250,17 @@ def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
     Raises:
         NumericsError: as :func:`flip`.
     """
-    places, _ = region.locate(torch.tensor(bits, dtype=torch.int64))
-    at = torch.unravel_index(places, region.words.shape)
-    before = region.words[at].clone()
+    before = [(element, int(element), mask) for element, mask in _hit(region, bits)]
 
     def restore() -> None:
         with torch.inference_mode():
-            region.words[at] = before
+            for element, value, _ in before:
+                element.fill_(value)
 
     try:
-        flip(region, bits)
+        with torch.inference_mode():
+            for element, _, mask in before:
+                element.bitwise_xor_(mask)
         yield
     finally:
         try:

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.bit_flips import Region, corrupted, flipped
+from cordillera.numerics.substitution import Rows, Substitute, Trace
 from cordillera.numerics.vulnerability import Verdicts
 
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _STACK_BYTES = 1 << 26  # of corrupted copies made at a time
-_ACTIVATIONS = 1 << 25  # numbers that a batch of faults makes, about
+_ACTIVATIONS = 1 << 24  # numbers that a batch of faults makes, about
 _CHECKED = 2  # faults of every region that both ways must agree on
 
 
@@ -102,8 +101,9 @@ class Replay:
         suffix: The same outputs out of activations that were kept, for regions that are not used before them. Default:
             ``forward``.
         lookups: By name of a region, how its faults are judged on the inputs that they touch.
-        tolerance: An output is judged again by the flipped model if the share of the largest output by which it misses
-            another answer is smaller.
+        tolerance: A fault is judged again by the flipped model if the share of the largest output by which an output
+            misses another answer is smaller. Default: 1e-5, or four roundings of the outputs' dtype if that is more; a
+            model that computes in fewer bits than it puts out needs more.
 
     Attributes:
         golden: The intact model's outputs, ``[B, n]``.
@@ -114,7 +114,7 @@ class Replay:
         repeated: Faults among them that the flipped model judged, though not one by one.
 
     Raises:
-        NumericsError: the intact model's outputs have another shape, or none of them is finite.
+        NumericsError: the intact model's outputs have another shape, differ from call to call, or none is finite.
     """
 
     def __init__(
@@ -124,14 +124,23 @@ class Replay:
         *,
         suffix: Callable[[], Tensor] | None = None,
         lookups: Mapping[str, Lookup] | None = None,
-        tolerance: float = 1e-5,
+        tolerance: float | None = None,
     ) -> None:
-        self._forward, self._decision, self._tolerance = forward, decision, tolerance
+        self._forward, self._decision = forward, decision
         self._suffix, self._lookups = suffix or forward, dict(lookups or {})
         with torch.no_grad():
-            self.golden = forward()
+            self.golden, again = forward(), forward()
         if self.golden.ndim != 2:
             raise NumericsError(f"must be [inputs, n], got {tuple(self.golden.shape)}", where="outputs")
+        if not torch.equal(self.golden.nan_to_num(), again.nan_to_num()):
+            raise NumericsError(
+                "the intact model gives other outputs at every call: wrong ones could not be told",
+                where="outputs",
+                remedy="put the model into evaluation mode",
+            )
+        if tolerance is None:
+            tolerance = max(1e-5, 4 * torch.finfo(self.golden.dtype).eps)
+        self._tolerance = tolerance
         self._finite = self.golden.isfinite().all(-1)
         self.inputs = int(self._finite.sum())
         self.skipped = len(self.golden) - self.inputs
@@ -143,7 +152,7 @@ class Replay:
                 remedy="look for the weight that is not finite, or give other inputs",
             )
         self._answers = decision.decide(self.golden)
-        self._trace: _Trace | None = None
+        self._trace: Trace | None = None
         self._checked: set[int] = set()
         self.one_by_one: dict[str, str] = {}
         self.judged = self.repeated = 0
@@ -198,7 +207,7 @@ class Replay:
             outputs[touched.fault, touched.sample] = touched.outputs
             return outputs
         with torch.no_grad():
-            places, masks = region.locate(bits)
+            places, masks = region.locate(bits.to(region.owner.device))
             if self._trace_of().has_rows(region):
                 return self._by_rows(region, places, masks)
             return self._by_copies(region, places, masks)
@@ -223,7 +232,7 @@ class Replay:
 
     def _of_outputs(self, region: Region, bits: Tensor, outputs: Tensor) -> Verdicts:
         finite, wrong = self._tell(outputs)
-        silent, detected = (finite & wrong).sum(-1), (~finite & self._finite).sum(-1)
+        silent, detected = (finite & wrong).sum(-1).cpu(), (~finite & self._finite).sum(-1).cpu()
         return self._judge_again(region, bits, Verdicts(silent, detected, self.inputs), self._doubtful(outputs))
 
     def _of_touched(self, region: Region, bits: Tensor, touched: Touched) -> Verdicts:
@@ -241,7 +250,7 @@ class Replay:
         return self._judge_again(region, bits, Verdicts(silent, detected, self.inputs), doubts > 0)
 
     def _judge_again(self, region: Region, bits: Tensor, found: Verdicts, doubtful: Tensor) -> Verdicts:
-        again = doubtful.nonzero().flatten()
+        again = doubtful.nonzero().flatten().cpu()
         if len(again):
             self.repeated += len(again)
             exact = self.flip_each(region, bits[again])
@@ -274,9 +283,9 @@ class Replay:
                 self.one_by_one[region.name] = "the replayed outputs are not those of the flipped model"
                 return
 
-    def _trace_of(self) -> _Trace:
+    def _trace_of(self) -> Trace:
         if self._trace is None:
-            trace = _Trace()
+            trace = Trace()
 
             def run(fault: Tensor) -> Tensor:
                 with trace:
@@ -303,7 +312,7 @@ class Replay:
         copies = corrupted(owner.expand(len(places), *owner.shape).contiguous().clone(), places, masks)
 
         def run(copy: Tensor) -> Tensor:
-            with _Substitute(region.owner, copy):
+            with Substitute(region.owner, copy):
                 return self._suffix()
 
         return torch.vmap(run)(copies)
@@ -315,115 +324,7 @@ class Replay:
         rows = corrupted(owner[row].contiguous(), places % length, masks)
 
         def run(fault: Tensor) -> Tensor:
-            with _Rows(region.owner, row, rows, fault):
+            with Rows(region.owner, row, rows, fault):
                 return self._suffix()
 
-        return torch.vmap(run)(torch.arange(len(places)))
-
-
-def _is_rowwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:
-    """Whether each row of the tensor makes outputs of its own: the weight of a linear layer, a convolution, a table."""
-    if len(args) < 2 or args[1] is not tensor or any(a is tensor for a in (args[0], *args[2:], *kwargs.values())):
-        return False
-    if function in _CONVOLUTIONS:
-        groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-        return bool(groups == 1) and args[0].ndim == tensor.ndim
-    if function is F.embedding:
-        return not (any(args[3:]) or any(kwargs.get(key) for key in ("max_norm", "scale_grad_by_freq", "sparse")))
-    return function is F.linear and tensor.ndim == 2
-
-
-class _Trace(TorchFunctionMode):
-    """Which operators read which tensors, and how many numbers they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-        self._readers: dict[int, list[bool]] = {}
-        self._kept: list[Tensor] = []  # ids of what is gone would be given away again
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        made = _tensors(result)
-        for tensor in _tensors((args, kwargs)) if made else ():  # else a shape or a device was asked for
-            if id(tensor) not in self._readers:
-                self._kept.append(tensor)
-            self._readers.setdefault(id(tensor), []).append(_is_rowwise(func, args, kwargs, tensor))
-        self.numbers += sum(tensor.numel() for tensor in made)
-        return result
-
-    def reads(self, region: Region) -> bool:
-        return id(region.owner) in self._readers
-
-    def has_rows(self, region: Region) -> bool:
-        """Whether a fault of the region corrupts one row, and rows make outputs of their own wherever they are read."""
-        plain = region.is_whole and region.layout.width == 8 * region.owner.dtype.itemsize
-        return plain and region.owner.ndim > 1 and all(self._readers.get(id(region.owner), [False]))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for entry in value.values() for tensor in _tensors(entry)]
-    if isinstance(value, list | tuple):
-        return [tensor for entry in value for tensor in _tensors(entry)]
-    return []
-
-
-class _Substitute(TorchFunctionMode):
-    """Operators read another tensor in the place of one."""
-
-    def __init__(self, tensor: Tensor, other: Tensor) -> None:
-        super().__init__()
-        self.tensor, self.other = tensor, other
-
-    def _swap(self, value: Any) -> Any:
-        if value is self.tensor:
-            return self.other
-        if isinstance(value, dict):
-            return {key: self._swap(entry) for key, entry in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._swap(entry) for entry in value)
-        return value
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self._swap(args), **self._swap(kwargs or {}))
-
-
-class _Rows(TorchFunctionMode):
-    """Operators read a weight one of whose rows is another.
-
-    The rows of all faults of a batch are multiplied at once, where what they are multiplied by does not depend on the
-    fault; ``fault`` is the number of the fault within :func:`torch.vmap`.
-    """
-
-    def __init__(self, weight: Tensor, row: Tensor, rows: Tensor, fault: Tensor) -> None:
-        super().__init__()
-        self.weight, self.row, self.rows, self.fault = weight, row, rows, fault
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not _tensors(result) or not any(tensor is self.weight for tensor in _tensors((args, kwargs))):
-            return result
-        fault = self.fault.reshape(1)
-        hit = self.row.index_select(0, fault)  # [1]
-        if func is F.embedding:
-            is_hit = (args[0] == hit).unsqueeze(-1)
-            return torch.where(is_hit, self.rows.index_select(0, fault)[0], result)
-        values = args[0]
-        bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
-        rows, biases, chosen = self.rows, None if bias is None else bias[self.row], fault
-        if torch._C._functorch.is_batchedtensor(values):  # the weight is used twice: rows of this fault only
-            rows = rows.index_select(0, fault)
-            biases = None if biases is None else biases.index_select(0, fault)
-            chosen = torch.zeros(1, dtype=torch.int64)
-        rest = {key: value for key, value in kwargs.items() if key not in ("bias", "weight")}
-        channel = -1 if func is F.linear else 1
-        outputs = func(values, rows, biases, *args[3:], **rest).index_select(channel, chosen)
-        is_hit = torch.arange(self.weight.shape[0]) == hit
-        if channel == 1:
-            is_hit = is_hit.reshape(-1, *[1] * (result.ndim - 2))
-        return torch.where(is_hit, outputs, result)
+        return torch.vmap(run)(torch.arange(len(places), device=row.device))

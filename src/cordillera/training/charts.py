@@ -266,7 +266,8 @@ def heat_map(
     """
     outline = "stroke:var(--faint);stroke-dasharray:none"
     columns, left, size, top = sorted(groups, reverse=True), 92.0, 26.0, 34.0
-    width, height = left + size * len(columns) + 2, top + size * len(rows) + 44
+    width = left + size * max(32, len(columns)) + 2  # so that maps of narrow formats have the same scale
+    height = top + size * len(rows) + 44
     parts = []
     for group, members in itertools.groupby(range(len(columns)), key=lambda i: groups[columns[i]]):
         places = list(members)

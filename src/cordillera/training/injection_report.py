@@ -126,7 +126,6 @@ def _notes(content: dict[str, Any]) -> list[str]:
         notes.append(
             f"{content['samples_left_out']} samples were left out: the intact model's score of them is not a number."
         )
-    notes += [f"{name} was judged one fault at a time: {why}." for name, why in content["judged_one_by_one"].items()]
     return notes
 
 
@@ -209,6 +208,10 @@ def _how(content: dict[str, Any]) -> str:
             ("Faults a bit position", f"{content['rounds']:,}"),
             ("Judged again", f"{content['judged_again_by_flipping']:,} of {content['judged']:,} faults by the flipped "
              "model, where the order of additions could matter"),
+            (
+                "One at a time",
+                "; ".join(f"{name} ({why})" for name, why in content["judged_one_by_one"].items()),
+            ),
             ("Seed", str(content["seed"])),
             ("Time", report_page.duration(content["seconds"])),
         ]

@@ -14,21 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera import recipe as recipes
 from cordillera.data.datasets import prepare
 from cordillera.data.features import RankingBatch
 from cordillera.distributed.job import stopped_by_signals
+from cordillera.embeddings.cached_tables import CachedEmbeddingTables
 from cordillera.errors import DataError, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.dlrm import DLRM
-from cordillera.numerics.bit_flips import Region, corrupted, regions_of
+from cordillera.numerics.bit_flips import INT4, BitLayout, Region, corrupted, regions_of
 from cordillera.numerics.faults import Component, FaultModel
 from cordillera.numerics.replay import Replay, Threshold, Touched
 from cordillera.numerics.vulnerability import Campaign, Vulnerability
-from cordillera.recipe import Recipe
-from cordillera.run import Run, RunError, write_atomically
+from cordillera.run import Run, write_atomically
 from cordillera.training.injection_report import advice, injection_page
-from cordillera.workflows.ranking import load_model
+from cordillera.workflows.ranking import _recipe_of, _threads, load_model
 
 INJECTIONS = 8192
 _MOST_INJECTIONS = 1 << 20
@@ -40,8 +39,9 @@ class InjectionConfig:
     """What is injected.
 
     Attributes:
-        injections: Faults a component, rounded up so that every bit position gets as many; None for 8,192, or with a
-            ``half_width`` for as many as that takes, a million at most.
+        injections: Faults of the component with the widest numbers, rounded up so that every bit position of every
+            component gets as many; None for 8,192, or with a ``half_width`` for as many as that takes, a million at
+            most.
         half_width: End as soon as every component's PVF is known to plus or minus this.
         faults: What one fault is.
         components: Names of those to hit; none for all.
@@ -153,14 +153,39 @@ def components_of(model: RankingModel) -> list[Component]:
     """A ranking model's weights in parts that are reported together: the tables, and each module of the model.
 
     Args:
-        model: The model. Of a DLRM the heads count as the top MLP's last layers.
+        model: The model. Of a DLRM the heads count as the top MLP's last layers. Of tables whose rows are kept in few
+            bits, the scales and the cached rows are parts of their own.
     """
     names = _DLRM if isinstance(model, DLRM) else {}
     groups: dict[str, list[Region]] = {}
     for region in regions_of(model):
         child = region.name.split(".")[0]
         groups.setdefault(names.get(child, child), []).append(region)
+    if isinstance(model.tables, CachedEmbeddingTables):
+        groups = {
+            **_cached_regions(model.tables),
+            **{name: found for name, found in groups.items() if name != "tables"},
+        }
     return [Component.of(name, regions) for name, regions in groups.items()]
+
+
+def _cached_regions(tables: CachedEmbeddingTables) -> dict[str, list[Region]]:
+    """The memory of tables with rows in few bits: codes, scales with biases, and float32 rows in the cache."""
+    form, payload = tables.form, tables.payload
+    layouts = {
+        "fp32": BitLayout.of(torch.float32),
+        "fp16": BitLayout.of(torch.float16),
+        "int8": BitLayout.of(torch.uint8),
+        "int4": INT4,
+    }
+    codes = payload.shape[1] - form.row_parameters
+    regions = {"tables": [Region.of("tables.payload", payload, layouts[form.name], slice(0, codes))]}
+    if form.row_parameters:
+        layout = BitLayout.of(torch.float32 if form.row_parameters == 8 else torch.float16)
+        regions["table scales"] = [Region.of("tables.scales", payload, layout, slice(codes, payload.shape[1]))]
+    if tables.cache.lines.numel():
+        regions["table cache"] = [Region.of("tables.cache.lines", tables.cache.lines)]
+    return regions
 
 
 def replay_of(model: RankingModel, batch: RankingBatch, threshold: float = 0.5) -> Replay:
@@ -215,25 +240,26 @@ def inject(
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or InjectionConfig()
-    recipe = recipes.load(run.recipe_file)
-    if not isinstance(recipe, Recipe):
-        raise RunError("is a run of a language model; faults are injected into ranking models", where=str(run.folder))
+    recipe = _recipe_of(run)
     if config.samples < 1 or (config.injections is not None and config.injections < 1):
         raise DataError("at least one sample and one injection are needed", where="--samples, --injections")
     say(f"data: {recipe.data.label}")
-    splits = prepare(recipe.data)
-    if not len(splits.test):
-        raise DataError("there is no test split to try faults on", where=recipe.data.label)
-    _, model = load_model(run, splits.features, torch.device("cpu"))
-    random = np.random.default_rng([config.seed, 1])
-    chosen = np.sort(random.choice(len(splits.test), min(config.samples, len(splits.test)), replace=False))
-    components = _chosen(components_of(model), config.components)
-    replay = replay_of(model, splits.test.batch(chosen), config.threshold)
-    campaign = Campaign(components, replay, config.faults, seed=config.seed)
-    say(f"model: {', '.join(f'{one.name} {one.num_bits // 8:,} bytes' for one in components)}")
-    stop, began = threading.Event(), time.perf_counter()
-    with stopped_by_signals(stop):
-        finished = campaign.run(_rounds(campaign, config), half_width=config.half_width, stop=stop.is_set, watch=watch)
+    with _threads(recipe.threads):
+        splits = prepare(recipe.data)
+        if not len(splits.test):
+            raise DataError("there is no test split to try faults on", where=recipe.data.label)
+        _, model = load_model(run, splits.features, torch.device("cpu"))
+        random = np.random.default_rng([config.seed, 1])
+        chosen = np.sort(random.choice(len(splits.test), min(config.samples, len(splits.test)), replace=False))
+        components = _chosen(components_of(model), config.components)
+        replay = replay_of(model, splits.test.batch(chosen), config.threshold)
+        campaign = Campaign(components, replay, config.faults, seed=config.seed)
+        say(f"model: {', '.join(f'{one.name} {one.num_bits // 8:,} bytes' for one in components)}")
+        stop, began = threading.Event(), time.perf_counter()
+        with stopped_by_signals(stop):
+            finished = campaign.run(
+                _rounds(campaign, config), half_width=config.half_width, stop=stop.is_set, watch=watch
+            )
     results = [result.to_json() for result in campaign.found.values()]
     content = {
         "run": run.name,
