@@ -10,8 +10,8 @@ A row of ``D`` numbers is kept as
 and a code means ``code * scale + bias``. With nearest rounding the bytes are those of FBGEMM and of
 ``torch.ops.quantized.embedding_bag_byte_prepack`` and ``_4bit_prepack``. Stochastic rounding takes ``floor(x + u)``
 with ``u`` uniform in [0, 1), so a row that is encoded and decoded is on average what it was (Zhang et al. 2018,
-"Training with low-precision embedding tables"). To leave nothing to be clamped, which would not be unbiased, it rounds the
-float16 bias down and the float16 scale up.
+"Training with low-precision embedding tables"). To leave nothing to be clamped, which would not be unbiased, it rounds
+the float16 bias down and the float16 scale up.
 """
 
 from __future__ import annotations
