@@ -414,6 +414,23 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_row_left_alone(options
     assert bool(after.isfinite().all())
 
 
+def test_a_spoilt_row_is_seen_by_lookups_and_refused_by_updates() -> None:
+    """A scale that is not a number spoils its own row, and no other; it is never taken for a number."""
+    model, sparse = cached(rows="int8"), batch(3)
+    row = int(sparse["user"].values[2])
+    before = all_rows(model)
+    model.payload[150 + row, DIM : DIM + 4] = torch.tensor([math.nan]).view(torch.uint8)
+    output = model(sparse)
+    assert bool(output[2, 1].isnan().any())
+    assert bool(output[sparse["user"].values != row].isfinite().all())
+    output.backward(torch.ones_like(output))
+    with pytest.raises(NumericsError, match=f"row {row} of table 'users'.*not finite"):
+        model.update()
+    others = torch.arange(ROWS) != 150 + row
+    assert bool(all_rows(model)[others].isfinite().all())
+    assert not torch.equal(all_rows(model)[others], before[others])
+
+
 @pytest.mark.parametrize("kind", ["int4", "fp16"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_row_that_outgrows_float16_is_refused_by_name(kind, share) -> None:

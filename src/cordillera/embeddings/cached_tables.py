@@ -22,7 +22,7 @@ from cordillera.embeddings.cache import RowCache
 from cordillera.embeddings.row_formats import ROW_FORMATS, encode_rows
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows, on_huge_pages
 from cordillera.errors import DependencyError, NumericsError, TrainingError
-from cordillera.kernels.cached_rows import FORMATS, CachedRows
+from cordillera.kernels.cached_rows import FORMATS, WAYS, CachedRows
 from cordillera.kernels.embedding_bag import Lookup
 from cordillera.kernels.sparse_update import Update, available_backends
 
@@ -191,7 +191,7 @@ class CachedEmbeddingTables(EmbeddingTables):
                 FORMATS[self.form.name],
                 self.payload.numpy(),
                 self.cache.lines.numpy(),
-                self.cache.tags.numpy(),
+                self.cache.tags.view(-1, WAYS).numpy(),
                 start,
                 block.numpy(),
                 threads,

@@ -37,7 +37,8 @@ _LRU = POLICIES["lru"]
 _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
 _MOST = 255  # what a row's counter outside the cache holds at most
 _GRADIENT, _ROW = 1, 2
-_SOON = 8  # positions that a lookup looks ahead
+_SOON = 8  # rows to look ahead
+_MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # of float64
 
 
 @compiled()
@@ -48,88 +49,112 @@ def _set_of(row: int, sets: int) -> Any:
 
 @compiled()
 def _find(tags: Any, home: int, row: int) -> Any:
-    """The slot that holds a row, or -1."""
-    wanted, found = np.int32(row), np.int32(-1)
-    first = home * WAYS
+    """The slot that holds a row, or -1; ``tags`` is ``[sets, WAYS]``."""
+    ways, wanted, found = tags[home], np.int32(row), np.int32(-1)
     for way in range(WAYS):  # to the end, so that it is done several ways at a time
-        found = max(found, np.int32(way) if tags[first + way] == wanted else np.int32(-1))
-    return first + found if found >= 0 else -1
-
-
-@compiled()
-def _read(kind: int, payload: Any, lines: Any, tags: Any, sets: int, row: int, target: Any) -> None:
-    slot = _find(tags, _set_of(row, sets), row) if sets > 0 else -1
-    if slot < 0:
-        decode_row(kind, payload[row], target)
-        return
-    line = lines[slot]
-    for d in range(target.size):
-        target[d] = line[d]
+        found = max(found, np.int32(way) if ways[way] == wanted else np.int32(-1))
+    return home * WAYS + found if found >= 0 else -1
 
 
 @compiled(parallel=True)
-def _lookup(
-    kind: int,
-    payload: Any,
-    lines: Any,
+def _locate(
     tags: Any,
     values: Any,
     offsets: Any,
     one_hot: bool,
-    value_weights: Any,
-    weighted: bool,
+    batch: int,
     first_row: Any,
     num_rows: Any,
     rows: Any,
-    output: Any,
+    slots: Any,
     threads: int,
 ) -> int:
-    batch, features, dim = output.shape
-    sets, row_bytes = tags.size // WAYS, payload.shape[1]
+    """Note every value's row and, if the cache holds it, its slot, else -1; returns the first misplaced position."""
+    total, sets = values.size, tags.shape[0]
+    tags_at = tags.ctypes.data
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
-    zero = output[0, 0, 0]
-    payload_at, tags_at = payload.ctypes.data, tags.ctypes.data
     for chunk in numba.prange(threads):
-        sums, read = np.empty(dim, np.float64), np.empty(dim, np.float32)
+        low, high = total * chunk // threads, total * (chunk + 1) // threads
+        for f in range(first_row.size):
+            begin, end = f * batch, (f + 1) * batch
+            if not one_hot:
+                begin, end = offsets[begin], offsets[end]
+            for p in range(max(begin, low), min(end, high)):
+                value = values[p]
+                if value < 0 or value >= num_rows[f]:
+                    misplaced[chunk] = min(misplaced[chunk], p)
+                    continue
+                rows[p] = first_row[f] + value
+                if sets > 0:
+                    if p + _SOON < end:  # of an id that is misplaced this is harmless too
+                        home = tags_at + _set_of(first_row[f] + values[p + _SOON], sets) * WAYS * 4
+                        prefetch(home)
+                        prefetch(home + LINE)
+                    slots[p] = _find(tags, _set_of(rows[p], sets), rows[p])
+    return int(misplaced.min())
+
+
+@compiled()
+def _ask_for(payload_at: int, row_bytes: int, lines_at: int, line_bytes: int, row: int, slot: int) -> None:
+    """Prefetch a row from where it lies."""
+    begin, size = payload_at + row * row_bytes, row_bytes
+    if slot >= 0:
+        begin, size = lines_at + slot * line_bytes, line_bytes
+    for line in range(0, size, LINE):
+        prefetch(begin + line)
+
+
+@compiled(parallel=True)
+def _pool(
+    kind: int,
+    payload: Any,
+    lines: Any,
+    rows: Any,
+    slots: Any,
+    offsets: Any,
+    one_hot: bool,
+    value_weights: Any,
+    weighted: bool,
+    output: Any,
+    threads: int,
+) -> None:
+    batch, features, dim = output.shape
+    row_bytes, line_bytes = payload.shape[1], 4 * dim
+    zero = output[0, 0, 0]
+    payload_at, lines_at = payload.ctypes.data, lines.ctypes.data
+    for chunk in numba.prange(threads):
+        sums, decoded = np.empty(dim, np.float64), np.empty(dim, np.float32)
         for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
             for f in range(features):
                 bag = f * batch + b
                 first, last = bag, bag + 1
                 if not one_hot:
                     first, last = offsets[bag], offsets[bag + 1]
-                elif b + _SOON < batch:
-                    value = values[bag + _SOON]
-                    if 0 <= value < num_rows[f]:
-                        soon = first_row[f] + value
-                        for line in range(0, row_bytes, LINE):
-                            prefetch(payload_at + soon * row_bytes + line)
-                        if sets > 0:
-                            home = tags_at + _set_of(soon, sets) * WAYS * 4
-                            prefetch(home)
-                            prefetch(home + LINE)
+                if b + 1 < batch:
+                    soon = bag + 1 if one_hot else offsets[bag + 1]
+                    if soon < rows.size:
+                        _ask_for(payload_at, row_bytes, lines_at, line_bytes, rows[soon], slots[soon])
                 target = output[b, f]
-                if last - first != 1 or weighted:
+                single = last - first == 1 and not weighted
+                if not single:
                     for d in range(dim):
                         sums[d] = 0.0
                 for p in range(first, last):
-                    value = values[p]
-                    if value < 0 or value >= num_rows[f]:
-                        misplaced[chunk] = min(misplaced[chunk], p)
-                        continue
-                    row = first_row[f] + value
-                    rows[p] = row
-                    _read(kind, payload, lines, tags, sets, row, read)
-                    if last - first == 1 and not weighted:
+                    read = decoded
+                    if slots[p] >= 0:
+                        read = lines[slots[p]]
+                    else:
+                        decode_row(kind, payload[rows[p]], decoded)
+                    if single:
                         for d in range(dim):
-                            target[d] = narrow(widen(read[d]), zero)
+                            target[d] = narrow(read[d], zero)
                     else:
                         factor = widen(value_weights[p]) if weighted else 1.0
                         for d in range(dim):
                             sums[d] += factor * widen(read[d])
-                if last - first != 1 or weighted:
+                if not single:
                     for d in range(dim):
                         target[d] = narrow(sums[d], zero)
-    return int(misplaced.min())
 
 
 @compiled(parallel=True)
@@ -138,17 +163,21 @@ def read_rows(kind: int, payload: Any, lines: Any, tags: Any, first: int, target
 
     Args:
         kind: A value of ``FORMATS``.
-        payload: As in :class:`CachedRows`, like the two that follow.
+        payload: As in :class:`CachedRows`, like the one that follows.
         lines: As there.
-        tags: As there.
+        tags: ``int32 [sets, WAYS]``.
         first: The first row.
         target: ``float32 [N, D]``.
         threads: To share the work.
     """
-    count, sets = target.shape[0], tags.size // WAYS
+    count, sets = target.shape[0], tags.shape[0]
     for chunk in numba.prange(threads):
         for i in range(count * chunk // threads, count * (chunk + 1) // threads):
-            _read(kind, payload, lines, tags, sets, first + i, target[i])
+            slot = _find(tags, _set_of(first + i, sets), first + i) if sets > 0 else -1
+            if slot < 0:
+                decode_row(kind, payload[first + i], target[i])
+            else:
+                target[i, :] = lines[slot]
 
 
 @compiled()
@@ -168,13 +197,14 @@ def _begins(keys: Any, position_bits: int) -> Any:
 @compiled()
 def _victim(tags: Any, ranks: Any, states: Any, home: int) -> int:
     """The slot of a set to give away: an empty one, else that of the lowest rank which is not in use, else -1."""
+    ways, values, marks = tags[home], ranks[home], states[home]
     chosen = -1
-    for slot in range(home * WAYS, (home + 1) * WAYS):
-        if tags[slot] == EMPTY:
-            return slot
-        if not states[slot] & _IN_USE and (chosen < 0 or ranks[slot] < ranks[chosen]):
-            chosen = slot
-    return chosen
+    for way in range(WAYS):
+        if ways[way] == EMPTY:
+            return home * WAYS + way
+        if not marks[way] & _IN_USE and (chosen < 0 or values[way] < values[chosen]):
+            chosen = way
+    return home * WAYS + chosen if chosen >= 0 else -1
 
 
 @compiled(parallel=True)
@@ -187,7 +217,9 @@ def _place(
     Returns:
         Each row's slot or -1; whether it is new there; the row that it drove out or ``EMPTY``.
     """
-    distinct, sets = begins.size - 1, tags.size // WAYS
+    distinct, sets = begins.size - 1, tags.shape[0]
+    by_set, ranks_by_set, states_by_set = tags, ranks, states
+    tags, ranks, states = tags.reshape(-1), ranks.reshape(-1), states.reshape(-1)
     slots, homes = np.empty(distinct, np.int64), np.empty(distinct, np.int64)
     new, driven_out = np.zeros(distinct, np.bool_), np.full(distinct, EMPTY, np.int64)
     for chunk in numba.prange(threads):
@@ -199,7 +231,7 @@ def _place(
             if not low <= homes[i] < high:
                 continue
             row = keys[begins[i]] >> position_bits
-            slot = _find(tags, homes[i], row)
+            slot = _find(by_set, homes[i], row)
             slots[i] = slot
             if slot >= 0:
                 states[slot] |= _IN_USE
@@ -210,7 +242,7 @@ def _place(
             if not low <= homes[i] < high or slots[i] >= 0:
                 continue
             row = keys[begins[i]] >> position_bits
-            slot = _victim(tags, ranks, states, homes[i])
+            slot = _victim(by_set, ranks_by_set, states_by_set, homes[i])
             if slot < 0:
                 continue
             if tags[slot] != EMPTY:
@@ -268,13 +300,16 @@ def _apply(
     total, dim, distinct = keys.size, lines.shape[1], begins.size - 1
     mask = (1 << position_bits) - 1
     row_bytes, payload_at = payload.shape[1], payload.ctypes.data
-    grad_at, grad_bytes = grad.ctypes.data, grad.itemsize
+    grad_at, grad_bytes, lines_at = grad.ctypes.data, grad.itemsize, lines.ctypes.data
+    first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
+    state_bytes = first_state.itemsize * (1 if rule == 2 else dim)
     bad, why = np.full(threads, -1, np.int64), np.zeros(threads, np.int64)
     happened = np.zeros((threads, events.size), np.int64)
     for chunk in numba.prange(threads):
         reduced, row_before = np.empty(dim, np.float64), np.empty(dim, np.float32)
         row_after, codes = np.empty(dim, np.float32), np.empty(dim, np.uint8)
         before_words, after_words = row_before.view(np.int32), row_after.view(np.int32)
+        reduced_words = reduced.view(np.int64)
         seed_state, own = seeded(seed), happened[chunk]
         # threads share the positions evenly; a row belongs to the one in whose range it begins
         first = np.searchsorted(begins[:distinct], total * chunk // threads)
@@ -282,9 +317,16 @@ def _apply(
         for i in range(first, last):
             row = keys[begins[i]] >> position_bits
             if i + _SOON < distinct:
-                soon = payload_at + (keys[begins[i + _SOON]] >> position_bits) * row_bytes
-                for line in range(0, row_bytes, LINE):
-                    prefetch(soon + line)
+                soon = keys[begins[i + _SOON]] >> position_bits
+                _ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, slots[i + _SOON])
+                if new[i + _SOON]:
+                    _ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, -1)
+                if rule > 0:
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(first_at + soon * state_bytes + line)
+                if rule == 3:
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(second_at + soon * state_bytes + line)
             for d in range(dim):
                 reduced[d] = 0.0
             for p in range(begins[i], begins[i + 1]):
@@ -297,9 +339,9 @@ def _apply(
                 factor = widen(value_weights[position]) if weighted else 1.0
                 for d in range(dim):
                     reduced[d] += factor * widen(source[d])
-            size = 0.0
+            largest = np.int64(0)
             for d in range(dim):
-                size += abs(reduced[d])
+                largest = max(largest, reduced_words[d] & _MAGNITUDE)
             slot = slots[i]
             if slot >= 0:
                 own[0 if not new[i] else 1] += 1
@@ -315,12 +357,13 @@ def _apply(
                     decode_row(kind, payload[row], lines[slot])
                     states[slot] = 0
                 states[slot] &= _DIRTY
+                line_of_row = lines[slot]
                 for d in range(dim):
-                    row_before[d] = lines[slot, d]
+                    row_before[d] = line_of_row[d]
             else:
                 own[4] += 1
                 decode_row(kind, payload[row], row_before)
-            if not size < np.inf:
+            if largest >= _INFINITY:
                 if bad[chunk] < 0:
                     bad[chunk], why[chunk] = row, _GRADIENT
                 continue
@@ -353,8 +396,9 @@ def _apply(
                 continue
             if slot >= 0:
                 states[slot] = _DIRTY
+                line_of_row = lines[slot]
                 for d in range(dim):
-                    lines[slot, d] = row_after[d]
+                    line_of_row[d] = row_after[d]
             else:
                 state = _random_state(seed_state, first_rows, row)
                 encode_row(kind, rounding, row_after, low, high, payload[row], codes, state, step)
@@ -395,28 +439,39 @@ def lookup(
     native = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
     output = torch.empty((bags // features, features, store.dim), dtype=native)
     values = values.to(torch.int64).contiguous()
-    rows = torch.empty_like(values)
+    rows, slots = torch.empty_like(values), torch.full_like(values, -1)
     if not values.numel():
         return Lookup(output.zero_().to(dtype), rows, -1)
-    threads = threads_for(values.numel())
+    threads, bounds = threads_for(values.numel()), whole(offsets)
     with pool(threads):
-        misplaced = _lookup(
-            FORMATS[store.kind],
-            store.payload.numpy(),
-            store.lines.numpy(),
-            store.tags.numpy(),
+        misplaced = _locate(
+            store.tags.view(-1, WAYS).numpy(),
             values.numpy(),
-            whole(offsets),
+            bounds,
             offsets is None,
-            factors(value_weights, torch.float32),
-            value_weights is not None,
+            bags // features,
             first_row.numpy(),
             num_rows.numpy(),
             rows.numpy(),
+            slots.numpy(),
+            threads,
+        )
+        if misplaced < values.numel():
+            return Lookup(output, rows, misplaced)
+        _pool(
+            FORMATS[store.kind],
+            store.payload.numpy(),
+            store.lines.numpy(),
+            rows.numpy(),
+            slots.numpy(),
+            bounds,
+            offsets is None,
+            factors(value_weights, torch.float32),
+            value_weights is not None,
             array(output),
             threads,
         )
-    return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
+    return Lookup(output.to(dtype), rows, -1)
 
 
 def update(store: CachedRows, call: Update) -> BadRow | None:
@@ -434,20 +489,19 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
         return None
     optimizer, value_weights = call.optimizer, call.value_weights
     threads = threads_for(call.rows.numel())
-    tags, states = store.tags.numpy(), store.states.numpy()
     with pool(threads):
         batch = sort_positions(call.rows, call.offsets, call.grad, torch.float32, store.payload.shape[0], threads)
         begins = _begins(batch.keys, batch.position_bits)
-        if tags.size:
+        if store.tags.numel():
             slots, new, driven_out = _place(
                 batch.keys,
                 batch.position_bits,
                 begins,
                 POLICIES[store.policy],
                 call.step,
-                tags,
-                store.ranks.numpy(),
-                states,
+                store.tags.view(-1, WAYS).numpy(),
+                store.ranks.view(-1, WAYS).numpy(),
+                store.states.view(-1, WAYS).numpy(),
                 store.counts.numpy(),
                 threads,
             )
@@ -462,7 +516,7 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
             store.first_rows.numpy(),
             store.payload.numpy(),
             store.lines.numpy(),
-            states,
+            store.states.numpy(),
             slots,
             new,
             driven_out,
