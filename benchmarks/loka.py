@@ -9,6 +9,7 @@ beside fp32 and the best one taken everywhere) and ``model`` (a trained Wukong w
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import tempfile
 import time
@@ -74,7 +75,7 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes = (64, 64) if quick else (1024, 1024, 1024, 512)
     layers: list[torch.nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers)
     batch = torch.randn(64 if quick else 1024, sizes[0])

@@ -1,7 +1,8 @@
 """Trained ranking models in fewer bits: ``cordillera bench low-precision-inference``.
 
 Parts: ``quantize`` (size, change of NE with its interval, evaluations of the search and time of a batch, of a DLRM and
-a Wukong) and ``drift`` (alarms without and with a table whose scale has changed). Each writes ``results/low-precision-inference-PART.json``.
+a Wukong) and ``drift`` (alarms without and with a table whose scale has changed). Each writes
+``results/low-precision-inference-PART.json``.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from cordillera.data.synthetic import SyntheticConfig
 from cordillera.data.text_cleaning import CleaningConfig
 from cordillera.data.text_corpora import TextSourceConfig
 from cordillera.models.ranking import MODELS
+from cordillera.numerics.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, Recipe, field_descriptions, shipped
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,8 @@ def _section(name: str) -> type[BaseModel]:
         return FEATURES[name]
     if name == "data.synthetic":
         return SyntheticConfig
+    if name == "training.emulate":
+        return EmulationConfig
     if name.startswith("model."):
         return MODELS[name.removeprefix("model.")].Config
     annotation = Recipe.model_fields[name].annotation
