@@ -203,11 +203,11 @@ class QuantizedLinear(nn.Module):
             y = F.linear(x, self.float_weight, self.bias)
             return y.relu_() if self.relu else y
         if 0 < x.shape[0] <= self._few_rows and self._fused is not None:
-            fused = self._fused(x.detach().contiguous())
+            fused = self._fused(plain(x))
             if fused is not None:
                 return fused
         elif all_finite(x):
-            return self._multiply(x.detach().contiguous())
+            return self._multiply(plain(x))
         x, bad = take_out_nonfinite(x, self.config)
         self.nonfinite_rows += int(bad.sum())
         return self.forward(x).masked_fill_(bad[:, None], torch.nan)
@@ -239,6 +239,15 @@ def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]
         check_finite(x, "x")
     bad = ~torch.isfinite(x).all(1)
     return x.masked_fill(bad[:, None], 0.0), bad
+
+
+def plain(x: Tensor) -> Tensor:
+    """Without gradient and contiguous; as it is if it is so, for every call of torch counts here.
+
+    Args:
+        x: Any tensor.
+    """
+    return x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
 
 
 def widened(x: Tensor) -> Tensor:

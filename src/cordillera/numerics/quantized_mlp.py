@@ -14,7 +14,7 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import UINT8
 from cordillera.numerics.linear_engines import all_finite
-from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear, take_out_nonfinite, widened
+from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear, plain, take_out_nonfinite, widened
 from cordillera.numerics.quantizers import AffineParameters, check_finite, check_parameters
 from cordillera.numerics.range_estimators import RunningHistogram, estimate
 
@@ -79,7 +79,7 @@ class QuantizedMLP(nn.Module):
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.dim() != 2 else x
         if rows.shape[1] != chain[0].in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {chain[0].in_features}", where="x")
-        rows = rows.detach().contiguous()
+        rows = plain(rows)
         y = self._fuse(rows, self._output is None)
         if y is not None:
             y = y if self._output is None else _values(y, *self._output)
@@ -102,7 +102,7 @@ class QuantizedMLP(nn.Module):
         """
         if self._output is None:
             raise NumericsError("the last output has no scale", where="output", remedy="give it one")
-        x = x.detach().contiguous()
+        x = plain(x)
         codes = self._fuse(x, False)
         if codes is not None:
             return codes
