@@ -164,8 +164,9 @@ class QuantizedLinear(nn.Module):
         weight = self.weight
         self._engine = make_engine(weight, self.config.backend, seven_bits=self.config.narrow)
         self._fused: FusedLinear | None = None
-        if self._input is not None and self.config.backend == "auto" and FusedLinear.suits(weight):
-            self._fused = FusedLinear(weight, *self._input, relu=self.relu)
+        wide = self._input is not None or not self.config.narrow
+        if wide and self.config.backend == "auto" and FusedLinear.suits(weight):
+            self._fused = FusedLinear(weight, self._input, relu=self.relu)
         # What every call asks for is read here: attributes of modules are slow.
         self.out_features, self.in_features = self.codes.shape
         weights = self.codes.numel()
@@ -192,21 +193,22 @@ class QuantizedLinear(nn.Module):
         if x.dtype != torch.float32:
             return self.forward(widened(x)).to(x.dtype)
         if x.dim() != 2:
-            rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-            return self.forward(rows).view(*x.shape[:-1], self.out_features)
-        if x.shape[1] != self.in_features:
+            y = self.forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]))
+            return y.view(*x.shape[:-1], self.out_features)
+        rows, inner = x.shape
+        if inner != self.in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
-        if x.shape[0] <= self._float_rows and self.float_weight is not None:
+        if rows <= self._float_rows and self.float_weight is not None:
             # Nothing is quantised: NaN and infinity do what they do in any product.
             if self.config.nonfinite == "raise":
                 check_finite(x, "x")
             y = F.linear(x, self.float_weight, self.bias)
             return y.relu_() if self.relu else y
-        if 0 < x.shape[0] <= self._few_rows and self._fused is not None:
+        if 0 < rows <= self._few_rows and self._fused is not None:
             fused = self._fused(plain(x))
             if fused is not None:
                 return fused
-        elif all_finite(x):
+        if all_finite(x):
             return self._multiply(plain(x))
         x, bad = take_out_nonfinite(x, self.config)
         self.nonfinite_rows += int(bad.sum())
