@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, integer_product, requantize
 from cordillera.numerics.linear_engines import Int8Engine
-from cordillera.numerics.quantized_linear import QuantizedLinear, QuantizedMLP, quantize_mlp
+from cordillera.numerics.quantized_linear import QuantizedLinear
+from cordillera.numerics.quantized_mlp import QuantizedMLP, quantize_mlp
 from cordillera.numerics.quantizers import AffineParameters, choose_affine
 
 # Rows, outputs, inputs: those of the dossier's table, then FBGEMM's own benchmark in extracts.

@@ -70,6 +70,20 @@ def test_values_and_codes_are_the_formula(
     assert torch.equal(torch.from_numpy(out[:, :outputs]), steps)
 
 
+floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=st.lists(floats, min_size=1, max_size=9))
+def test_a_batch_chooses_the_scale_that_torch_would(values: list[float]) -> None:
+    x = torch.tensor([values])
+    low, high, _ = vnni_linear._ends(x.numpy())
+    assert (low, high) == (float(x.min()), float(x.max()))
+    scale, zero_point = vnni_linear._choose(low, high)
+    theirs = torch._choose_qparams_per_tensor(x, False)
+    assert (float(scale), int(zero_point)) == (float(torch.tensor(theirs[0])), theirs[1])
+
+
 def test_the_largest_codes_do_not_saturate() -> None:
     weight = torch.full((5, 1000), 127, dtype=torch.int8)
     weight[1] = -128

@@ -21,9 +21,6 @@ from cordillera.numerics.integer_linear import (
     requantize,
 )
 from cordillera.numerics.linear_engines import (
-    HalfWeights,
-    Int4Weights,
-    Int8Weights,
     ReferenceEngine,
     TorchEngine,
     dynamic_parameters,
@@ -201,37 +198,3 @@ def test_the_engine_that_torch_had_set_stays_set() -> None:
     before = torch.backends.quantized.engine
     TorchEngine(_weight(0, 4, 4, True))
     assert torch.backends.quantized.engine == before
-
-
-@needs_kernels
-def test_weights_of_half_precision_are_multiplied_in_single() -> None:
-    generator = torch.Generator().manual_seed(0)
-    values, bias = torch.randn(33, 65, generator=generator), torch.randn(33, generator=generator)
-    x = torch.randn(7, 65, generator=generator)
-    expected = F.linear(x, values.half().float(), bias).relu()
-    torch.testing.assert_close(HalfWeights(values, bias)(x, relu=True), expected, rtol=1e-4, atol=1e-4)
-    x[3, 2] = float("nan")
-    assert HalfWeights(values, bias)(x).isnan().all(1).tolist() == [i == 3 for i in range(7)]
-    values[4, 1] = 70_000.0
-    with pytest.raises(NumericsError, match=r"element \(4, 1\) .* float16"):
-        HalfWeights(values, bias)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_alone_multiply_by_the_values_of_their_codes(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values, bias = torch.randn(48, 128, generator=generator), torch.randn(48, generator=generator)
-    x = torch.randn(5, 128, generator=generator).to(dtype)
-    tolerance = 2e-5 if dtype == torch.float32 else 0.15
-    eight = Int8Weights(quantize_weight(values, bias))
-    four = Int4Weights(values, bias, group=32)
-    for packed, codes in ((eight, eight.weight.dequantize()), (four, four.dequantize())):
-        expected = F.linear(x.float(), codes, bias)
-        torch.testing.assert_close(packed(x).float(), expected, rtol=1e-2 if tolerance > 1e-2 else 0, atol=tolerance)
-    spread = values.view(48, 4, 32).amax(2) - values.view(48, 4, 32).amin(2)
-    assert bool(((four.dequantize() - values).abs().view(48, 4, 32).amax(2) <= spread / 30 * 1.001).all())
-    with pytest.raises(NumericsError, match="groups"):
-        Int4Weights(values[:, :100], bias)
-    with pytest.raises(NumericsError, match="symmetric"):
-        Int8Weights(quantize_weight(values, bias, symmetric=False))

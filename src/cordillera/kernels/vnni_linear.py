@@ -222,6 +222,54 @@ def _linear(
     return True
 
 
+@compiled()
+def _choose(low: Any, high: Any) -> Any:
+    """Scale and zero point of a range, as :func:`cordillera.numerics.quantizers.choose_affine` for uint8."""
+    low, high = min(low, np.float32(0.0)), max(high, np.float32(0.0))
+    scale = (np.float64(high) - np.float64(low)) / 255.0
+    if np.isinf(np.float32(1.0) / np.float32(scale)):
+        scale = np.float64(0.1)
+    floor = np.float32(6.1e-5)
+    if scale < np.float64(floor):
+        amplifier = floor / np.float32(scale)
+        if low == 0:
+            high = floor * np.float32(255.0)
+        elif high == 0:
+            low = -floor * np.float32(255.0)
+        else:
+            low, high = low * amplifier, high * amplifier
+        scale = np.float64(floor)
+    steps_low, steps_high = np.float64(low) / scale, np.float64(high) / scale
+    zero_point = -steps_low if -abs(steps_low) < 255.0 - abs(steps_high) else 255.0 - steps_high
+    return np.float32(scale), np.float32(min(max(np.rint(zero_point), 0.0), 255.0))
+
+
+@compiled()
+def _ends(x: Any) -> Any:
+    """The smallest and largest value, and the bits of the largest magnitude."""
+    low, high, largest = x[0, 0], x[0, 0], np.int32(0)
+    for i in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            value = x[i, k]
+            largest = max(largest, _magnitude_bits(value))
+            low = value if value < low else low
+            high = value if value > high else high
+    return low, high, largest
+
+
+@compiled()
+def _dynamic(x: Any, weights: Any, column_offset: Any, weight_scale: Any, bias: Any, lowest: Any, values: Any) -> Any:
+    low, high, largest = _ends(x)
+    if largest >= _INFINITY or np.isinf(high - low):
+        return False
+    scale, zero_point = _choose(low, high)
+    offset, unit = np.empty_like(column_offset), np.empty_like(weight_scale)
+    for j in range(unit.size):
+        offset[j] = np.int32(zero_point) * column_offset[j]
+        unit[j] = weight_scale[j] * scale
+    return _linear(x, np.float32(1.0) / scale, zero_point, weights, offset, unit, bias, lowest, values)
+
+
 def pack(codes: Tensor) -> Any:
     """Weights in the order in which the kernel reads them.
 
@@ -278,6 +326,29 @@ def linear(
     finite = _linear(
         source, np.float32(reciprocal), np.float32(zero_point), weights, offset, unit, bias, lowest, values
     )
+    return torch.from_numpy(values) if finite else None
+
+
+def dynamic_linear(
+    x: Tensor, weights: Any, column_offset: Any, weight_scale: Any, bias: Any, *, relu: bool
+) -> Tensor | None:
+    """The whole layer with scale and zero point of the batch's own smallest and largest value.
+
+    Args:
+        x: ``float32 [M, K]``, contiguous, not empty.
+        weights: Of :func:`pack`.
+        column_offset: ``int32 [N]`` array: sums of the weight's codes.
+        weight_scale: ``float32 [N]`` array.
+        bias: ``float32 [N]`` array.
+        relu: Whether nothing is below zero.
+
+    Returns:
+        ``float32 [M, N]``; None if ``x`` is not finite or its range overflows float32.
+    """
+    source = x.numpy()
+    values = np.empty((source.shape[0], bias.shape[0]), np.float32)
+    lowest = np.float32(0.0 if relu else -np.inf)
+    finite = _dynamic(source, weights, column_offset, weight_scale, bias, lowest, values)
     return torch.from_numpy(values) if finite else None
 
 

@@ -10,29 +10,29 @@ from torch import Tensor
 from cordillera.kernels import vnni_linear
 from cordillera.numerics.integer_linear import LinearWeight
 
-_MOST_PRODUCTS = 1 << 23  # that one thread makes sooner than torch's kernels; more threads are as many times sooner
+_MOST_PRODUCTS = 1 << 24  # that one thread makes sooner than torch's kernel does with one
 _MANY_WEIGHTS = 1 << 20  # they come from a shared cache, which one thread alone cannot read at its full speed
 
 
 class FusedLinear:
-    """A layer with a fixed input scale, in :mod:`cordillera.kernels.vnni_linear`.
+    """A layer in :mod:`cordillera.kernels.vnni_linear`.
 
     Args:
         weight: Of the layer; :meth:`suits` says whether it can be.
-        scale: Of the input.
-        zero_point: Of the input.
+        input: Scale and zero point of the input; None lets every batch choose its own.
         relu: Whether negative results become zero.
     """
 
-    def __init__(self, weight: LinearWeight, scale: float, zero_point: int, *, relu: bool) -> None:
-        self._relu, self._zero_point, self._products = relu, zero_point, weight.codes.numel()
+    def __init__(self, weight: LinearWeight, input: tuple[float, int] | None, *, relu: bool) -> None:
+        self._relu, self._products, self._dynamic = relu, weight.codes.numel(), input is None
+        scale, self._zero_point = input or (1.0, 1)
         single = torch.tensor(scale)
         self._reciprocal = float(1.0 / single)
         bias = torch.zeros_like(weight.scale) if weight.bias is None else weight.bias
         unit = weight.scale * single
         self._weights = vnni_linear.pack(weight.codes)
         self._unit, self._bias, self._shift = unit.numpy(), bias.numpy(), (bias / unit).numpy()
-        self._offset = (zero_point * weight.column_offset).int().numpy()
+        self._offset = (self._zero_point * weight.column_offset).int().numpy()
         self._multipliers: dict[float, Any] = {}
 
     @staticmethod
@@ -49,7 +49,8 @@ class FusedLinear:
         threads = torch.get_num_threads()
         if threads > 1 and self._products >= _MANY_WEIGHTS:
             return 0
-        return _MOST_PRODUCTS // threads // self._products
+        # What two threads share is done in half the time, and what they start with is a larger part of it.
+        return _MOST_PRODUCTS // threads**2 // self._products
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """From values to values.
@@ -58,8 +59,10 @@ class FusedLinear:
             x: ``float32 [M, K]``, contiguous.
 
         Returns:
-            ``float32 [M, N]``; None if ``x`` is not finite.
+            ``float32 [M, N]``; None if ``x`` is not finite, or its own range overflows float32.
         """
+        if self._dynamic:
+            return vnni_linear.dynamic_linear(x, self._weights, self._offset, self._unit, self._bias, relu=self._relu)
         return vnni_linear.linear(
             x, self._reciprocal, self._zero_point, self._weights, self._offset, self._unit, self._bias, relu=self._relu
         )

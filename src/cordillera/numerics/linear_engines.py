@@ -18,7 +18,7 @@ from torch import Tensor
 from cordillera.errors import NumericsError
 from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, dequantize_product, integer_product, requantize
-from cordillera.numerics.quantizers import AffineParameters, check_finite, choose_affine, encode_integers
+from cordillera.numerics.quantizers import AffineParameters, choose_affine, encode_integers
 
 
 class Int8Engine(Protocol):
@@ -156,7 +156,7 @@ class TorchEngine:
     def __init__(self, weight: LinearWeight, *, seven_bits: bool = False) -> None:
         self.weight, self.seven_bits = weight, seven_bits
         zero_point = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-        with _packing_engine(), warnings.catch_warnings():
+        with packing_engine(), warnings.catch_warnings():
             # Torch calls these dtypes deprecated; its kernels take nothing else.
             warnings.simplefilter("ignore", UserWarning)
             codes = torch._make_per_channel_quantized_tensor(weight.codes, weight.scale.double(), zero_point.long(), 0)
@@ -248,8 +248,12 @@ _ENGINES = ("x86", "fbgemm")
 
 
 @contextmanager
-def _packing_engine() -> Iterator[None]:
-    """Torch packs for the engine that is set at that moment."""
+def packing_engine() -> Iterator[None]:
+    """While weights are packed, torch's engine is the one for x86: it packs for the one that is set.
+
+    Raises:
+        NumericsError: If this build of torch has none.
+    """
     supported = [name for name in _ENGINES if name in torch.backends.quantized.supported_engines]
     if not supported:
         raise NumericsError("this build of torch has no eight-bit kernels for x86", remedy="backend='reference'")
@@ -259,118 +263,6 @@ def _packing_engine() -> Iterator[None]:
         yield
     finally:
         torch.backends.quantized.engine = before
-
-
-class HalfWeights:
-    """FBGEMM's product with float16 weights and float32 sums; half the memory of float32, no codes.
-
-    Args:
-        weight: ``float32 [N, K]``.
-        bias: ``float32 [N]``, or None.
-
-    Raises:
-        NumericsError: If a weight is not finite or lies beyond float16; FBGEMM would clamp it.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        check_finite(weight, "weight")
-        largest = torch.finfo(torch.float16).max
-        beyond = weight.abs() > largest
-        if bool(beyond.any()):
-            index = tuple(int(i) for i in beyond.nonzero()[0])
-            message = f"element {index} is {float(weight[index]):g}, beyond float16 ({largest:g})"
-            raise NumericsError(message, where="weight", remedy="keep this layer in float32 or bfloat16")
-        with _packing_engine():
-            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().contiguous(), bias)
-
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        """``x W^T + b``.
-
-        Args:
-            x: ``float32 [M, K]``; NaN and infinity go through.
-            relu: Whether negative results become zero.
-        """
-        y = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), self._packed)
-        return y.relu_() if relu else y
-
-
-class Int8Weights:
-    """Weights of int8, activations as they are: the codes are widened while they are read.
-
-    Args:
-        weight: Symmetric.
-
-    Raises:
-        NumericsError: If it has zero points.
-    """
-
-    def __init__(self, weight: LinearWeight) -> None:
-        if weight.zero_point is not None:
-            raise NumericsError("weights alone are quantised symmetrically", where="weight")
-        self.weight = weight
-
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        """``x W^T + b``.
-
-        Args:
-            x: ``float32`` or ``bfloat16 [M, K]``; NaN and infinity go through.
-            relu: Whether negative results become zero.
-        """
-        weight = self.weight
-        y = torch._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scale.to(x.dtype))
-        if weight.bias is not None:
-            y += weight.bias
-        return y.relu_() if relu else y
-
-
-class Int4Weights:
-    """Weights of four bits in groups of a row's neighbours, each with a scale and an offset; activations as they are.
-
-    Args:
-        weight: ``float32 [N, K]``, N divisible by 16 and K by the group; torch's kernel asks for that.
-        bias: ``float32 [N]``, or None.
-        group: Weights that share a scale: 32, 64, 128 or 256.
-
-    Raises:
-        NumericsError: If the shape does not fit, or a weight is not finite.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, group: int = 32) -> None:
-        outputs, inner = weight.shape
-        if group not in (32, 64, 128, 256) or inner % group or outputs % 16 or not weight.numel():
-            message = f"{outputs} x {inner} in groups of {group}: needs 16 | N, group | K, groups of 32 to 256"
-            raise NumericsError(message, where="weight", remedy="use int8 for this layer")
-        check_finite(weight, "weight")
-        blocks = weight.detach().float().view(outputs, inner // group, group)
-        low, high = torch.aminmax(blocks, dim=2)
-        scale = ((high.double() - low.double()) / 15).float()
-        scale = torch.where(torch.isinf(1.0 / scale), torch.ones_like(scale), scale)
-        codes = ((blocks - low[..., None]) * (1.0 / scale[..., None])).round_().clamp_(0, 15)
-        self.group, self.bias = group, bias
-        # The kernel's value is (code - 8) * scale + offset.
-        self._offsets = torch.stack([scale, low + 8 * scale], dim=2).transpose(0, 1).contiguous()
-        self._codes = codes.view(outputs, inner).to(torch.int32)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._codes, 1)
-
-    def dequantize(self) -> Tensor:
-        """The weight that the codes stand for, ``float32 [N, K]``."""
-        outputs, inner = self._codes.shape
-        codes = self._codes.float().view(outputs, -1, self.group) - 8
-        scale, offset = self._offsets.transpose(0, 1).unbind(2)
-        return (codes * scale[..., None] + offset[..., None]).view(outputs, inner)
-
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        """``x W^T + b``.
-
-        Args:
-            x: ``float32`` or ``bfloat16 [M, K]``; NaN and infinity go through.
-            relu: Whether negative results become zero.
-        """
-        offsets = self._offsets.to(x.dtype)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self.group, offsets)
-        if self.bias is not None:
-            y += self.bias
-        return y.relu_() if relu else y
 
 
 def all_finite(x: Tensor) -> bool:

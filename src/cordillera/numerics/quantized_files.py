@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.integer_linear import make_weight
-from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear, QuantizedMLP
+from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear
+from cordillera.numerics.quantized_mlp import QuantizedMLP
 from cordillera.numerics.quantizers import AffineParameters
 
 _KIND = "cordillera quantized linear 1"

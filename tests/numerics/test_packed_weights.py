@@ -1,0 +1,82 @@
+"""Layers whose weights alone are packed: products by the values of the codes, and shapes that kernels do not take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.integer_linear import quantize_weight
+from cordillera.numerics.packed_weights import HalfWeights, Int4Weights, Int8Weights, WeightOnlyLinear
+
+needs_kernels = pytest.mark.skipif(
+    not {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines), reason="torch has no x86 kernels here"
+)
+
+
+@needs_kernels
+def test_weights_of_half_precision_are_multiplied_in_single() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, bias = torch.randn(33, 65, generator=generator), torch.randn(33, generator=generator)
+    x = torch.randn(7, 65, generator=generator)
+    expected = F.linear(x, values.half().float(), bias).relu()
+    torch.testing.assert_close(HalfWeights(values, bias)(x, relu=True), expected, rtol=1e-4, atol=1e-4)
+    x[3, 2] = float("nan")
+    assert HalfWeights(values, bias)(x).isnan().all(1).tolist() == [i == 3 for i in range(7)]
+    values[4, 1] = 70_000.0
+    with pytest.raises(NumericsError, match=r"element \(4, 1\) .* float16"):
+        HalfWeights(values, bias)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_alone_multiply_by_the_values_of_their_codes(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, bias = torch.randn(48, 128, generator=generator), torch.randn(48, generator=generator)
+    x = torch.randn(5, 128, generator=generator).to(dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.15
+    eight = Int8Weights(quantize_weight(values, bias))
+    four = Int4Weights(values, bias, group=32)
+    for packed, codes in ((eight, eight.weight.dequantize()), (four, four.dequantize())):
+        expected = F.linear(x.float(), codes, bias)
+        torch.testing.assert_close(packed(x).float(), expected, rtol=1e-2 if tolerance > 1e-2 else 0, atol=tolerance)
+    spread = values.view(48, 4, 32).amax(2) - values.view(48, 4, 32).amin(2)
+    assert bool(((four.dequantize() - values).abs().view(48, 4, 32).amax(2) <= spread / 30 * 1.001).all())
+    with pytest.raises(NumericsError, match="groups"):
+        Int4Weights(values[:, :100], bias)
+    with pytest.raises(NumericsError, match="symmetric"):
+        Int8Weights(quantize_weight(values, bias, symmetric=False))
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("shape", [(5, 64, 32), (3, 33, 17), (1, 1, 1), (0, 32, 16), (4, 0, 16), (4, 32, 0)])
+def test_any_shape_is_close_to_float(bits: int, shape: tuple[int, int, int]) -> None:
+    rows, inner, outputs = shape
+    torch.manual_seed(0)
+    linear = nn.Linear(1, 1)
+    linear.weight, linear.bias = nn.Parameter(torch.randn(outputs, inner)), nn.Parameter(torch.randn(outputs))
+    linear.in_features, linear.out_features = inner, outputs
+    layer, x = WeightOnlyLinear.from_linear(linear, bits, relu=True), torch.randn(2, rows, inner)
+    exact = F.linear(x, linear.weight, linear.bias).relu().detach()
+    step = {16: 2**-11, 8: 1 / 127, 4: 1 / 15}[bits] * 4
+    assert layer(x).shape == exact.shape
+    torch.testing.assert_close(layer(x), exact, rtol=0, atol=step * max(inner, 1) ** 0.5 * 4)
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(layer(turned), layer(x))
+
+
+@needs_kernels
+def test_what_weights_alone_cannot_be_is_refused() -> None:
+    linear = nn.Linear(8, 4)
+    with pytest.raises(NumericsError, match="not 5"):
+        WeightOnlyLinear.from_linear(linear, 5)
+    with pytest.raises(NumericsError, match="float64"):
+        WeightOnlyLinear.from_linear(linear, 8)(torch.zeros(2, 8).double())
+    with torch.no_grad():
+        linear.weight[1, 2] = float("nan")
+    for bits in (16, 8, 4):
+        with pytest.raises(NumericsError, match=r"\(1, 2\)"):
+            WeightOnlyLinear.from_linear(linear, bits)
