@@ -43,8 +43,8 @@ from cordillera.workflows.injection import components_of, replay_of
 RECIPE = "adult-dlrm"
 # Inputs that share a fault agree with each other: slow models are tried on fewer of them, with no fewer faults.
 SAMPLES = 128
-IMAGES = 64
-SEQUENCES = 16
+IMAGES = 48
+SEQUENCES = 12
 AT_LEAST = 5.0
 
 
@@ -154,7 +154,7 @@ def _formats(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def _speed(console: Console, quick: bool) -> dict[str, Any]:
-    rounds, repeats = (2, 3) if quick else (48, 5)
+    rounds, repeats = (2, 3) if quick else (64, 5)
     rows, results = [], []
     for target in _targets(quick):
         hits = [one for part in target.components for one in draw(part, FaultModel(), 1, range(rounds))]
