@@ -43,7 +43,7 @@ from cordillera.workflows.injection import components_of, replay_of
 RECIPE = "adult-dlrm"
 # Inputs that share a fault agree with each other: slow models are tried on fewer of them, with no fewer faults.
 SAMPLES = 128
-IMAGES = 48
+IMAGES = 32
 SEQUENCES = 12
 AT_LEAST = 5.0
 
