@@ -86,7 +86,7 @@ HEADINGS = ["model", "component", "faults", "PVF", "95 % interval", "silent", "e
 def _models(console: Console, quick: bool) -> dict[str, Any]:
     rows, results, notes = [], [], []
     for target in _targets(quick):
-        rounds = 8 if quick else 2048 if target.name == "DLRM" else 256
+        rounds = 8 if quick else 1280 if target.name == "DLRM" else 256
         campaign = Campaign(target.components, target.replay)
         widths = []
         for share in (16, 4, 1):
@@ -140,7 +140,7 @@ def _formats(console: Console, quick: bool) -> dict[str, Any]:
     rows, results = [], []
     for target in targets:
         campaign = Campaign(target.components, target.replay)
-        campaign.run(4 if quick else 2048 if target.name == "int8 tables" else 96)
+        campaign.run(4 if quick else 1024 if target.name == "int8 tables" else 96)
         rows += [_row(target.name, found) for found in campaign.found.values()]
         results.append({"model": target.name, "components": [found.to_json() for found in campaign.found.values()]})
     print_rows(console, "PVF of single bits by stored format", HEADINGS, rows)
