@@ -210,7 +210,7 @@ def main(
         list[Part] | None, typer.Option("--part", help="What to measure; repeat it for several. Default: all.")
     ] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 1,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Measure how vulnerable models are to flipped bits, by component, bit and format, and how fast that goes."""
