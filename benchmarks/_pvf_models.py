@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
         self.position = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.blocks = nn.Sequential(Block(width, 2), Block(width, 2))
+        self.blocks = nn.Sequential(Block(width, 1), Block(width, 1))
         self.head = nn.Linear(width, tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:

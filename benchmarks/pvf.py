@@ -43,8 +43,8 @@ from cordillera.workflows.injection import components_of, replay_of
 RECIPE = "adult-dlrm"
 # Inputs that share a fault agree with each other: slow models are tried on fewer of them, with no fewer faults.
 SAMPLES = 128
-IMAGES = 64
-SEQUENCES = 16
+IMAGES = 32
+SEQUENCES = 12
 AT_LEAST = 5.0
 
 
@@ -86,7 +86,7 @@ HEADINGS = ["model", "component", "faults", "PVF", "95 % interval", "silent", "e
 def _models(console: Console, quick: bool) -> dict[str, Any]:
     rows, results, notes = [], [], []
     for target in _targets(quick):
-        rounds = 8 if quick else 2048 if target.name == "DLRM" else 256
+        rounds = 8 if quick else 1280 if target.name == "DLRM" else 256
         campaign = Campaign(target.components, target.replay)
         widths = []
         for share in (16, 4, 1):
@@ -140,7 +140,7 @@ def _formats(console: Console, quick: bool) -> dict[str, Any]:
     rows, results = [], []
     for target in targets:
         campaign = Campaign(target.components, target.replay)
-        campaign.run(4 if quick else 2048 if target.name == "int8 tables" else 96)
+        campaign.run(4 if quick else 1024 if target.name == "int8 tables" else 96)
         rows += [_row(target.name, found) for found in campaign.found.values()]
         results.append({"model": target.name, "components": [found.to_json() for found in campaign.found.values()]})
     print_rows(console, "PVF of single bits by stored format", HEADINGS, rows)
@@ -154,7 +154,7 @@ def _formats(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def _speed(console: Console, quick: bool) -> dict[str, Any]:
-    rounds, repeats = (2, 3) if quick else (48, 5)
+    rounds, repeats = (2, 3) if quick else (64, 5)
     rows, results = [], []
     for target in _targets(quick):
         hits = [one for part in target.components for one in draw(part, FaultModel(), 1, range(rounds))]
@@ -210,7 +210,7 @@ def main(
         list[Part] | None, typer.Option("--part", help="What to measure; repeat it for several. Default: all.")
     ] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 1,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
     """Measure how vulnerable models are to flipped bits, by component, bit and format, and how fast that goes."""
