@@ -183,7 +183,7 @@ class CachedEmbeddingTables(EmbeddingTables):
         )
 
     def _read(self, start: int, rows: int) -> Tensor:
-        kernels, support = _kernels(), import_module("cordillera.kernels.numba_support")
+        kernels, support = _kernels("lookup"), import_module("cordillera.kernels.numba_support")
         block = torch.empty(rows, self.embedding_dim)
         threads = support.threads_for(block.numel())
         with support.pool(threads):
@@ -219,7 +219,7 @@ class CachedEmbeddingTables(EmbeddingTables):
     def _look_up(
         self, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
     ) -> Lookup:
-        found: Lookup = _kernels().lookup(
+        found: Lookup = _kernels("lookup").lookup(
             self._store(), values, offsets, value_weights, self._first_row, self._num_rows, dtype
         )
         return found
@@ -237,7 +237,7 @@ class CachedEmbeddingTables(EmbeddingTables):
             learning_rate,
             self.step,
         )
-        bad = _kernels().update(self._store(), call)
+        bad = _kernels("update").update(self._store(), call)
         self.cache.age(self.step)
         if bad is not None:
             raise self._refused(bad.row, bad.gradient)
@@ -258,8 +258,8 @@ class CachedEmbeddingTables(EmbeddingTables):
         )
 
 
-def _kernels() -> Any:
-    return import_module("cordillera.kernels.numba_cached_rows")
+def _kernels(of: str) -> Any:
+    return import_module(f"cordillera.kernels.numba_cached_{of}")  # compiled where they are first used
 
 
 def require_cpu(config: TablesConfig, device: torch.device) -> None:
