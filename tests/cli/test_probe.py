@@ -68,10 +68,10 @@ def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeyp
     monkeypatch.setattr("cordillera.numerics.dispatch._timed", lambda product, ones, *_: {
         one.name: 1.0 if one.name == "fp32" else 0.1 for one in ones
     })  # fmt: skip
-    config = DispatchConfig(rows=(128,), kernels=("int8 dynamic x86",), sqnr_db=0.0, median_relative=10.0)
+    config = DispatchConfig(rows=(128,), kernels=("int8 dynamic",), sqnr_db=0.0, median_relative=10.0)
     loose = probing.probe(run, config, budget=1.0)
     assert not loose.returned
-    assert all(choice.kernel == "int8 dynamic x86" for choice in loose.profile.plan.choices)
+    assert all(choice.kernel == "int8 dynamic" for choice in loose.profile.plan.choices)
     strict = probing.probe(run, config, budget=0.0)
     assert strict.change.mean <= 0
     assert strict.profile.plan == PrecisionPlan.load(run / "precision-plan.json")

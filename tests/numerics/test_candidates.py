@@ -15,7 +15,7 @@ LEAST = {
     "fp32": 120.0,
     "bf16": 48.0,
     "fp16 weights": 65.0,
-    "int8 dynamic x86": 36.0,
+    "int8 dynamic": 36.0,
     "int8 dynamic onednn": 36.0,
     "int8 static": 36.0,
     "int8 weights": 40.0,

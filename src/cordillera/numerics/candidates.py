@@ -11,16 +11,19 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.integer_linear import UINT8, make_weight
+from cordillera.numerics.linear_engines import saturates
+from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear
+from cordillera.numerics.quantizers import choose_affine
 
 _GROUP = 32  # inputs that share a scale in int4
-_SMALLEST_SCALE = 6.1e-5  # of activations, as FBGEMM's
 _SMALLEST_WEIGHT_SCALE = 2.0**-100
 _LARGEST_FP16 = 65504.0
 
@@ -78,7 +81,7 @@ class Candidate(NamedTuple):
         Raises:
             NumericsError: the weight is not finite, or does not fit the format.
         """
-        return self.load(self.store(weight, rows), bias)
+        return self.load(self.store(weight, rows if self.calibrated else None), bias)
 
     def supports(self, shape: Shape, device: torch.device) -> str | None:
         """Why it cannot compute a product; None where it can.
@@ -167,9 +170,18 @@ def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
     return stored
 
 
-def _prepacked(stored: Stored, bias: Tensor | None, engine: str) -> Any:
-    before = torch.backends.quantized.engine
-    scale = stored["scale"].double()
+def _load_int8(stored: Stored, bias: Tensor | None) -> Kernel:
+    """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
+    input = None
+    if "range" in stored:
+        low, high = stored["range"]
+        input = choose_affine(low.clamp(max=0), high.clamp(min=0), UINT8)
+    weight = make_weight(stored["weight"], stored["scale"], None, bias)
+    return QuantizedLinear(weight, input, config=LinearConfig(float_below=0)).forward
+
+
+def _load_int8_onednn(stored: Stored, bias: Tensor | None) -> Kernel:
+    scale, engine = stored["scale"].double(), torch.backends.quantized.engine
     with warnings.catch_warnings():
         # Only the tensors that torch's engines pack are made this way; it says that they are to go some day.
         warnings.simplefilter("ignore", UserWarning)
@@ -177,27 +189,12 @@ def _prepacked(stored: Stored, bias: Tensor | None, engine: str) -> Any:
             stored["weight"], scale, torch.zeros_like(scale, dtype=torch.int64), 0
         )
     try:
-        torch.backends.quantized.engine = engine
-        return torch.ops.quantized.linear_prepack(weight, bias)
+        torch.backends.quantized.engine = "onednn"
+        packed = torch.ops.quantized.linear_prepack(weight, bias)
     finally:
-        torch.backends.quantized.engine = before
-
-
-def _load_int8_dynamic(stored: Stored, bias: Tensor | None, engine: str) -> Kernel:
-    packed = _prepacked(stored, bias, engine)
+        torch.backends.quantized.engine = engine
     # Seven bits keep processors without VNNI from saturating 16-bit sums; elsewhere they would cost 6 dB for nothing.
-    reduced = not torch.cpu._is_vnni_supported()
-    return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic(x, packed, reduced))
-
-
-def _load_int8_static(stored: Stored, bias: Tensor | None) -> Kernel:
-    packed = _prepacked(stored, bias, "x86")
-    lowest, highest = stored["range"].tolist()
-    lowest, highest = min(0.0, lowest), max(0.0, highest)
-    scale = max((highest - lowest) / 255, _SMALLEST_SCALE)
-    zero = min(255, max(0, round(-lowest / scale)))
-    run = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return _with_lost_rows(lambda x: run(x, scale, zero, packed))
+    return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic(x, packed, saturates()))
 
 
 def _load_int8_weights(stored: Stored, bias: Tensor | None) -> Kernel:
@@ -289,11 +286,9 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate("fp32", partial(_plain, dtype=torch.float32), _load_fp32, _anywhere),
         Candidate("bf16", partial(_plain, dtype=torch.bfloat16), _load_bf16, _anywhere),
         Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
-        *(
-            Candidate(f"int8 dynamic {e}", _int8, partial(_load_int8_dynamic, engine=e), partial(_with_engine, e))
-            for e in ("x86", "onednn")
-        ),
-        Candidate("int8 static", _int8, _load_int8_static, partial(_with_engine, "x86"), calibrated=True),
+        Candidate("int8 dynamic", _int8, _load_int8, partial(_with_engine, "x86")),
+        Candidate("int8 dynamic onednn", _int8, _load_int8_onednn, partial(_with_engine, "onednn")),
+        Candidate("int8 static", _int8, _load_int8, partial(_with_engine, "x86"), calibrated=True),
         Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
         Candidate("int4 weights", _int4, _load_int4, _in_groups),
         Candidate("fp8 rows", _store_fp8, load_fp8, _on_cpu, emulated=True),

@@ -37,7 +37,7 @@ from cordillera.workflows.scores import scored, some_batches
 
 BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
-_LAYER_KERNELS = ("int8 static", "int8 dynamic x86", "int8 dynamic onednn", "fp16 weights", "bf16")
+_LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
