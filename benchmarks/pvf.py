@@ -86,7 +86,7 @@ HEADINGS = ["model", "component", "faults", "PVF", "95 % interval", "silent", "e
 def _models(console: Console, quick: bool) -> dict[str, Any]:
     rows, results, notes = [], [], []
     for target in _targets(quick):
-        rounds = 8 if quick else 1280 if target.name == "DLRM" else 256
+        rounds = 8 if quick else 3072 if target.name == "DLRM" else 256
         campaign = Campaign(target.components, target.replay)
         widths = []
         for share in (16, 4, 1):
