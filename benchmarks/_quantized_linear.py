@@ -40,6 +40,7 @@ AT_LEAST_MEAN, AT_LEAST_ROWS, AT_LEAST_ANY, AT_LEAST_UNFUSED = 5.0, 2.0, 0.9, 1.
 FEW_ROWS = 6
 LEAST_DECIBELS = 30.0
 MOST_APART = 1e-4
+_SETTLE_S = 0.01
 _ROUND_S = 2e-3  # that a contender's share of a round lasts at least
 _INPUTS = 4  # that calls go through, so that none finds its own in the nearest cache
 
@@ -170,7 +171,7 @@ def measure_linear(rounds: int, *, quick: bool = False) -> dict[str, Any]:
         apart, elements, worst = apart + different, elements + count, max(worst, largest)
         contenders = case.contenders()
         calls = 1 if quick else _calls(contenders["float32"])
-        timings = interleave(contenders, rounds=rounds, calls=calls, warmup=3)
+        timings = interleave(contenders, rounds=rounds, calls=calls, warmup=3, settle_s=_SETTLE_S)
         rows.append(_row(shape, timings))
     means = {
         f"{name}_over_{peer}": statistics.geometric_mean([row["times"][name][peer]["median"] for row in rows])
@@ -262,7 +263,8 @@ def _mlp_row(sizes: tuple[int, ...], batch: int, trained: bool, rounds: int, qui
             "float32": lambda: model(data[next(turn) % _INPUTS]),
             "uint8": lambda: quantized(data[next(turn) % _INPUTS]),
         }
-        timings = interleave(contenders, rounds=rounds, calls=1 if quick else _calls(contenders["float32"]), warmup=3)
+        calls = 1 if quick else _calls(contenders["float32"])
+        timings = interleave(contenders, rounds=rounds, calls=calls, warmup=3, settle_s=_SETTLE_S)
     times: Spread = times_faster(timings["uint8"], timings["float32"])
     return {
         "batch": batch,

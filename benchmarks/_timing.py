@@ -62,7 +62,12 @@ class Timing:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1, warmup: int = 1
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmup: int = 1,
+    settle_s: float = 0.0,
 ) -> dict[str, Timing]:
     """Time contenders in rounds: each round runs every one of them, and begins with the next one in turn.
 
@@ -71,6 +76,8 @@ def interleave(
         rounds: Values a contender.
         calls: Calls that one value is the mean of. The first contender's share of a round is thus ``calls`` calls.
         warmup: Calls of every contender that are not counted.
+        settle_s: Seconds of calls, not counted, before every value: the threads of the contender before may go on
+            looking for work for some milliseconds, which a short call that comes next would pay for.
 
     Returns:
         A timing a contender, in the order given.
@@ -87,6 +94,9 @@ def interleave(
             gc.disable()
             for name in names[i % len(names) :] + names[: i % len(names)]:
                 contender = contenders[name]
+                begin = time.perf_counter()
+                while settle_s and time.perf_counter() - begin < settle_s:
+                    contender()
                 begin = time.perf_counter()
                 for _ in range(calls):
                     contender()

@@ -65,7 +65,9 @@ def _speed(run: Run, quick: bool) -> dict[str, Any]:
 
     contenders = {
         "fp32": partial(call, "fp32", scorer(exact, CPU, "fp32")),
-        "quantised": partial(call, "quantised", scorer(small, CPU, "fp32")),
+        "quantised": partial(
+            call, "quantised", scorer(small, CPU, quantized_model.precision_of(run.folder / quantized_model.FOLDER))
+        ),
     }
     timings = interleave(contenders, rounds=3 if quick else 25, calls=8, warmup=4)
     ratio = times_faster(timings["quantised"], timings["fp32"])

@@ -68,7 +68,8 @@ def test_the_reported_change_is_that_of_the_written_model(trained):
     batch = splits.test.batch(slice(0, len(splits.test)))
     losses = []
     for model in (exact, loaded):
-        logits = scorer(model, torch.device("cpu"), "fp32")(batch).double()
+        precision = "fp32" if model is exact else quantized_model.precision_of(folder / "quantized")
+        logits = scorer(model, torch.device("cpu"), precision)(batch).double()
         losses.append(torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double()))
     assert outcome.confirmed is not None
     assert float(losses[1] / losses[0]) - 1 == pytest.approx(outcome.confirmed.mean, abs=1e-9)

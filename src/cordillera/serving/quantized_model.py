@@ -24,6 +24,7 @@ from cordillera.errors import CheckpointError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.candidates import CANDIDATES
 from cordillera.numerics.drift import Moments
+from cordillera.numerics.precision import Precision
 from cordillera.numerics.sites import replace, sites
 from cordillera.numerics.stored_linear import StoredLinear
 from cordillera.run import write_atomically
@@ -110,7 +111,9 @@ def observe(model: RankingModel, batch: RankingBatch) -> tuple[Tensor, Tensor]:
         return logits, torch.cat([embeddings.square().mean(2).sqrt(), batch.dense.float(), logits], 1)
 
 
-def save(folder: Path, model: RankingModel, seen: Moments, facts: Mapping[str, Any]) -> None:
+def save(
+    folder: Path, model: RankingModel, seen: Moments, facts: Mapping[str, Any], precision: Precision = "fp32"
+) -> None:
     """Write a quantised model.
 
     Args:
@@ -118,6 +121,7 @@ def save(folder: Path, model: RankingModel, seen: Moments, facts: Mapping[str, A
         model: Of :func:`quantize_model`.
         seen: What was watched at calibration.
         facts: For readers: budget, quality, sizes.
+        precision: In which what has no kernel of its own is computed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RECORD).unlink(missing_ok=True)
@@ -130,6 +134,7 @@ def save(folder: Path, model: RankingModel, seen: Moments, facts: Mapping[str, A
         "tables": getattr(model.tables, "kinds", {}),
         "layers": {n: m.kernel for n, m in model.named_modules() if isinstance(m, StoredLinear)},
         "sha256": hashlib.sha256((folder / _TENSORS).read_bytes()).hexdigest(),
+        "precision": precision,
         "seen": seen.to_json(),
         "facts": dict(facts),
     }
@@ -156,6 +161,18 @@ def read_record(folder: Path) -> dict[str, Any]:
     if version != SCHEMA:
         raise CheckpointError(f"is of version {version}, this library reads {SCHEMA}", where=str(path))
     return record
+
+
+def precision_of(folder: Path) -> Precision:
+    """In which precision to score with a quantised model what has no kernel of its own.
+
+    Args:
+        folder: Where it lies.
+
+    Raises:
+        CheckpointError: there is none, or it is not readable.
+    """
+    return "bf16" if read_record(folder).get("precision") == "bf16" else "fp32"
 
 
 def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:

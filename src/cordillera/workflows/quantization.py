@@ -19,11 +19,13 @@ from cordillera.data.encoding import Encoder
 from cordillera.data.loader import Loader
 from cordillera.embeddings.quantized_tables import encoded
 from cordillera.errors import DataError, DependencyError, NumericsError
+from cordillera.kernels.dense import MULTIPLIES_BFLOAT16
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, chosen
 from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, try_all
 from cordillera.numerics.drift import Alarm, Moments, alarms
+from cordillera.numerics.precision import Precision
 from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.selection import Change, Part, Selection, select, sweep_evaluations
@@ -39,6 +41,7 @@ BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
 _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
+_REST = "rest of the model"
 _LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
@@ -141,7 +144,7 @@ def quantize(
             return quantized_model.quantize_model(model, tables, layers, seen.rows, made)
 
         def evaluate(options: Mapping[str, str]) -> Change:
-            found = base.beside(scored(build(options), search, splits, tail=base.first))
+            found = base.beside(scored(build(options), search, splits, base.first, precision=_precision(options)))
             names = sorted(options)
             what = f"all {len(names)} parts" if len(names) == len(parts) else ", ".join(names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 and len(names) != len(parts) else ""
@@ -150,23 +153,24 @@ def quantize(
 
         selection = select(parts, evaluate, budget)
         options = {name: option for name, option in selection.options.items() if option != "fp32"}
-        quantized = build(options)
+        quantized, precision = build(options), _precision(options)
         searched = next((e.change for e in selection.evaluated if e.options == options), Change(0.0, 0.0, 0.0))
         watched = Moments(quantized_model.watched(model))
-        for batch in some_batches(splits.train, recipe, _CALIBRATION_ROWS):
+        # Of samples that the model was not trained on, as live ones are: on others it is surer of itself.
+        for batch in some_batches(search, recipe, _CALIBRATION_ROWS):
             watched.update(quantized_model.observe(quantized, batch)[1])
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
-        quantized_model.save(target, quantized, watched, facts)
+        quantized_model.save(target, quantized, watched, facts, precision)
         say(f"written: {target}")
         loaded, _ = quantized_model.load(target, model_of(recipe, splits.features))
-        confirmed, ne = None, base.ne_beside(scored(loaded, search, splits, tail=base.first))
+        confirmed, ne = None, base.ne_beside(scored(loaded, search, splits, base.first, precision=precision))
         if len(splits.test):
-            exact, ours = scored(model, splits.test, splits), scored(loaded, splits.test, splits)
+            exact, ours = scored(model, splits.test, splits), scored(loaded, splits.test, splits, precision=precision)
             confirmed, ne = exact.beside(ours), exact.ne_beside(ours)
-        layers = _layer_by_layer(model, loaded, trials, splits, recipe)
-        seconds = _timed(model, loaded, splits, recipe)
+        layers = _layer_by_layer(model, loaded, trials, splits, recipe, precision)
+        seconds = _timed(model, loaded, splits, precision)
         outcome = Quantized(
             target, selection, searched, confirmed, ne, sizes, layers, seconds, sweep_evaluations(parts)
         )
@@ -246,7 +250,15 @@ def _parts(model: RankingModel, trials: Mapping[str, list[Trial]], smallest: boo
         # Of kernels of like precision only the cheapest is worth a try.
         kept = [k for i, k in enumerate(cheaper) if not any(k[:4] == earlier[:4] for earlier in cheaper[:i])]
         found.append(Part(f"layer {name}", (*kept, "fp32"), (*map(cost, kept), reference)))
+    if MULTIPLIES_BFLOAT16:
+        # Interactions and norms: said to take a quarter of the layers' time, half of it in bfloat16.
+        found.append(Part(_REST, ("bf16", "fp32"), (0.125 * total, 0.25 * total)))
     return found
+
+
+def _precision(options: Mapping[str, str]) -> Precision:
+    """Of what is neither a table nor a layer with a kernel of its own."""
+    return "bf16" if options.get(_REST) == "bf16" else "fp32"
 
 
 def _optimizer_bytes(model: RankingModel) -> int:
@@ -255,7 +267,12 @@ def _optimizer_bytes(model: RankingModel) -> int:
 
 
 def _layer_by_layer(
-    model: RankingModel, quantized: RankingModel, trials: Mapping[str, list[Trial]], splits: Splits, recipe: Recipe
+    model: RankingModel,
+    quantized: RankingModel,
+    trials: Mapping[str, list[Trial]],
+    splits: Splits,
+    recipe: Recipe,
+    precision: Precision,
 ) -> list[LayerReport]:
     batch = some_batches(splits.train, recipe, _BATCH)[0]
     outputs: list[dict[str, torch.Tensor]] = []
@@ -268,7 +285,7 @@ def _layer_by_layer(
             )
             for name in names
         ]
-        scorer(one, torch.device("cpu"), "fp32")(batch)
+        scorer(one, torch.device("cpu"), "fp32" if one is model else precision)(batch)
         for hook in hooks:
             hook.remove()
         outputs.append(found)
@@ -282,11 +299,12 @@ def _layer_by_layer(
 
 
 def _timed(
-    model: RankingModel, quantized: RankingModel, splits: Splits, recipe: Recipe, rounds: int = 15
+    model: RankingModel, quantized: RankingModel, splits: Splits, precision: Precision, rounds: int = 15
 ) -> tuple[float, float]:
     """Median seconds of a batch of 256, in turn."""
     batches = list(Loader(splits.train, min(_BATCH, len(splits.train))).epoch())[:8]
-    scores = [scorer(one, torch.device("cpu"), "fp32") for one in (model, quantized)]
+    cpu = torch.device("cpu")
+    scores = [scorer(model, cpu, "fp32"), scorer(quantized, cpu, precision)]
     seconds: list[list[float]] = [[], []]
     for turn in range(rounds + 2):
         for which, score in enumerate(scores):

@@ -291,7 +291,7 @@ def predict(
         if quantized:
             device = torch.device("cpu")
             model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
-            score = scorer(model, device, "fp32")
+            score = scorer(model, device, quantized_model.precision_of(run.folder / quantized_model.FOLDER))
         elif planned:
             from cordillera.workflows.probing import load_planned
 

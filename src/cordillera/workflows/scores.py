@@ -15,6 +15,7 @@ from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.errors import DataError, NumericsError
 from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.precision import Precision
 from cordillera.numerics.selection import Change
 from cordillera.recipe import Recipe
 from cordillera.training.metrics import cross_entropy
@@ -72,8 +73,15 @@ class Losses:
         return own / entropy, others / entropy
 
 
-def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int = 0, batch_size: int = 8192) -> Losses:
-    """Score a split in fp32.
+def scored(
+    model: RankingModel,
+    dataset: ClickDataset,
+    splits: Splits,
+    tail: int = 0,
+    batch_size: int = 8192,
+    precision: Precision = "fp32",
+) -> Losses:
+    """Score a split.
 
     Args:
         model: What scores.
@@ -81,12 +89,13 @@ def scored(model: RankingModel, dataset: ClickDataset, splits: Splits, tail: int
         splits: All splits; they know the tasks.
         tail: Samples to leave out at the beginning.
         batch_size: Samples scored at a time.
+        precision: ``fp32``, or ``bf16`` for what is not kept in a precision of its own.
 
     Raises:
         NumericsError: a score is not finite.
         DataError: the split is empty.
     """
-    score = scorer(model, torch.device("cpu"), "fp32")
+    score = scorer(model, torch.device("cpu"), precision)
     parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
     for batch in Loader(dataset, batch_size).epoch():
         logits = score(batch)
