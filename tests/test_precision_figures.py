@@ -85,7 +85,7 @@ def test_layers_in_eight_bits_are_quoted_as_measured() -> None:
     page = " ".join(_page("fbgemm.md").split())
     linear = _results("fbgemm-linear")["values"]
     for one in linear["rows"]:
-        cells = [f"{one['times'][name]['median']:.2f}" for name in ("static", "dynamic", "fused", "codes")]
+        cells = [f"{one['times'][name]['float32']['median']:.2f}" for name in ("static", "dynamic", "fused", "codes")]
         assert _row(" x ".join(map(str, one["shape"])), *cells) in page
     for name in ("static", "dynamic", "fused", "codes"):
         assert f"{linear['geometric_means'][name + '_over_float32']:.2f}" in page
@@ -101,11 +101,20 @@ def test_layers_in_eight_bits_are_quoted_as_measured() -> None:
 def test_training_in_bfloat16_is_quoted_as_measured() -> None:
     page = _page("bfloat16.md")
     for one in _results("bfloat16-accuracy")["results"]:
-        if one.get("difference"):
-            mean, half = (100 * one["difference"][key] for key in ("mean", "half_width"))
-            assert _row(one["data"], one["variant"], f"{mean:+.3f} % ± {half:.3f}") in page
+        if one["variant"] != "float32":
+            interval = " to ".join(f"{end:+.3f}" for end in one["interval_percent"])
+            assert _row(one["data"], one["variant"], f"{one['mean_percent']:+.3f} %", interval) in page
+    for one in _results("bfloat16-split")["results"]:
+        assert f"{one['different']} of {one['numbers']:,} numbers after {one['steps']:,} steps" in page
 
 
-@pytest.mark.parametrize("part", ["models", "formats", "speed"])
-def test_vulnerability_is_quoted_as_measured(part: str) -> None:
-    assert _results(f"pvf-{part}")["part"] == part
+def test_vulnerability_is_quoted_as_measured() -> None:
+    page = " ".join(_page("pvf.md").split())
+    for part in ("models", "formats"):
+        for model in _results(f"pvf-{part}")["results"]:
+            for one in model["components"]:
+                pvf = one["pvf"]
+                interval = f"{100 * pvf['low']:.3f} to {100 * pvf['high']:.3f} %"
+                assert _row(model["model"], one["name"], f"{100 * pvf['value']:.3f} %", interval) in page
+    for one in _results("pvf-speed")["results"]:
+        assert f"{one['model']} {one['times_faster']['median']:.1f} times" in page
