@@ -298,3 +298,13 @@ def test_executed_packing_is_quoted_as_measured() -> None:
         times = gain["executed"]
         spread = f"{times['low']:.2f} to {times['high']:.2f}"
         assert f"| {PACKINGS[name]} | {times['median']:.2f} | {spread} | {gain['simulated']:.2f} |" in page
+
+
+def test_emulated_pipelines_are_quoted_as_measured() -> None:
+    page = _page("docs/systems/wlb.md")
+    result = json.loads((ROOT / "benchmarks/results/wlb-emulated.json").read_text())
+    assert not result["quick"]
+    for name, gain in result["gains"].items():
+        times = gain["executed"]
+        spread = f"{times['low']:.2f} to {times['high']:.2f}"
+        assert f"| {PACKINGS[name]} | {times['median']:.2f} | {spread} | {gain['simulated']:.2f} |" in page

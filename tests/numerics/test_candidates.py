@@ -123,6 +123,8 @@ def test_what_is_kept_is_small_and_whole(one: Candidate) -> None:
         pytest.skip(reason)
     stored = one.store(weight, x)
     again = {name: tensor.clone() for name, tensor in stored.items()}
-    assert torch.equal(one.load(again, bias)(x), one.pack(weight, bias, x)(x))
+    plain = one.load(again, bias, False)(x)
+    assert torch.equal(plain, one.pack(weight, bias, x)(x))
+    assert torch.equal(one.load(again, bias, True)(x), plain.relu())
     bits = {"fp32": 32, "bf16": 16, "fp16 weights": 16, "int4 weights": 5}.get(one.name, 9)
     assert sum(t.numel() * t.element_size() for t in stored.values()) <= bits / 8 * weight.numel() + 8

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cordillera.errors import NumericsError
 from cordillera.numerics import dispatch
 from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, load_fp8
+from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, load_fp8, then_relu
 from cordillera.numerics.dispatch import DispatchConfig, Product, Trial, apply, choose, forward_products, judge, profile
 from cordillera.numerics.precision_plan import PrecisionPlan, bucket
 from cordillera.numerics.probe import Probe, ProbeConfig
@@ -82,7 +82,7 @@ def scales_off_by_one(weight: Tensor, rows: Tensor | None) -> Stored:
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "scale": scale.roll(1, 0)}
 
 
-PLANTED = Candidate("planted", scales_off_by_one, load_fp8, lambda device, k, n: None)
+PLANTED = Candidate("planted", scales_off_by_one, then_relu(load_fp8), lambda device, k, n: None)
 
 
 def test_a_scale_off_by_one_row_is_found_on_probed_inputs_only() -> None:

@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     Attributes:
         name: What plans call it.
         store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
-        load: From what is kept and ``bias [N]`` or None to a kernel.
+        load: From what is kept, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
         needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
         calibrated: Whether its ranges come from calibration rows: it then knows one layer's inputs and no gradient's.
         emulated: Whether its arithmetic is imitated here: its error counts, its time does not.
@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
 
     name: str
     store: Callable[[Tensor, Tensor | None], Stored]
-    load: Callable[[Stored, Tensor | None], Kernel]
+    load: Callable[[Stored, Tensor | None, bool], Kernel]
     needs: Callable[[torch.device, int, int], str | None]
     calibrated: bool = False
     emulated: bool = False
@@ -81,7 +81,7 @@ class Candidate(NamedTuple):
         Raises:
             NumericsError: the weight is not finite, or does not fit the format.
         """
-        return self.load(self.store(weight, rows if self.calibrated else None), bias)
+        return self.load(self.store(weight, rows if self.calibrated else None), bias, False)
 
     def supports(self, shape: Shape, device: torch.device) -> str | None:
         """Why it cannot compute a product; None where it can.
@@ -170,14 +170,14 @@ def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
     return stored
 
 
-def _load_int8(stored: Stored, bias: Tensor | None) -> Kernel:
+def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
     """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
     input = None
     if "range" in stored:
         low, high = stored["range"]
         input = choose_affine(low.clamp(max=0), high.clamp(min=0), UINT8)
     weight = make_weight(stored["weight"], stored["scale"], None, bias)
-    return QuantizedLinear(weight, input, config=LinearConfig(float_below=0)).forward
+    return QuantizedLinear(weight, input, relu=relu, config=LinearConfig(float_below=0)).forward
 
 
 def _load_int8_onednn(stored: Stored, bias: Tensor | None) -> Kernel:
@@ -253,6 +253,20 @@ def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
     return {"weight": payload, "scale": scale}
 
 
+def then_relu(load: Callable[[Stored, Tensor | None], Kernel]) -> Callable[[Stored, Tensor | None, bool], Kernel]:
+    """A loader of kernels with a ReLU after them where one is wanted.
+
+    Args:
+        load: Of kernels that have none of their own.
+    """
+
+    def loader(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+        run = load(stored, bias)
+        return (lambda x: run(x).relu_()) if relu else run
+
+    return loader
+
+
 def load_fp8(stored: Stored, bias: Tensor | None) -> Kernel:
     """Both operands in e4m3 with a scale a row (torch's ``_scaled_mm``, row-wise).
 
@@ -283,15 +297,17 @@ def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 CANDIDATES: dict[str, Candidate] = {
     one.name: one
     for one in (
-        Candidate("fp32", partial(_plain, dtype=torch.float32), _load_fp32, _anywhere),
-        Candidate("bf16", partial(_plain, dtype=torch.bfloat16), _load_bf16, _anywhere),
-        Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
+        Candidate("fp32", partial(_plain, dtype=torch.float32), then_relu(_load_fp32), _anywhere),
+        Candidate("bf16", partial(_plain, dtype=torch.bfloat16), then_relu(_load_bf16), _anywhere),
+        Candidate(
+            "fp16 weights", partial(_plain, dtype=torch.float16), then_relu(_load_fp16), partial(_with_engine, "x86")
+        ),
         Candidate("int8 dynamic", _int8, _load_int8, partial(_with_engine, "x86")),
-        Candidate("int8 dynamic onednn", _int8, _load_int8_onednn, partial(_with_engine, "onednn")),
+        Candidate("int8 dynamic onednn", _int8, then_relu(_load_int8_onednn), partial(_with_engine, "onednn")),
         Candidate("int8 static", _int8, _load_int8, partial(_with_engine, "x86"), calibrated=True),
-        Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
-        Candidate("int4 weights", _int4, _load_int4, _in_groups),
-        Candidate("fp8 rows", _store_fp8, load_fp8, _on_cpu, emulated=True),
+        Candidate("int8 weights", _int8, then_relu(_load_int8_weights), _in_groups),
+        Candidate("int4 weights", _int4, then_relu(_load_int4), _in_groups),
+        Candidate("fp8 rows", _store_fp8, then_relu(load_fp8), _on_cpu, emulated=True),
     )
 }
 """By name. ``fp32`` is the reference that every plan may fall back to."""

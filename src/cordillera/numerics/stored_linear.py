@@ -16,6 +16,7 @@ class StoredLinear(nn.Module):
 
     Attributes:
         kernel: The candidate's name.
+        relu: Whether a ReLU is part of it.
         in_features: ``K``.
         out_features: ``N``.
 
@@ -23,11 +24,12 @@ class StoredLinear(nn.Module):
         kernel: A candidate's name.
         stored: What it keeps of the weight.
         bias: ``float32 [N]`` or None.
+        relu: Whether negative results become zero.
     """
 
-    def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None) -> None:
+    def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None, relu: bool = False) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.relu = kernel, relu
         self.bias: Tensor | None
         self._names = list(stored)
         for name, tensor in stored.items():
@@ -64,11 +66,13 @@ class StoredLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._run is None:
             stored: Stored = {name: getattr(self, f"stored_{name}") for name in self._names}
-            self._run = candidate(self.kernel).load(stored, self.bias)
+            self._run = candidate(self.kernel).load(stored, self.bias, self.relu)
         rows = x.reshape(-1, self.in_features).float()
         with torch.autocast(x.device.type, enabled=False):
             return self._run(rows).reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """What ``repr`` says of the layer."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}, relu={self.relu}"
+        )

@@ -65,8 +65,20 @@ def quantize_model(
     found.tables = QuantizedTables.of(whole, {name: tables.get(name, "fp32") for name in whole.features.tables}, made)
     linear = sites(found)
     for name, kernel in layers.items():
-        replace(found, name, StoredLinear.of(linear[name], kernel, rows.get(name)))
+        _place(found, name, StoredLinear.of(linear[name], kernel, rows.get(name)))
     return found.eval().requires_grad_(False)
+
+
+def _place(model: RankingModel, name: str, layer: StoredLinear) -> None:
+    """Put a layer in its place; a ReLU that follows it becomes part of it."""
+    parent, _, last = name.rpartition(".")
+    siblings = model.get_submodule(parent)
+    replace(model, name, layer)
+    if not isinstance(siblings, torch.nn.Sequential):
+        return
+    after = int(last) + 1
+    if after < len(siblings) and isinstance(siblings[after], torch.nn.ReLU):
+        layer.relu, siblings[after] = True, torch.nn.Identity()
 
 
 def size_bytes(model: torch.nn.Module) -> int:
@@ -213,7 +225,7 @@ def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
         layer = StoredLinear(kernel, stored, tensors.get(f"{name}.bias"))
         if (layer.in_features, layer.out_features) != (linear[name].in_features, linear[name].out_features):
             raise CheckpointError(f"has a layer {name!r} of another size", where=str(path), remedy=_REMEDY)
-        replace(model, name, layer)
+        _place(model, name, layer)
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:

@@ -293,7 +293,10 @@ def _layer_by_layer(
     for name in names:
         kernel = getattr(quantized.get_submodule(name), "kernel", "fp32")
         alone = next((t.accuracy.sqnr_db for t in trials.get(name, []) if t.kernel == kernel and t.accuracy), math.nan)
-        in_place = Accuracy.of(outputs[1][name], outputs[0][name]).sqnr_db if name in outputs[0] else math.nan
+        in_place = math.nan
+        if name in outputs[0]:
+            relu = getattr(quantized.get_submodule(name), "relu", False)
+            in_place = Accuracy.of(outputs[1][name], outputs[0][name].relu() if relu else outputs[0][name]).sqnr_db
         rows.append(LayerReport(name, kernel, math.nan if kernel == "fp32" else alone, in_place))
     return rows
 
