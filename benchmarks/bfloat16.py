@@ -51,7 +51,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "synthetic teacher": (
         "synthetic-dlrm",
-        {"data.batch_size": 2048, "data.fractions": [0.75, 0.05, 0.2]},
+        {"data.synthetic.rows": 200_000, "data.batch_size": 2048, "data.fractions": [0.7, 0.05, 0.25]},
     ),
 }
 QUICK: dict[str, dict[str, Any]] = {
