@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -225,13 +226,9 @@ def _parts(model: RankingModel, trials: Mapping[str, list[Trial]], smallest: boo
         options, costs = [], []
         whole = tables.table(name)
         for kind in _ROW_KINDS:
-            try:
+            with contextlib.suppress(NumericsError):  # a format that cannot hold the table is not offered
+                costs.append(float(encoded(whole, kind, name, "minmax").numel()))
                 options.append(kind)
-                costs.append(float(encoded(whole[:1], kind, name, "minmax").numel() * len(whole)))
-                encoded(whole, kind, name, "minmax")
-            except NumericsError:
-                options.pop()
-                del costs[len(options) :]
         found.append(Part(f"table {name}", (*options, "fp32"), (*costs, 4.0 * whole.numel())))
     total = sum(part.costs[-1] for part in found) or 1.0
     times = sum(t.milliseconds for one in trials.values() for t in one if t.kernel == "fp32") or 1.0
