@@ -227,7 +227,7 @@ def test_whole_numbers_are_rounded_to_as_numbers_are(values: list[float]) -> Non
     assert torch.equal(round_to_integers(x, Rounding.nearest_away), away)
     up = torch.full(x.shape, (1 << 32) - 1)
     drawn = round_to_integers(x, Rounding.stochastic, random=up)
-    assert bool(((drawn == x.trunc()) | ((drawn - x).abs() < 1)).all())
+    assert bool(((drawn == x.trunc()) | ((drawn.double() - x.double()).abs() < 1)).all())
     assert torch.equal(round_to_integers(x, Rounding.stochastic, random=torch.zeros_like(up)), x.trunc())
 
 
