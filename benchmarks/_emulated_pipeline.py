@@ -7,16 +7,14 @@ its context rank and activations to the next stage as it would.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from _processes import run_processes
+from _processes import slowest_seconds
 from torch import Tensor, nn
 
 from cordillera.distributed.pipeline import PipelineRunner
@@ -67,11 +65,6 @@ class _Stage(nn.Module):
         return x
 
 
-class _Steps(NamedTuple):
-    arguments: list[tuple[float]]
-    inputs: list[Tensor]
-
-
 def _run(rank: int, folder: str, plans: dict[str, list[Seconds]], rounds: int) -> dict[str, Any]:
     """One of the processes: iterations of all plans in turn; seconds of each."""
     stage, context = divmod(rank, CONTEXT_RANKS)
@@ -115,13 +108,7 @@ def executed_seconds(plans: dict[str, list[Seconds]], rounds: int) -> dict[str, 
         plans: By name, their iterations.
         rounds: Of all iterations of all plans, in turn.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        count = STAGES * CONTEXT_RANKS
-        ended = run_processes(count, Path(folder), partial(_run, plans=plans, rounds=rounds), _DEADLINE_S)
-    if len(ended.found) < count:
-        raise RuntimeError(f"processes ended with {ended.codes}: {ended.said}")
-    ranks = ended.found.values()
-    return {name: [max(parts) for parts in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
+    return slowest_seconds(STAGES * CONTEXT_RANKS, partial(_run, plans=plans, rounds=rounds), _DEADLINE_S)
 
 
 def simulated_seconds(iterations: Sequence[Seconds]) -> float:

@@ -6,15 +6,13 @@ attention costs as much as all else at about the length at which it does for a l
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _processes import run_processes
+from _processes import slowest_seconds
 from _timing import Spread
 
 from cordillera.data.document_work import DocumentWork, Sample
@@ -90,12 +88,7 @@ def executed_seconds(plans: dict[str, Plan], rounds: int) -> dict[str, list[floa
         plans: By name.
         rounds: After one that does not count.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run_processes(STAGES, Path(folder), partial(_train, plans=plans, rounds=rounds), _DEADLINE_S)
-    if len(ended.found) < STAGES:
-        raise RuntimeError(f"processes ended with {ended.codes}: {ended.said}")
-    ranks = ended.found.values()
-    return {name: [max(parts) for parts in zip(*(rank[name] for rank in ranks), strict=True)] for name in plans}
+    return slowest_seconds(STAGES, partial(_train, plans=plans, rounds=rounds), _DEADLINE_S)
 
 
 def simulated_seconds(plan: Plan, work: DocumentWork) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -73,6 +74,27 @@ def run_processes(size: int, folder: Path, work: Callable[[int, str], dict[str, 
         for path in (folder / "store", *folder.glob("[0-9]*.txt"), *folder.glob("[0-9]*.pt")):
             path.unlink(missing_ok=True)
     return _run(size, folder, work, deadline)
+
+
+def slowest_seconds(
+    size: int, work: Callable[[int, str], dict[str, list[float]]], deadline: float
+) -> dict[str, list[float]]:
+    """Seconds that processes measured side by side: of each name and each round, those of the slowest process.
+
+    Args:
+        size: How many processes.
+        work: What each does, given its rank and a folder.
+        deadline: Seconds that they may take.
+
+    Raises:
+        RuntimeError: one of them did not end well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_processes(size, Path(folder), work, deadline)
+    if len(ended.found) < size:
+        raise RuntimeError(f"processes ended with {ended.codes}: {ended.said}")
+    ranks = ended.found.values()
+    return {name: [max(parts) for parts in zip(*(r[name] for r in ranks), strict=True)] for name in ended.found[0]}
 
 
 def _said(folder: Path) -> str:

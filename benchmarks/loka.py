@@ -86,7 +86,7 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
             look.step()
         model(batch).square().mean().backward()
         if looking:
-            look._stop_listening()
+            look.close()
 
     timings = interleave({"plain": partial(step, False), "probed": partial(step, True)}, rounds=3 if quick else 15)
     more = timings["probed"].spread.median / timings["plain"].spread.median - 1

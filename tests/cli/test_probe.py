@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import shutil
 
@@ -99,3 +100,14 @@ def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path,
     assert refused.code == 2
     assert message in refused.err
     assert not (tmp_path / "new-scores.csv").exists()
+
+
+def test_a_plan_of_weights_that_were_trained_on_is_refused(cli, trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    write_log(tmp_path / "new.csv", rows=10)
+    assert cli("probe", run, "--rows", 16).code == 0
+    path = run / "precision-plan.json"
+    dataclasses.replace(PrecisionPlan.load(path), weights="another").save(path)
+    refused = cli("predict", run, "new.csv", "--plan")
+    assert refused.code == 2
+    assert "made for other weights" in refused.err

@@ -169,7 +169,7 @@ def test_weights_that_are_no_numbers_are_not_quantised(trained):
     model.tables.table("user")[3, 2] = 0.0
     layer = model.top.layers[0]
     layer.weight.data[1, 2] = float("inf")
-    with pytest.raises(NumericsError, match="output channel 1, input 2"):
+    with pytest.raises(NumericsError, match=r"\(1, 2\) is inf"):
         quantized_model.quantize_model(model, {"user": "fp32", "device": "fp32"}, {"top.layers.0": "bf16"}, {})
 
 

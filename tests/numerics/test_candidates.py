@@ -94,10 +94,10 @@ def test_constant_and_zero_weights(one: Candidate) -> None:
 def test_weights_that_do_not_fit_are_refused(name: str) -> None:
     x, weight, _ = case(4, 32, 32)
     weight[3, 5] = math.nan
-    with pytest.raises(NumericsError, match="channel 3, input 5"):
+    with pytest.raises(NumericsError, match=r"\(3, 5\)"):
         candidate(name).pack(weight, None, x)
     weight[3, 5] = 1e5
-    with pytest.raises(NumericsError, match="fit into fp16"):
+    with pytest.raises(NumericsError, match="beyond float16"):
         candidate("fp16 weights").pack(weight, None, x)
 
 

@@ -30,8 +30,8 @@ def moments(*batches: torch.Tensor) -> Moments:
 def test_moments_are_those_of_all_samples() -> None:
     rows = drawn(700, 0)
     found = Moments.from_json(moments(*rows.split(90)).to_json())
-    torch.testing.assert_close(found.mean, rows.mean(0), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.variance, rows.var(0), rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.seen.mean, rows.mean(0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.seen.variance(), rows.var(0), rtol=1e-10, atol=0)
 
 
 def test_samples_of_the_same_distribution_raise_no_alarm() -> None:

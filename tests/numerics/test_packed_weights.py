@@ -38,14 +38,14 @@ def test_packed_weights_alone_multiply_by_the_values_of_their_codes(dtype: torch
     x = torch.randn(5, 128, generator=generator).to(dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
     eight = Int8Weights(quantize_weight(values, bias))
-    four = Int4Weights(values, bias, group=32)
+    four = Int4Weights(*Int4Weights.quantize(values, group=32), bias)
     for packed, codes in ((eight, eight.weight.dequantize()), (four, four.dequantize())):
         expected = F.linear(x.float(), codes, bias)
         torch.testing.assert_close(packed(x).float(), expected, rtol=1e-2 if tolerance > 1e-2 else 0, atol=tolerance)
     spread = values.view(48, 4, 32).amax(2) - values.view(48, 4, 32).amin(2)
     assert bool(((four.dequantize() - values).abs().view(48, 4, 32).amax(2) <= spread / 30 * 1.001).all())
     with pytest.raises(NumericsError, match="groups"):
-        Int4Weights(values[:, :100], bias)
+        Int4Weights.quantize(values[:, :100])
     with pytest.raises(NumericsError, match="symmetric"):
         Int8Weights(quantize_weight(values, bias, symmetric=False))
 
@@ -80,3 +80,14 @@ def test_what_weights_alone_cannot_be_is_refused() -> None:
     for bits in (16, 8, 4):
         with pytest.raises(NumericsError, match=r"\(1, 2\)"):
             WeightOnlyLinear.from_linear(linear, bits)
+
+
+def test_weights_of_odd_shapes_multiply_inputs_of_either_width() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for outputs, inner in ((1, 1), (5, 33), (48, 31), (17, 64)):
+        weight = Int8Weights(quantize_weight(torch.randn(outputs, inner, generator=generator), None))
+        x = torch.randn(7, inner, generator=generator).bfloat16()
+        expected = F.linear(x.double(), weight.weight.dequantize().double())
+        torch.testing.assert_close(weight(x.float()).double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weight(x).double(), expected, rtol=2e-2, atol=2e-2)
+        assert weight(x).dtype == torch.bfloat16

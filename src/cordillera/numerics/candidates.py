@@ -7,8 +7,6 @@ weight is ``x^T``. Quantisation is part of every candidate's time.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -18,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.integer_linear import UINT8, make_weight
-from cordillera.numerics.linear_engines import saturates
-from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear
-from cordillera.numerics.quantizers import choose_affine
+from cordillera.numerics.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
+from cordillera.numerics.linear_engines import TorchEngine, all_finite, saturates
+from cordillera.numerics.packed_weights import HalfWeights, Int4Weights, Int8Weights, check_half
+from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear, plain, take_out_nonfinite
+from cordillera.numerics.quantizers import check_finite, choose_affine
+from cordillera.numerics.row_quantization import pack_codes, unpack_codes
 
 _GROUP = 32  # inputs that share a scale in int4
-_SMALLEST_WEIGHT_SCALE = 2.0**-100
-_LARGEST_FP16 = 65504.0
 
 Kernel = Callable[[Tensor], Tensor]
 """``float32 [M, K] -> float32 [M, N]``."""
@@ -110,33 +108,14 @@ def _with_engine(engine: str, device: torch.device, inputs: int, outputs: int) -
 
 
 def _in_groups(device: torch.device, inputs: int, outputs: int) -> str | None:
-    # torch 2.13 reads past the end of other weights in int8.
     if inputs % _GROUP or outputs % 16:
         return f"takes {_GROUP} inputs and 16 outputs at a time, not {inputs} and {outputs}"
     return _on_cpu(device, inputs, outputs)
 
 
-def _finite(weight: Tensor) -> Tensor:
-    """The weight in float32.
-
-    Raises:
-        NumericsError: a number of it is not finite.
-    """
-    weight = weight.detach().float().contiguous()
-    bad = ~torch.isfinite(weight)
-    if bool(bad.any()):
-        channel, column = (int(i) for i in bad.nonzero()[0])
-        raise NumericsError(
-            f"output channel {channel}, input {column} is {float(weight[channel, column])}", where="weight",
-            remedy="no precision mends that; train the run again, or take an earlier checkpoint",
-        )  # fmt: skip
-    return weight
-
-
 def _plain(weight: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Stored:
-    weight = _finite(weight)
-    if dtype == torch.float16 and weight.numel() and float(weight.abs().max()) > _LARGEST_FP16:
-        raise NumericsError(f"a weight of {float(weight.abs().max()):g} does not fit into fp16", where="weight")
+    weight = weight.detach().float().contiguous()
+    (check_half if dtype == torch.float16 else partial(check_finite, where="weight"))(weight)
     return {"weight": weight.to(dtype)}
 
 
@@ -152,104 +131,60 @@ def _load_bf16(stored: Stored, bias: Tensor | None) -> Kernel:
     return run
 
 
-def _load_fp16(stored: Stored, bias: Tensor | None) -> Kernel:
-    packed = torch.ops.quantized.linear_prepack_fp16(stored["weight"].float(), bias)
-    return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed))
+def _load_fp16(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    return partial(HalfWeights(stored["weight"].float(), bias), relu=relu)
 
 
 def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
     """Symmetric, with a scale an output channel, and the range of the rows if there are any."""
-    weight = _finite(weight)
-    scale = (weight.abs().amax(1) / 127).clamp(min=_SMALLEST_WEIGHT_SCALE)
-    stored = {"weight": (weight / scale.unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8), "scale": scale}
+    quantized = quantize_weight(weight.detach(), None)
+    stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
     if rows is not None:
-        if not bool(torch.isfinite(rows).all()):
-            raise NumericsError("rows to calibrate on are not finite", where="rows")
+        check_finite(rows, "rows to calibrate on")
         ends = [rows.min(), rows.max()] if rows.numel() else [rows.new_zeros(())] * 2
         stored["range"] = torch.stack(ends).float()
     return stored
 
 
+def _int8_weight(stored: Stored, bias: Tensor | None) -> LinearWeight:
+    return make_weight(stored["weight"], stored["scale"], None, bias)
+
+
 def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
     """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
-    input = None
-    if "range" in stored:
-        low, high = stored["range"]
-        input = choose_affine(low.clamp(max=0), high.clamp(min=0), UINT8)
-    weight = make_weight(stored["weight"], stored["scale"], None, bias)
-    return QuantizedLinear(weight, input, relu=relu, config=LinearConfig(float_below=0)).forward
+    input = choose_affine(stored["range"][0], stored["range"][1], UINT8) if "range" in stored else None
+    return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
 
 
-def _load_int8_onednn(stored: Stored, bias: Tensor | None) -> Kernel:
-    scale, engine = stored["scale"].double(), torch.backends.quantized.engine
-    with warnings.catch_warnings():
-        # Only the tensors that torch's engines pack are made this way; it says that they are to go some day.
-        warnings.simplefilter("ignore", UserWarning)
-        weight = torch._make_per_channel_quantized_tensor(
-            stored["weight"], scale, torch.zeros_like(scale, dtype=torch.int64), 0
-        )
-    try:
-        torch.backends.quantized.engine = "onednn"
-        packed = torch.ops.quantized.linear_prepack(weight, bias)
-    finally:
-        torch.backends.quantized.engine = engine
-    # Seven bits keep processors without VNNI from saturating 16-bit sums; elsewhere they would cost 6 dB for nothing.
-    return _with_lost_rows(lambda x: torch.ops.quantized.linear_dynamic(x, packed, saturates()))
-
-
-def _load_int8_weights(stored: Stored, bias: Tensor | None) -> Kernel:
-    payload, scale = stored["weight"], stored["scale"].to(torch.bfloat16)
+def _load_int8_onednn(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    engine = TorchEngine(_int8_weight(stored, bias), seven_bits=saturates(), engines=("onednn",))
 
     def run(x: Tensor) -> Tensor:
-        y = torch._weight_int8pack_mm(x.to(torch.bfloat16), payload, scale).float()
-        return y if bias is None else y.add_(bias)
+        x = plain(x)
+        if all_finite(x):
+            return engine.dynamic(x, relu)
+        x, lost = take_out_nonfinite(x, LinearConfig())
+        return engine.dynamic(x, relu).masked_fill_(lost[:, None], torch.nan)
 
     return run
+
+
+def _load_int8_weights(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    return partial(Int8Weights(_int8_weight(stored, bias)), relu=relu)
 
 
 def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
-    """Two codes a byte, low first; scale and lowest number of each group of 32 inputs."""
-    weight = _finite(weight)
-    n, k = weight.shape
-    groups = weight.reshape(n, k // _GROUP, _GROUP)
-    lowest, highest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-    scale = ((highest - lowest) / 15).clamp(min=_SMALLEST_WEIGHT_SCALE)
-    codes = ((groups - lowest.unsqueeze(2)) / scale.unsqueeze(2)).round_().clamp_(0, 15).to(torch.uint8).view(n, k)
-    # The kernel takes a value as (code - 8) * scale + zero.
-    of_groups = torch.stack([scale, lowest + 8 * scale], 2).to(torch.bfloat16)
-    return {"weight": codes[:, ::2] | (codes[:, 1::2] << 4), "scale": of_groups}
+    codes, offsets = Int4Weights.quantize(weight.detach().float())
+    return {"weight": pack_codes(codes, 4), "scale": offsets.to(torch.bfloat16)}
 
 
-def _load_int4(stored: Stored, bias: Tensor | None) -> Kernel:
-    pairs = stored["weight"]
-    codes = torch.stack([pairs & 15, pairs >> 4], 2).view(len(pairs), -1).to(torch.int32)
-    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-    of_groups = stored["scale"].transpose(0, 1).contiguous()  # [K / group, N, 2]
-
-    def run(x: Tensor) -> Tensor:
-        y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, _GROUP, of_groups).float()
-        return y if bias is None else y.add_(bias)
-
-    return run
-
-
-def _with_lost_rows(run: Kernel) -> Kernel:
-    """A kernel of finite numbers that gives NaN for rows with any that is not, and leaves the other rows untouched.
-
-    Integers have no NaN: torch's kernels take one for the largest or the smallest of them.
-    """
-
-    def guarded(x: Tensor) -> Tensor:
-        if math.isfinite(float(x.sum())):
-            return run(x)
-        lost = ~torch.isfinite(x).all(1, keepdim=True)  # none where finite values have too large a sum
-        return run(torch.where(lost, 0.0, x)).masked_fill_(lost, math.nan)
-
-    return guarded
+def _load_int4(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    return partial(Int4Weights(unpack_codes(stored["weight"], 4), stored["scale"].float(), bias), relu=relu)
 
 
 def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
-    payload, scale = _fp8_rows(_finite(weight))
+    check_finite(weight, "weight")
+    payload, scale = _fp8_rows(weight.detach().float())
     return {"weight": payload, "scale": scale}
 
 
@@ -299,14 +234,12 @@ CANDIDATES: dict[str, Candidate] = {
     for one in (
         Candidate("fp32", partial(_plain, dtype=torch.float32), then_relu(_load_fp32), _anywhere),
         Candidate("bf16", partial(_plain, dtype=torch.bfloat16), then_relu(_load_bf16), _anywhere),
-        Candidate(
-            "fp16 weights", partial(_plain, dtype=torch.float16), then_relu(_load_fp16), partial(_with_engine, "x86")
-        ),
+        Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
         Candidate("int8 dynamic", _int8, _load_int8, partial(_with_engine, "x86")),
-        Candidate("int8 dynamic onednn", _int8, then_relu(_load_int8_onednn), partial(_with_engine, "onednn")),
+        Candidate("int8 dynamic onednn", _int8, _load_int8_onednn, partial(_with_engine, "onednn")),
         Candidate("int8 static", _int8, _load_int8, partial(_with_engine, "x86"), calibrated=True),
-        Candidate("int8 weights", _int8, then_relu(_load_int8_weights), _in_groups),
-        Candidate("int4 weights", _int4, then_relu(_load_int4), _in_groups),
+        Candidate("int8 weights", _int8, _load_int8_weights, _on_cpu),
+        Candidate("int4 weights", _int4, _load_int4, _in_groups),
         Candidate("fp8 rows", _store_fp8, then_relu(load_fp8), _on_cpu, emulated=True),
     )
 }

@@ -6,9 +6,9 @@ with the others, quantisation included. The outcome is a :class:`PrecisionPlan`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.accuracy import Accuracy
@@ -173,29 +174,36 @@ def _timed(
     generator = torch.Generator().manual_seed(config.seed)
     size = 4 * rows * product.weight.shape[1]
     inputs = [product.draw(rows, generator) for _ in range(max(2, min(8, _CACHE_BYTES // max(1, size))))]
-    calls: dict[str, Callable[[Tensor], Any]] = {}
-    for one in candidates:
-        if product.once:
-            calls[one.name] = kernels[one.name]
-        else:
-            calls[one.name] = partial(_pack_and_run, one, product)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+
+    def calls(one: Candidate) -> Callable[[int], Any]:
+        kernel = kernels[one.name] if product.once else partial(_pack_and_run, one, product)
+        return lambda turn: kernel(inputs[turn % len(inputs)])
+
+    return median_seconds({one.name: calls(one) for one in candidates}, config.rounds)
+
+
+def median_seconds(calls: Mapping[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of a call, of each contender in turn.
+
+    Args:
+        calls: By name; each is given a number that grows, to choose its input by.
+        rounds: Values a contender, each the mean of as many calls as the first one makes in two milliseconds.
+    """
     names = list(calls)
-    repeats = 1
     began = time.perf_counter()
-    calls["fp32"](inputs[0])
-    calls["fp32"](inputs[1])
+    for turn in range(2):
+        calls[names[0]](turn)
     repeats = max(1, min(64, int(2e-3 / max(1e-7, (time.perf_counter() - began) / 2))))
-    for turn in range(config.rounds + 1):
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            call = calls[name]
-            # Threads of the kernel before look for work for a while, which a short call would pay for.
+            # Threads of the contender before look for work for a while, which a short call would pay for.
             began = time.perf_counter()
             while time.perf_counter() - began < _SETTLE_S:
-                call(inputs[turn % len(inputs)])
+                calls[name](turn)
             began = time.perf_counter()
             for repeat in range(repeats):
-                call(inputs[(turn + repeat) % len(inputs)])
+                calls[name](turn + repeat + 1)
             if turn:
                 seconds[name].append((time.perf_counter() - began) / repeats)
     return {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
@@ -250,14 +258,11 @@ class Profile:
 
     def uniform_milliseconds(self) -> dict[str, float]:
         """Total time of every kernel that is accurate enough everywhere, were it taken everywhere."""
-        totals: Counter[str] = Counter()
-        passes: Counter[str] = Counter()
+        times: dict[str, list[float]] = {}
         for trials in self.trials.values():
             for trial in trials:
-                if math.isfinite(trial.milliseconds):
-                    totals[trial.kernel] += trial.milliseconds  # type: ignore[assignment]
-                    passes[trial.kernel] += 1
-        return {name: float(total) for name, total in totals.items() if passes[name] == len(self.trials)}
+                times.setdefault(trial.kernel, []).append(trial.milliseconds)
+        return {name: sum(taken) for name, taken in times.items() if math.isfinite(sum(taken))}
 
     def geometric_mean(self) -> float:
         """Times as fast as fp32, over all that was tried."""
@@ -317,6 +322,19 @@ def profile(products: Sequence[Product], config: DispatchConfig, device: torch.d
     return Profile(PrecisionPlan(tuple(choices), machine(device), bound, config.seed), trials)
 
 
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of the weights of all linear layers, by which a plan knows the model it was made for.
+
+    Args:
+        model: On any device.
+    """
+    digest = hashlib.sha256()
+    for name, module in sites(model).items():
+        digest.update(name.encode())
+        digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 class DispatchedLinear(nn.Module):
     """A linear layer computed by the kernels of a plan, for scoring: it has no gradient.
 
@@ -358,7 +376,7 @@ class DispatchedLinear(nn.Module):
         kernel = next((own for most, own in self._kernels if len(rows) <= most), None)
         if kernel is None:
             self.unplanned += 1
-            kernel = candidate("fp32").pack(self.weight, self.bias, None)
+            return F.linear(x.float(), self.weight, self.bias)
         return kernel(rows).reshape(*x.shape[:-1], self.out_features)
 
 

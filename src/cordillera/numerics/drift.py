@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.row_statistics import RowStatistics, Tier
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,25 @@ class Alarm:
 
 
 class Moments:
-    """Count, mean and variance of several numbers a sample, added up exactly enough in float64.
+    """Statistics of several numbers a sample.
 
     Attributes:
         names: Of the numbers.
-        count: Samples in which all numbers were finite.
-        lost: Others.
+        lost: Samples with a number that is NaN or infinite; they are in no mean.
+        seen: Statistics of the others.
 
     Args:
         names: Of the numbers.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self.count = self.lost = 0
-        self._mean = torch.zeros(len(self.names), dtype=torch.float64)
-        self._scatter = torch.zeros(len(self.names), dtype=torch.float64)
+        self.names, self.lost = list(names), 0
+        self.seen = RowStatistics(len(self.names), Tier.diagonal)
+
+    @property
+    def count(self) -> int:
+        """Samples that are in the means."""
+        return self.seen.count
 
     def update(self, values: Tensor) -> None:
         """Take samples in.
@@ -65,38 +69,15 @@ class Moments:
         Args:
             values: ``[B, numbers]``.
         """
-        values = values.detach().to("cpu", torch.float64)
         finite = torch.isfinite(values).all(1)
         self.lost += int((~finite).sum())
-        values = values[finite]
-        if not len(values):
-            return
-        total = self.count + len(values)
-        mean = values.mean(0)
-        delta = mean - self._mean
-        self._scatter += (values - mean).square().sum(0) + delta.square() * (self.count * len(values) / total)
-        self._mean += delta * (len(values) / total)
-        self.count = total
-
-    @property
-    def mean(self) -> Tensor:
-        """``float64 [numbers]``."""
-        return self._mean
-
-    @property
-    def variance(self) -> Tensor:
-        """``float64 [numbers]``."""
-        return self._scatter / max(1, self.count - 1)
+        self.seen.update(values[finite].double())
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "names": self.names,
-            "count": self.count,
-            "lost": self.lost,
-            "mean": self._mean.tolist(),
-            "scatter": self._scatter.tolist(),
-        }
+        state = self.seen.state_dict()
+        mean, scatter = state["mean"].tolist(), [part.tolist() for part in state["scatter"]]
+        return {"names": self.names, "lost": self.lost, "seen": {**state, "mean": mean, "scatter": scatter}}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Moments:
@@ -105,10 +86,10 @@ class Moments:
         Args:
             content: As it was given.
         """
-        found = cls(content["names"])
-        found.count, found.lost = int(content["count"]), int(content["lost"])
-        found._mean = torch.tensor(content["mean"], dtype=torch.float64)
-        found._scatter = torch.tensor(content["scatter"], dtype=torch.float64)
+        found, state = cls(content["names"]), dict(content["seen"])
+        state["mean"] = torch.tensor(state["mean"], dtype=torch.float64)
+        state["scatter"] = [torch.tensor(part, dtype=torch.float64) for part in state["scatter"]]
+        found.lost, found.seen = int(content["lost"]), RowStatistics.from_state_dict(state)
         return found
 
 
@@ -131,12 +112,13 @@ def alarms(before: Moments, now: Moments, false_alarms: float = 1e-3) -> list[Al
     if min(before.count, now.count) < 2:
         raise NumericsError(f"{now.count} samples beside {before.count} of calibration", where="watch")
     bound = float(scipy.stats.norm.isf(false_alarms / 2 / max(1, len(before.names) + 1)))
-    error = (before.variance / before.count + torch.maximum(before.variance, now.variance) / now.count).sqrt()
-    difference = now.mean - before.mean
+    variance, mean = before.seen.variance(), before.seen.mean
+    error = (variance / before.count + torch.maximum(variance, now.seen.variance()) / now.count).sqrt()
+    difference = now.seen.mean - mean
     # A number that never varied and now differs is infinitely far off.
     deviations = torch.where(error > 0, difference / error, torch.where(difference == 0, 0.0, difference * math.inf))
     found = [
-        Alarm(name, float(before.mean[i]), float(now.mean[i]), float(deviations[i]))
+        Alarm(name, float(mean[i]), float(now.seen.mean[i]), float(deviations[i]))
         for i, name in enumerate(before.names)
         if abs(float(deviations[i])) > bound
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,6 +19,9 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, dequantize_product, integer_product, requantize
 from cordillera.numerics.quantizers import AffineParameters, choose_affine, encode_integers
+
+ENGINES = ("x86", "fbgemm")
+"""Torch's engines for x86, the better one first."""
 
 
 class Int8Engine(Protocol):
@@ -148,15 +151,16 @@ class TorchEngine:
     Args:
         weight: Of the layer; packed here, once.
         seven_bits: Quantise dynamic activations to half the range, for machines whose int16 sums of pairs saturate.
+        engines: Of torch's, the first that it has packs and multiplies.
 
     Raises:
         NumericsError: If this build of torch has no such kernels.
     """
 
-    def __init__(self, weight: LinearWeight, *, seven_bits: bool = False) -> None:
+    def __init__(self, weight: LinearWeight, *, seven_bits: bool = False, engines: Sequence[str] = ENGINES) -> None:
         self.weight, self.seven_bits = weight, seven_bits
         zero_point = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-        with packing_engine(), warnings.catch_warnings():
+        with packing_engine(engines), warnings.catch_warnings():
             # Torch calls these dtypes deprecated; its kernels take nothing else.
             warnings.simplefilter("ignore", UserWarning)
             codes = torch._make_per_channel_quantized_tensor(weight.codes, weight.scale.double(), zero_point.long(), 0)
@@ -225,7 +229,7 @@ def make_engine(weight: LinearWeight, backend: str = "auto", *, seven_bits: bool
     """
     if backend not in ("auto", "torch", "reference"):
         raise NumericsError(f"no backend {backend!r}", where="backend", remedy="auto, torch or reference")
-    fits = bool(weight.codes.numel()) and bool(set(_ENGINES) & set(torch.backends.quantized.supported_engines))
+    fits = bool(weight.codes.numel()) and bool(set(ENGINES) & set(torch.backends.quantized.supported_engines))
     if backend == "torch" or (backend == "auto" and fits):
         return TorchEngine(weight, seven_bits=seven_bits)
     return ReferenceEngine(weight, seven_bits=seven_bits)
@@ -244,19 +248,19 @@ def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, i
     return float(scale), int(zero_point)
 
 
-_ENGINES = ("x86", "fbgemm")
-
-
 @contextmanager
-def packing_engine() -> Iterator[None]:
-    """While weights are packed, torch's engine is the one for x86: it packs for the one that is set.
+def packing_engine(engines: Sequence[str] = ENGINES) -> Iterator[None]:
+    """While weights are packed, torch's engine is one of these: it packs for the one that is set.
+
+    Args:
+        engines: The first that this build of torch has is set.
 
     Raises:
-        NumericsError: If this build of torch has none.
+        NumericsError: If it has none.
     """
-    supported = [name for name in _ENGINES if name in torch.backends.quantized.supported_engines]
+    supported = [name for name in engines if name in torch.backends.quantized.supported_engines]
     if not supported:
-        raise NumericsError("this build of torch has no eight-bit kernels for x86", remedy="backend='reference'")
+        raise NumericsError(f"this build of torch has no engine {' or '.join(engines)}", remedy="backend='reference'")
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = supported[0]
     try:

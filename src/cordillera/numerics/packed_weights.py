@@ -27,13 +27,7 @@ class HalfWeights:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        check_finite(weight, "weight")
-        largest = torch.finfo(torch.float16).max
-        beyond = weight.abs() > largest
-        if bool(beyond.any()):
-            index = tuple(int(i) for i in beyond.nonzero()[0])
-            message = f"element {index} is {float(weight[index]):g}, beyond float16 ({largest:g})"
-            raise NumericsError(message, where="weight", remedy="keep this layer in float32 or bfloat16")
+        check_half(weight)
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias
         with packing_engine():
             self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().contiguous(), bias)
@@ -50,6 +44,24 @@ class HalfWeights:
         else:  # torch would give memory as it finds it
             y = self._bias.expand(len(x), -1).clone()
         return y.relu_() if relu else y
+
+
+def check_half(weight: Tensor) -> None:
+    """Refuse a weight that float16 cannot hold.
+
+    Args:
+        weight: Any shape.
+
+    Raises:
+        NumericsError: If an element is not finite or lies beyond float16.
+    """
+    check_finite(weight, "weight")
+    largest = torch.finfo(torch.float16).max
+    beyond = weight.abs() > largest
+    if bool(beyond.any()):
+        index = tuple(int(i) for i in beyond.nonzero()[0])
+        message = f"element {index} is {float(weight[index]):g}, beyond float16 ({largest:g})"
+        raise NumericsError(message, where="weight", remedy="keep this layer in float32 or bfloat16")
 
 
 class Int8Weights:
@@ -75,6 +87,10 @@ class Int8Weights:
             relu: Whether negative results become zero.
         """
         weight = self.weight
+        outputs, inner = weight.codes.shape
+        if x.dtype == torch.bfloat16 and (outputs % 16 or inner % 32):
+            # torch 2.13's kernel for bfloat16 reads past the end of such weights; the one for float32 does not.
+            return self(x.float(), relu).bfloat16()
         y = torch._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scale.to(x.dtype))
         if weight.bias is not None:
             y += weight.bias
@@ -85,17 +101,30 @@ class Int4Weights:
     """Weights of four bits in groups of a row's neighbours, each with a scale and an offset; activations as they are.
 
     Args:
-        weight: ``float32 [N, K]``, N divisible by 16 and K by the group; torch's kernel asks for that.
+        codes: 0 to 15, ``uint8 [N, K]``.
+        offsets: ``float32 [N, K / group, 2]``, scale and offset: a weight is ``(code - 8) * scale + offset``.
         bias: ``float32 [N]``, or None.
-        group: Weights that share a scale: 32, 64, 128 or 256.
-
-    Raises:
-        NumericsError: If the shape does not fit, or a weight is not finite.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, group: int = 32) -> None:
+    def __init__(self, codes: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+        self.group, self.bias = codes.shape[1] // offsets.shape[1], bias
+        self._offsets = offsets.transpose(0, 1).contiguous()
+        self._codes = codes.to(torch.int32)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._codes, 1)
+
+    @classmethod
+    def quantize(cls, weight: Tensor, *, group: int = 32) -> tuple[Tensor, Tensor]:
+        """Codes and offsets of a weight, as the class takes them.
+
+        Args:
+            weight: ``float32 [N, K]``, N divisible by 16 and K by the group; torch's kernel asks for that.
+            group: Weights that share a scale: 32, 64, 128 or 256.
+
+        Raises:
+            NumericsError: If the shape does not fit, or a weight is not finite.
+        """
         outputs, inner = weight.shape
-        if not self.takes(weight, group):
+        if not cls.takes(weight, group):
             message = f"{outputs} x {inner} in groups of {group}: needs 16 | N, group | K, groups of 32 to 256"
             raise NumericsError(message, where="weight", remedy="use int8 for this layer")
         check_finite(weight, "weight")
@@ -104,11 +133,7 @@ class Int4Weights:
         scale = ((high.double() - low.double()) / 15).float()
         scale = torch.where(torch.isinf(1.0 / scale), torch.ones_like(scale), scale)
         codes = ((blocks - low[..., None]) * (1.0 / scale[..., None])).round_().clamp_(0, 15)
-        self.group, self.bias = group, bias
-        # The kernel's value is (code - 8) * scale + offset.
-        self._offsets = torch.stack([scale, low + 8 * scale], dim=2).transpose(0, 1).contiguous()
-        self._codes = codes.view(outputs, inner).to(torch.int32)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._codes, 1)
+        return codes.view(outputs, inner).to(torch.uint8), torch.stack([scale, low + 8 * scale], dim=2)
 
     @staticmethod
     def takes(weight: Tensor, group: int) -> bool:
@@ -181,7 +206,7 @@ class WeightOnlyLinear(nn.Module):
         if bits == 16:
             packed = HalfWeights(weight, bias)
         elif bits == 4 and Int4Weights.takes(weight, group):
-            packed = Int4Weights(weight, bias, group=group)
+            packed = Int4Weights(*Int4Weights.quantize(weight, group=group), bias)
         elif bits in (8, 4):
             packed = Int8Weights(quantize_weight(weight, bias))
         else:

@@ -88,7 +88,7 @@ class PrecisionPlan:
         machine: Where; see :func:`machine`.
         bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
         seed: Of the inputs that were drawn.
-        weights: Digest of the weights it was made for; empty if it does not depend on them.
+        weights: Digest of the weights that it was made for; empty for any.
     """
 
     choices: tuple[Choice, ...]
@@ -207,7 +207,7 @@ class PrecisionPlan:
                 raise NumericsError(
                     f"was made with {key} {self.machine.get(key)!r}, here it is {value!r}",
                     where=where,
-                    remedy="make the plan anew, or allow a stale one: kernels may then be slower or differ in accuracy",
+                    remedy="make the plan anew with `cordillera probe RUN`",
                 )
 
 

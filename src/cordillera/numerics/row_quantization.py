@@ -109,7 +109,7 @@ def _encode_single(x: Tensor, low: Tensor, high: Tensor, random: Tensor | None) 
 def _encode_half(x: Tensor, scale: Tensor, bias: Tensor, bits: int, random: Tensor | None) -> Tensor:
     """Rows of 4 or 2 bits."""
     codes = _round((x - bias) * (1.0 / scale), (1 << bits) - 1, random)
-    return torch.cat([_pack(codes, bits), _bytes_of(scale.half(), bias.half())], dim=1)
+    return torch.cat([pack_codes(codes, bits), _bytes_of(scale.half(), bias.half())], dim=1)
 
 
 def dequantize_rows(rows: Tensor, bits: int, dim: int, *, name: str = "rows") -> Tensor:
@@ -137,7 +137,7 @@ def dequantize_rows(rows: Tensor, bits: int, dim: int, *, name: str = "rows") ->
     width = size - 2 * kind.itemsize
     parameters = rows[:, width:].contiguous().view(kind).double()
     _refuse(~torch.isfinite(parameters).all(1, keepdim=True), None, "scale or bias is not finite", name)
-    codes = rows[:, :width] if bits == 8 else _unpack(rows[:, :width], bits)[:, :dim]
+    codes = rows[:, :width] if bits == 8 else unpack_codes(rows[:, :width], bits)[:, :dim]
     return (codes.double() * parameters[:, :1] + parameters[:, 1:]).float()
 
 
@@ -201,7 +201,13 @@ def _round(scaled: Tensor, levels: int, random: Tensor | None) -> Tensor:
     return (scaled.double() + random.double() * 2.0**-32).floor().clamp_(0, levels).to(torch.uint8)
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Several codes a byte, the first in the lowest bits; the last byte of a row is filled with zeros.
+
+    Args:
+        codes: ``uint8 [R, C]``, each below ``2 ** bits``.
+        bits: 8, 4 or 2.
+    """
     per_byte = 8 // bits
     rows, columns = codes.shape
     width = math.ceil(columns / per_byte)
@@ -212,7 +218,13 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Codes again, ``uint8 [R, bytes * 8 / bits]``.
+
+    Args:
+        packed: ``uint8 [R, bytes]``.
+        bits: 8, 4 or 2.
+    """
     shifts = range(0, 8, bits)
     return torch.stack([(packed >> shift) & ((1 << bits) - 1) for shift in shifts], dim=2).flatten(1)
 

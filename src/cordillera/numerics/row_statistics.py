@@ -29,11 +29,13 @@ class Tier(str, enum.Enum):
         full: All of it.
         blocks: Blocks of 512 features along its diagonal.
         sketch: Its diagonal and its product with 64 random vectors.
+        diagonal: Its diagonal alone.
     """
 
     full = "full"
     blocks = "blocks"
     sketch = "sketch"
+    diagonal = "diagonal"
 
     @classmethod
     def of(cls, features: int) -> Tier:
@@ -78,7 +80,8 @@ class RowStatistics:
         if self.tier is Tier.blocks:
             sizes = [min(BLOCK, k - start) for start in range(0, k, BLOCK)]
             return [(size, size) for size in sizes]
-        return [(k,), (k, min(SKETCH, k))]  # the diagonal, then the product with the sketch
+        # the diagonal, then the product with the sketch
+        return [(k,)] if self.tier is Tier.diagonal else [(k,), (k, min(SKETCH, k))]
 
     def _sketch(self) -> Tensor:
         """``[K, 64]``, the same in every process."""
@@ -92,7 +95,10 @@ class RowStatistics:
         if self.tier is Tier.blocks:
             pairs = zip(left.split(BLOCK, 1), right.split(BLOCK, 1), strict=True)
             return [a.T @ b for a, b in pairs]
-        return [(left * right).sum(0), left.T @ (right @ self._sketch().to(right.dtype))]
+        diagonal = (left * right).sum(0)
+        if self.tier is Tier.diagonal:
+            return [diagonal]
+        return [diagonal, left.T @ (right @ self._sketch().to(right.dtype))]
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> bool:
@@ -154,7 +160,7 @@ class RowStatistics:
 
     def variance(self) -> Tensor:
         """``float64 [K]``; zeros before two rows were seen."""
-        if self.tier is Tier.sketch:
+        if self.tier in (Tier.sketch, Tier.diagonal):
             diagonal = self._scatter[0]
         else:
             diagonal = torch.cat([part.diagonal() for part in self._scatter])
@@ -165,6 +171,8 @@ class RowStatistics:
 
         Meant for tests and small layers: it is as large as its shape says.
         """
+        if self.tier is Tier.diagonal:
+            return torch.diag(self.variance())
         if self.tier is Tier.sketch:
             factor, rest = self._nystrom()
             return factor @ factor.T + torch.diag(rest)
@@ -205,7 +213,9 @@ class RowStatistics:
         def normal(columns: int) -> Tensor:
             return torch.randn(count, columns, generator=generator, dtype=torch.float64).to(device)
 
-        if self.tier is Tier.sketch:
+        if self.tier is Tier.diagonal:
+            drawn = normal(self.features) * self.variance().sqrt()
+        elif self.tier is Tier.sketch:
             factor, rest = self._nystrom()
             drawn = normal(factor.shape[1]) @ factor.T + normal(self.features) * rest.sqrt()
         else:

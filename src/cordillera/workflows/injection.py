@@ -27,7 +27,7 @@ from cordillera.numerics.replay import Replay, Threshold, Touched
 from cordillera.numerics.vulnerability import Campaign, Vulnerability
 from cordillera.run import Run, write_atomically
 from cordillera.training.injection_report import advice, injection_page
-from cordillera.workflows.ranking import _recipe_of, _threads, load_model
+from cordillera.workflows.ranking import load_model, recipe_of, with_threads
 
 INJECTIONS = 8192
 _MOST_INJECTIONS = 1 << 20
@@ -240,11 +240,11 @@ def inject(
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or InjectionConfig()
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     if config.samples < 1 or (config.injections is not None and config.injections < 1):
         raise DataError("at least one sample and one injection are needed", where="--samples, --injections")
     say(f"data: {recipe.data.label}")
-    with _threads(recipe.threads):
+    with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         if not len(splits.test):
             raise DataError("there is no test split to try faults on", where=recipe.data.label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import torch
 
 from cordillera.data.datasets import prepare
-from cordillera.errors import DependencyError
+from cordillera.errors import DependencyError, NumericsError
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile
+from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile, weights_digest
 from cordillera.numerics.precision_plan import Choice, PrecisionPlan
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.selection import Change
@@ -19,7 +20,7 @@ from cordillera.numerics.sites import replace, replaced
 from cordillera.run import Run
 from cordillera.training.trainer import scorer, select_device
 from cordillera.workflows.quantization import BUDGET
-from cordillera.workflows.ranking import _recipe_of, _threads, load_model
+from cordillera.workflows.ranking import load_model, recipe_of, with_threads
 from cordillera.workflows.scores import scored, some_batches
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
@@ -73,10 +74,10 @@ def probe(
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or DispatchConfig()
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
-    with _threads(recipe.threads):
+    with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         score = scorer(model, torch.device("cpu"), "fp32")
@@ -93,7 +94,7 @@ def probe(
         split = splits.validation if len(splits.validation) else splits.train
         size = max(config.rows)  # more rows than the plan knows would be computed in fp32
         base = scored(model, split, splits, batch_size=size)
-        plan, returned = found.plan, list[str]()
+        plan, returned = dataclasses.replace(found.plan, weights=weights_digest(model)), list[str]()
         while True:
             with replaced(model, planned(model, plan, rows)):
                 change = base.beside(scored(model, split, splits, batch_size=size))
@@ -121,9 +122,13 @@ def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tu
         allow_stale: Take a plan that was made on another machine or with other libraries.
 
     Raises:
-        NumericsError: there is no plan, it is damaged, or it was made elsewhere.
+        NumericsError: there is no plan, it is damaged, or it was made elsewhere or for other weights.
     """
     plan = PrecisionPlan.load(run.folder / PLAN_FILE, allow_stale=allow_stale)
+    if plan.weights != weights_digest(model):
+        raise NumericsError(
+            "was made for other weights", where=str(run.folder / PLAN_FILE), remedy="cordillera probe RUN makes it anew"
+        )
     products = forward_products(model, Probed(run.folder / PROBE_FILE).inputs)
     for name, module in planned(model, plan, {p.site: p.calibration for p in products}).items():
         replace(model, name, module)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,26 @@ import torch
 from cordillera.data.cache import Splits
 from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
+from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.embeddings.quantized_tables import encoded
 from cordillera.errors import DataError, DependencyError, NumericsError
-from cordillera.kernels.dense import MULTIPLIES_BFLOAT16
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, chosen
-from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, try_all
+from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, median_seconds, try_all
 from cordillera.numerics.drift import Alarm, Moments, alarms
 from cordillera.numerics.precision import Precision
 from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.selection import Change, Part, Selection, select, sweep_evaluations
-from cordillera.numerics.sites import Recorder, sites
+from cordillera.numerics.sites import Recorder, replaced, sites
+from cordillera.numerics.stored_linear import StoredLinear
 from cordillera.recipe import Recipe
 from cordillera.run import Run, write_atomically
 from cordillera.serving import quantized_model
-from cordillera.training.trainer import scorer, select_device
-from cordillera.workflows.ranking import _recipe_of, _threads, load_model, model_of
+from cordillera.training.trainer import autocast, scorer, select_device
+from cordillera.workflows.ranking import load_model, model_of, recipe_of, with_threads
 from cordillera.workflows.scores import scored, some_batches
 
 BUDGET = 2e-4
@@ -123,16 +125,16 @@ def quantize(
         DependencyError: the run is of a device other than a CPU.
     """
     run = run if isinstance(run, Run) else Run(run)
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("quantised models score on CPUs", where="device", remedy="set device = 'cpu'")
-    with _threads(recipe.threads):
+    with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         model.eval()
         seen = _probed(model, splits, recipe, say)
         trials = _try_layers(model, seen, least_db, _SMALLEST_KERNELS if smallest else _LAYER_KERNELS, say)
-        parts = _parts(model, trials, smallest)
+        parts = _parts(model, trials, seen, some_batches(splits.train, recipe, _BATCH)[0], smallest)
         search = splits.validation if len(splits.validation) else splits.train
         base = scored(model, search, splits)
         if not len(splits.validation):
@@ -218,8 +220,10 @@ def _fastest(trials: list[Trial]) -> str:
     return min((t for t in trials if not t.refused), key=lambda t: t.milliseconds).kernel
 
 
-def _parts(model: RankingModel, trials: Mapping[str, list[Trial]], smallest: bool) -> list[Part]:
-    """What can be chosen: rows of tables by bytes, kernels of layers by bytes and time."""
+def _parts(
+    model: RankingModel, trials: Mapping[str, list[Trial]], seen: _Seen, batch: RankingBatch, smallest: bool
+) -> list[Part]:
+    """What can be chosen: rows of tables by bytes, kernels of layers by bytes and time, the rest by time."""
     found: list[Part] = []
     tables = model.tables
     for name in tables.features.tables:
@@ -230,27 +234,44 @@ def _parts(model: RankingModel, trials: Mapping[str, list[Trial]], smallest: boo
                 costs.append(float(encoded(whole, kind, name, "minmax").numel()))
                 options.append(kind)
         found.append(Part(f"table {name}", (*options, "fp32"), (*costs, 4.0 * whole.numel())))
-    total = sum(part.costs[-1] for part in found) or 1.0
+    # All tables weigh as much as the time of all layers, unless bytes alone count: then time decides between equals.
     times = sum(t.milliseconds for one in trials.values() for t in one if t.kernel == "fp32") or 1.0
+    a_millisecond = (1e-6 if smallest else 1.0) * (sum(part.costs[-1] for part in found) or 1.0) / times
     linear = sites(model)
     for name, one in trials.items():
-        weight = linear[name].weight
-        timed = {t.kernel: t.milliseconds for t in one if not t.refused}
-
-        def cost(kernel: str, weight: torch.Tensor = weight, timed: Mapping[str, float] = timed) -> float:
-            """Bytes, and time in bytes: all tables weigh as much as all layers' time."""
-            size = sum(t.numel() * t.element_size() for t in CANDIDATES[kernel].store(weight, None).values())
-            return size + (1e-6 if smallest else 1.0) * total * timed[kernel] / times
-
-        reference = cost("fp32")
-        cheaper = sorted((k for k in timed if k != "fp32" and cost(k) < reference), key=cost)
-        # Of kernels of like precision only the cheapest is worth a try.
-        kept = [k for i, k in enumerate(cheaper) if not any(k[:4] == earlier[:4] for earlier in cheaper[:i])]
-        found.append(Part(f"layer {name}", (*kept, "fp32"), (*map(cost, kept), reference)))
-    if MULTIPLIES_BFLOAT16:
-        # Interactions and norms: said to take a quarter of the layers' time, half of it in bfloat16.
-        found.append(Part(_REST, ("bf16", "fp32"), (0.125 * total, 0.25 * total)))
+        stored = {t.kernel: CANDIDATES[t.kernel].store(linear[name].weight, None) for t in one if not t.refused}
+        costs_of = {
+            t.kernel: sum(tensor.nbytes for tensor in stored[t.kernel].values()) + a_millisecond * t.milliseconds
+            for t in one
+            if not t.refused
+        }
+        kept: dict[torch.dtype, str] = {}  # of kernels of like weights only the cheapest is worth a try
+        for kernel in sorted(costs_of, key=costs_of.__getitem__):
+            if costs_of[kernel] < costs_of["fp32"]:
+                kept.setdefault(stored[kernel]["weight"].dtype, kernel)
+        options = [*kept.values(), "fp32"]
+        found.append(Part(f"layer {name}", tuple(options), tuple(costs_of[option] for option in options)))
+    fp32, bf16 = (a_millisecond * 1e3 * seconds for seconds in _time_of_rest(model, trials, seen, batch))
+    if bf16 < fp32:
+        found.append(Part(_REST, ("bf16", "fp32"), (bf16, fp32)))
     return found
+
+
+def _time_of_rest(
+    model: RankingModel, trials: Mapping[str, list[Trial]], seen: _Seen, batch: RankingBatch
+) -> tuple[float, float]:
+    """Seconds of what follows the lookup, its layers by their fastest kernels, the rest in fp32 and in bf16."""
+    cpu, linear = torch.device("cpu"), sites(model)
+    layers = {name: StoredLinear.of(linear[name], _fastest(one), seen.rows[name]) for name, one in trials.items()}
+    with torch.inference_mode(), replaced(model, dict(layers)):
+        embeddings = model.tables(batch.sparse) if model.features.sparse else batch.dense.new_zeros(len(batch), 0, 1)
+
+        def score(turn: int, precision: Precision) -> None:
+            with autocast(cpu, precision):
+                model.score(batch.dense, embeddings)
+
+        taken = median_seconds({"fp32": partial(score, precision="fp32"), "bf16": partial(score, precision="bf16")}, 9)
+    return taken["fp32"], taken["bf16"]
 
 
 def _precision(options: Mapping[str, str]) -> Precision:
@@ -302,18 +323,15 @@ def _timed(
     model: RankingModel, quantized: RankingModel, splits: Splits, precision: Precision, rounds: int = 15
 ) -> tuple[float, float]:
     """Median seconds of a batch of 256, in turn."""
-    batches = list(Loader(splits.train, min(_BATCH, len(splits.train))).epoch())[:8]
+    batches = list(itertools.islice(Loader(splits.train, min(_BATCH, len(splits.train))).epoch(), 8))
     cpu = torch.device("cpu")
-    scores = [scorer(model, cpu, "fp32"), scorer(quantized, cpu, precision)]
-    seconds: list[list[float]] = [[], []]
-    for turn in range(rounds + 2):
-        for which, score in enumerate(scores):
-            began = time.perf_counter()
-            for repeat in range(2):
-                score(batches[(turn + repeat) % len(batches)])
-            if turn >= 2:
-                seconds[which].append((time.perf_counter() - began) / 2)
-    return float(np.median(seconds[0])), float(np.median(seconds[1]))
+
+    def call(score: Callable[[RankingBatch], Any]) -> Callable[[int], Any]:
+        return lambda turn: score(batches[turn % len(batches)])
+
+    scores = {"fp32": call(scorer(model, cpu, "fp32")), "quantised": call(scorer(quantized, cpu, precision))}
+    taken = median_seconds(scores, rounds)
+    return taken["fp32"], taken["quantised"]
 
 
 def _plain(outcome: Quantized) -> dict[str, Any]:
@@ -373,8 +391,8 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
         DataError: the file cannot be read, or holds fewer than two samples.
     """
     run = run if isinstance(run, Run) else Run(run)
-    recipe = _recipe_of(run)
-    with _threads(recipe.threads):
+    recipe = recipe_of(run)
+    with with_threads(recipe.threads):
         encoder = Encoder.load(run.folder / "encoder")
         features = replace(encoder.features, tasks=tuple(run.read_json("model.json")["tasks"]))
         model, before = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))

@@ -68,7 +68,12 @@ def model_of(recipe: Recipe, features: FeatureSpec) -> RankingModel:
 
 
 @contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def with_threads(count: int | None) -> Iterator[None]:
+    """A region in which CPU kernels take so many threads.
+
+    Args:
+        count: How many; None for as many as before.
+    """
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -130,7 +135,7 @@ def train(
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
-    with _threads(recipe.threads):
+    with with_threads(recipe.threads):
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
@@ -196,8 +201,15 @@ def _evaluate(
     return evaluation
 
 
-def _recipe_of(run: Run) -> Recipe:
-    """The recipe that stands in a run's folder."""
+def recipe_of(run: Run) -> Recipe:
+    """The recipe that stands in a run's folder.
+
+    Args:
+        run: Of a ranking model.
+
+    Raises:
+        RunError: it is one of a language model.
+    """
     recipe = recipes.load(run.recipe_file)
     if not isinstance(recipe, Recipe):
         raise RunError(
@@ -219,7 +231,7 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupt.
     """
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     model = model_of(recipe, features)
     load_weights(model, best_checkpoint(run, use_best=recipe.training.patience is not None))
     return recipe, model.to(device).eval()
@@ -238,9 +250,9 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     run = run if isinstance(run, Run) else Run(run)
     if split not in ("train", "validation", "test"):
         raise RunError(f"must be train, validation or test, got {split!r}", where="--split")
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     device = select_device(recipe.device)
-    with _threads(recipe.threads):
+    with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, device)
         return _evaluate(run, recipe, model, splits, split, device)
@@ -282,11 +294,11 @@ def predict(
         raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
     if not target.parent.is_dir():
         raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
     tasks = tuple(run.read_json("model.json")["tasks"])
-    with _threads(recipe.threads):
+    with with_threads(recipe.threads):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
             device = torch.device("cpu")
