@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.fixed_dtypes import FixedDtypes
 from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import UINT8
 from cordillera.numerics.linear_engines import all_finite
@@ -19,7 +20,7 @@ from cordillera.numerics.quantizers import AffineParameters, check_finite, check
 from cordillera.numerics.range_estimators import RunningHistogram, estimate
 
 
-class QuantizedMLP(nn.Module):
+class QuantizedMLP(FixedDtypes):
     """A chain of linear layers: the input is quantised once, and activations stay in uint8 until the end.
 
     Calls take ``float32 [..., K]`` and give ``float32 [..., N]``.
