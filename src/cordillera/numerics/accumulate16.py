@@ -151,8 +151,13 @@ def choose_accumulation(
 
     Returns:
         The choice; None if all of them saturate or leave too many outliers, so that int32 must do.
+
+    Raises:
+        NumericsError: If there are no activations: on nothing, nothing saturates.
     """
-    data = list(batches)
+    data = [codes for codes in batches if codes.numel()]
+    if not data and weight.codes.numel():
+        raise NumericsError("there is nothing to look for saturations in", where="batches", remedy="give activations")
     candidates = []
     for bits in BITS:
         _, outliers = split_outliers(weight.codes, bits)

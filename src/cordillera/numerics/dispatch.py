@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from cordillera.errors import NumericsError
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import Candidate, Kernel, Shape, candidate, chosen
+from cordillera.numerics.fixed_dtypes import refuse_double
 from cordillera.numerics.precision_plan import Choice, Pass, PrecisionPlan, bucket, machine
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.sites import replace, sites
@@ -287,7 +288,7 @@ def forward_products(
         calibration: Rows that each layer was given; None to draw them too.
 
     Raises:
-        NumericsError: a layer was not probed.
+        NumericsError: a layer was not probed, or is float64.
     """
     found = []
     for name, module in sites(model, only, without).items():
@@ -299,6 +300,7 @@ def forward_products(
         rows = (calibration or {}).get(name)
         if rows is None:
             rows = drawn(1024, torch.Generator().manual_seed(20_260_510))
+        refuse_double(module.weight, name)
         bias = None if module.bias is None else module.bias.detach().float()
         found.append(Product(name, "forward", module.weight.detach().float(), bias, drawn, calibration=rows))
     return found
@@ -338,6 +340,8 @@ def weights_digest(model: nn.Module) -> str:
 class DispatchedLinear(nn.Module):
     """A linear layer computed by the kernels of a plan, for scoring: it has no gradient.
 
+    Calls take any floating-point dtype, compute in float32 or less, and give that dtype back.
+
     Attributes:
         weight: As it was, ``[N, K]``: fp32 is the way out for sizes that the plan has none for.
         bias: Likewise.
@@ -352,6 +356,7 @@ class DispatchedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan, calibration: Tensor | None = None) -> None:
         super().__init__()
+        refuse_double(linear.weight, name)
         self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.unplanned = 0
@@ -367,17 +372,22 @@ class DispatchedLinear(nn.Module):
             if choice.kernel not in packed:
                 one = candidate(choice.kernel)
                 packed[choice.kernel] = one.pack(
-                    linear.weight.detach().float(), None if linear.bias is None else linear.bias.detach(), calibration
+                    linear.weight.detach().float(),
+                    None if linear.bias is None else linear.bias.detach().float(),
+                    calibration,
                 )
         self._kernels = [(choice.rows, packed[choice.kernel]) for choice in choices]
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).float()
+        if x.shape[-1] != self.in_features:
+            raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
+        rows = x.reshape(x.shape[:-1].numel(), self.in_features).float()
         kernel = next((own for most, own in self._kernels if len(rows) <= most), None)
         if kernel is None:
             self.unplanned += 1
-            return F.linear(x.float(), self.weight, self.bias)
-        return kernel(rows).reshape(*x.shape[:-1], self.out_features)
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        return kernel(rows).reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
 def planned(

@@ -87,7 +87,7 @@ def make_weight(
         raise NumericsError(f"sums of {inner} products may leave int32 (at most {_MOST_INNER})", where=name)
     check_parameters(scale, zero_point, INT8, where=f"{name}: scale")
     if bias is not None:
-        check_finite(bias, f"{name}: bias")
+        check_finite(bias.float(), f"{name}: bias")  # as it is kept: float64 holds more
     offset = codes.sum(1, dtype=torch.int64)
     if zero_point is not None:
         offset = offset - inner * zero_point.long()

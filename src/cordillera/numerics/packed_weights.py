@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.fixed_dtypes import refuse_double
 from cordillera.numerics.integer_linear import LinearWeight, quantize_weight
 from cordillera.numerics.linear_engines import packing_engine
 from cordillera.numerics.quantizers import check_finite
@@ -196,8 +197,9 @@ class WeightOnlyLinear(nn.Module):
             relu: Whether negative results become zero.
 
         Raises:
-            NumericsError: For other bits, or a weight that is not finite or too large for float16.
+            NumericsError: For other bits, or a weight that is float64, not finite or too large for float16.
         """
+        refuse_double(linear.weight, "weight")
         weight = linear.weight.detach().float()
         bias = None if linear.bias is None else linear.bias.detach().float()
         if bias is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.fixed_dtypes import FixedDtypes
 from cordillera.numerics.fused_linear import FusedLinear
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
 from cordillera.numerics.linear_engines import Int8Engine, all_finite, make_engine, saturates
@@ -60,7 +61,7 @@ class LinearConfig:
         return saturates() if self.seven_bits is None else self.seven_bits
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(FixedDtypes):
     """A linear layer, with ReLU or without, in int8 weights and uint8 activations; inference only.
 
     Calls take ``float32 [..., K]`` (``float16`` and ``bfloat16`` are widened, and get their dtype back) and give
@@ -112,7 +113,6 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("digest", torch.zeros(32, dtype=torch.uint8))
         self.digest.copy_(self._digest())
         self.pack()
-        self.register_load_state_dict_post_hook(_verify_and_pack)
 
     @classmethod
     def from_linear(
@@ -195,6 +195,29 @@ class QuantizedLinear(nn.Module):
                 remedy="load or quantise the layer again, or use the layer in float32",
             )
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing, errors = len(missing_keys), len(error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if len(error_msgs) > errors:
+            return  # torch will say so
+        lacks = missing_keys[missing:]
+        if not lacks:
+            self.verify()
+            self.pack()
+        elif any(prefix + name in state_dict for name in self._buffers):  # torch may be told not to mind
+            raise NumericsError(f"the state lacks {', '.join(lacks)}", where=type(self).__name__)
+
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return self.forward(widened(x)).to(x.dtype)
@@ -271,9 +294,3 @@ def widened(x: Tensor) -> Tensor:
         remedy = "cast float64 with .float() if its precision is not needed"
         raise NumericsError(f"expected float32, float16 or bfloat16, not {x.dtype}", where="x", remedy=remedy)
     return x.float()
-
-
-def _verify_and_pack(module: QuantizedLinear, keys: Any) -> None:
-    if not keys.missing_keys and not keys.unexpected_keys:
-        module.verify()
-        module.pack()

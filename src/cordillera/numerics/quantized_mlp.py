@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.fixed_dtypes import FixedDtypes
 from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import UINT8
 from cordillera.numerics.linear_engines import all_finite
@@ -19,7 +20,7 @@ from cordillera.numerics.quantizers import AffineParameters, check_finite, check
 from cordillera.numerics.range_estimators import RunningHistogram, estimate
 
 
-class QuantizedMLP(nn.Module):
+class QuantizedMLP(FixedDtypes):
     """A chain of linear layers: the input is quantised once, and activations stay in uint8 until the end.
 
     Calls take ``float32 [..., K]`` and give ``float32 [..., N]``.
@@ -56,8 +57,6 @@ class QuantizedMLP(nn.Module):
             for layer in chain:
                 layer.config = replace(layer.config, backend="reference")
                 layer.pack()
-        if output is not None:
-            check_parameters(output.scale, output.zero_point, UINT8, where="output")
         self.register_buffer("output_scale", None if output is None else output.scale.reshape(()).float())
         zero = None if output is None else 0 if output.zero_point is None else int(output.zero_point)
         self.register_buffer("output_zero_point", None if zero is None else torch.tensor(zero, dtype=torch.int32))
@@ -70,6 +69,7 @@ class QuantizedMLP(nn.Module):
         self._fused = fused if len(fused) == len(self._chain) else []
         self._output: tuple[float, int] | None = None
         if self.output_scale is not None and self.output_zero_point is not None:
+            check_parameters(self.output_scale, self.output_zero_point, UINT8, where="output")
             self._output = (float(self.output_scale), int(self.output_zero_point))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,10 +98,14 @@ class QuantizedMLP(nn.Module):
             x: ``float32 [M, K]``.
 
         Raises:
-            NumericsError: If the last output has no scale, or ``x`` is not finite: codes cannot tell.
+            NumericsError: If the last output has no scale, ``x`` is of another shape or dtype, or not finite: codes
+                cannot tell.
         """
         if self._output is None:
             raise NumericsError("the last output has no scale", where="output", remedy="give it one")
+        inner = self._chain[0].in_features
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != inner:
+            raise NumericsError(f"expected float32 [M, {inner}], not {x.dtype} {list(x.shape)}", where="x")
         x = plain(x)
         codes = self._fuse(x, False)
         if codes is not None:

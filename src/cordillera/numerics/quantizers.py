@@ -83,7 +83,9 @@ class QuantizedTensor:
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
-def choose_affine(low: Tensor, high: Tensor, format: IntegerFormat, *, power_of_two: bool = False) -> AffineParameters:
+def choose_affine(
+    low: Tensor, high: Tensor, format: IntegerFormat, *, power_of_two: bool = False, where: str = "low, high"
+) -> AffineParameters:
     """Scale and zero point of ranges, as FBGEMM's ``ChooseQuantizationParams`` (Khudia et al. 2021) computes them.
 
     The range is widened to hold zero, which is then the value of a code exactly. Arithmetic is in float64. A range of
@@ -94,14 +96,22 @@ def choose_affine(low: Tensor, high: Tensor, format: IntegerFormat, *, power_of_
         high: Largest values, of the same shape.
         format: Of the codes.
         power_of_two: Round scales up to powers of two.
+        where: What is named in the message.
 
     Raises:
         NumericsError: If a range is not finite, its ends are exchanged or its width overflows float32.
     """
     low, high = low.float(), high.float()
     width = high.clamp(min=0).double() - low.clamp(max=0).double()
-    if not bool((low <= high).all()) or not bool(torch.isfinite(width.float()).all()):
-        raise NumericsError(f"no range: from {low.tolist()} to {high.tolist()}", where="low, high")
+    bad = ~((low <= high) & torch.isfinite(width.float()))
+    if bool(bad.any()):
+        index = tuple(int(i) for i in bad.nonzero()[0])
+        raise NumericsError(
+            f"no range{f' at {index}' if index else ''} that float32 has a width for: from {float(low[index]):g} to "
+            f"{float(high[index]):g} ({int(bad.sum())} such of {bad.numel()})",
+            where=where,
+            remedy="look for values that should not be so large, or for ends that were exchanged",
+        )
     lowest, highest = format.lowest, format.highest
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = width / (highest - lowest)
@@ -133,12 +143,15 @@ def choose_symmetric(peak: Tensor, format: IntegerFormat, *, power_of_two: bool 
         power_of_two: Round scales up to powers of two.
 
     Raises:
-        NumericsError: For an unsigned format, or a value that is not finite.
+        NumericsError: For an unsigned format, or a value that is negative or not finite.
     """
     if not format.signed:
         raise NumericsError(f"{format.name} has no negative codes", where="format", remedy="choose_affine")
-    if not bool(torch.isfinite(peak).all()):
-        raise NumericsError(f"no range: {peak.tolist()}", where="peak")
+    bad = ~(torch.isfinite(peak) & (peak >= 0))
+    if bool(bad.any()):
+        index = tuple(int(i) for i in bad.nonzero()[0])
+        at = f" at {index}" if index else ""
+        raise NumericsError(f"no range{at}: {float(peak[index]):g} is no largest absolute value", where="peak")
     scale = peak.float() / format.highest
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)
@@ -252,9 +265,12 @@ def quantize(
         if symmetric:
             parameters = choose_symmetric(torch.maximum(-low, high), format, power_of_two=power_of_two)
         else:
-            parameters = choose_affine(low, high, format, power_of_two=power_of_two)
+            parameters = choose_affine(low, high, format, power_of_two=power_of_two, where=name)
     else:
         check_parameters(parameters.scale, parameters.zero_point, format)
+        for part in parameters:
+            if part is not None and part.shape not in (torch.Size([]), torch.Size([1]), torch.Size(grid)):
+                raise NumericsError(f"{list(part.shape)} scales or zero points for {list(grid)} blocks", where=name)
         given = AffineParameters(*(None if part is None else part.broadcast_to(grid) for part in parameters))  # type: ignore[arg-type]
         parameters = AffineParameters(given.scale.float(), None if given.zero_point is None else given.zero_point.int())
     scale, zero_point = parameters

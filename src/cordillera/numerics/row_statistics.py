@@ -19,6 +19,8 @@ from cordillera.errors import NumericsError
 FULL_UP_TO, BLOCK, BLOCKS_UP_TO = 2048, 512, 16_384
 SKETCH = 64  # columns
 _CHUNK = 4096  # rows that are centred at once
+# Sums of products of a chunk stay within float32 up to the first, within float64 up to the second.
+_SINGLE_UP_TO, _DOUBLE_UP_TO = 2.0**40, 2.0**450
 _TRIES = 6
 
 
@@ -52,11 +54,12 @@ class Tier(str, enum.Enum):
 class RowStatistics:
     """Count, mean and scatter of rows, by Welford's update for batches.
 
-    Sums are float64; products of centred float32 rows are float32 within a chunk of 4096 rows.
+    Sums are float64; products of centred float32 rows are float32 within a chunk of 4096 rows, unless they are so large
+    (beyond 2^40) that these might overflow.
 
     Attributes:
         count: Rows so far.
-        skipped: Batches that were left out because they held NaN or infinity.
+        skipped: Batches that were left out because they held NaN, infinity, or float64 beyond 2^450.
         mean: ``float64 [K]``.
 
     Args:
@@ -104,6 +107,8 @@ class RowStatistics:
     def update(self, rows: Tensor) -> bool:
         """Take a batch in; whether it was taken: one with NaN or infinity is left out whole and counted.
 
+        So is one with numbers whose squares float64 cannot sum.
+
         Args:
             rows: ``[..., K]``, any floating-point dtype.
 
@@ -113,13 +118,14 @@ class RowStatistics:
         rows = rows.detach().reshape(-1, rows.shape[-1])
         if rows.shape[1] != self.features:
             raise NumericsError(f"rows of {rows.shape[1]} features, not {self.features}", where="RowStatistics.update")
-        if not bool(torch.isfinite(rows).all()):
+        if not len(rows):
+            return True
+        largest = float(torch.stack(torch.aminmax(rows)).double().abs().max())
+        if not largest <= _DOUBLE_UP_TO:
             self.skipped += 1
             return False
         for part in rows.to(self.mean.device).split(_CHUNK):
-            if not len(part):
-                continue
-            wide = part.dtype == torch.float64
+            wide = part.dtype == torch.float64 or largest > _SINGLE_UP_TO
             # Subtracting a row first leaves float32 all its digits where deviations are small beside the mean.
             origin = part[0].double()
             centred = part.double() - origin if wide else (part.float() - origin.float())

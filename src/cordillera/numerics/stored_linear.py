@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.candidates import Kernel, Stored, candidate
+from cordillera.numerics.candidates import Kernel, Shape, Stored, candidate
+from cordillera.numerics.fixed_dtypes import FixedDtypes, refuse_double
 
 
-class StoredLinear(nn.Module):
-    """``x W^T + b`` by one kernel; it has no gradient.
+class StoredLinear(FixedDtypes):
+    """``x W^T + b`` by one kernel; it has no gradient, takes any floating-point dtype and gives ``float32``.
 
     Attributes:
         kernel: The candidate's name.
@@ -50,9 +52,15 @@ class StoredLinear(nn.Module):
             rows: ``[R, K]`` to calibrate on, for kernels that are.
 
         Raises:
-            NumericsError: the weight is not finite or does not fit the format, or rows are missing.
+            NumericsError: the weight is not finite, float64 or does not fit the format, rows are missing, or the
+                kernel does not compute layers of this size.
         """
         one = candidate(kernel)
+        refuse_double(linear.weight, "StoredLinear")
+        outputs, inputs = linear.weight.shape
+        reason = one.supports(Shape(1, outputs, inputs), linear.weight.device)
+        if reason is not None:
+            raise NumericsError(f"{kernel}: {reason}", where="StoredLinear", remedy="keep this layer in fp32")
         if one.calibrated and rows is None:
             raise NumericsError(f"{kernel} needs rows to calibrate on", where="StoredLinear")
         bias = None if linear.bias is None else linear.bias.detach().float().clone()
@@ -67,9 +75,19 @@ class StoredLinear(nn.Module):
         if self._run is None:
             stored: Stored = {name: getattr(self, f"stored_{name}") for name in self._names}
             self._run = candidate(self.kernel).load(stored, self.bias, self.relu)
-        rows = x.reshape(-1, self.in_features).float()
+        if x.shape[-1] != self.in_features:
+            raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
+        rows = x.reshape(x.shape[:-1].numel(), self.in_features).float()
         with torch.autocast(x.device.type, enabled=False):
             return self._run(rows).reshape(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
+        self._run = None  # it may hold what moves now
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._run = None  # it was made of what was kept before
 
     def extra_repr(self) -> str:
         """What ``repr`` says of the layer."""

@@ -23,7 +23,9 @@ class WeightStatistics:
     """Exponential averages of a weight and of the covariances of its rows and columns.
 
     ``vec(W - M)`` has the covariance ``V kron U``; what the two share of a scale is kept in ``V``, so that the mean of
-    ``U``'s diagonal is one. A covariance of more than 4096 rows or columns is kept as its diagonal.
+    ``U``'s diagonal is one. A covariance of more than 4096 rows or columns is kept as its diagonal. ``V`` is zero until
+    a weight deviates; then both begin as multiples of the identity that count as one sample, so that few samples, whose
+    covariances are singular, do not blow each other up.
 
     Attributes:
         count: Samples so far.
@@ -50,7 +52,7 @@ class WeightStatistics:
         self.centred = centred
         self.count = self.skipped = 0
         self.mean = torch.zeros(rows, columns)
-        self.of_rows, self.of_columns = _unit(rows), _unit(columns)  # U, V
+        self.of_rows, self.of_columns = _unit(rows), torch.zeros_like(_unit(columns))  # U, V
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> bool:
@@ -75,14 +77,16 @@ class WeightStatistics:
             self.mean.copy_(weight)
             self.count = 1
             return True
-        deviation = (weight - self.mean).double()
+        deviation = weight.double() - self.mean.double()  # in float32 it might overflow
         samples = self.count - 1 if self.centred else self.count  # that the covariances have
         if bool((deviation != 0).any()):
+            if not bool(self.of_columns.any()):
+                self.of_columns = _unit(self.columns) * deviation.square().mean()
             spread = _times_root_of_inverse(self.of_columns, deviation)
             rows = _gram(spread, self.of_rows) / self.columns
             weighed = _times_root_of_inverse(self.of_rows, deviation.T)
             columns = _gram(weighed, self.of_columns) / self.rows
-            kept = min(self.momentum, samples / (samples + 1))
+            kept = min(self.momentum, (samples + 1) / (samples + 2))
             self.of_rows = kept * self.of_rows + (1 - kept) * rows
             self.of_columns = kept * self.of_columns + (1 - kept) * columns
             scale = _diagonal(self.of_rows).mean()
