@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from cordillera.kernels.dense import block_norm
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import EmbeddingCross, LinearCompression, StackedLayerNorm
 from cordillera.numerics.sites import replace
+
+if TYPE_CHECKING:
+    from cordillera.models.ranking.base import RankingModel
 
 ModName = Literal["no-bias", "block-norm", "hard-swish"]
 MODS: tuple[ModName, ...] = get_args(ModName)
@@ -135,7 +138,7 @@ def weights_sum(model: nn.Module) -> float:
     return sum(float(parameter.detach().sum(dtype=torch.float64)) for parameter in named)
 
 
-def apply_mods(model: nn.Module, mods: Sequence[str], norm_block: int = 256) -> Modified:
+def apply_mods(model: RankingModel, mods: Sequence[str], norm_block: int = 256) -> Modified:
     """Change a model that :func:`~cordillera.models.ranking.build` has just made; what remains keeps its weights.
 
     A recipe does so with ``model.mods``.
@@ -155,7 +158,7 @@ def apply_mods(model: nn.Module, mods: Sequence[str], norm_block: int = 256) -> 
     unknown = [name for name in mods if name not in MODS]
     if unknown:
         raise NumericsError(f"no mod is called {unknown[0]!r}", where="mods", remedy=f"one of {', '.join(MODS)}")
-    if getattr(model, "built", None) != weights_sum(model):
+    if model.built != weights_sum(model):
         raise NumericsError(
             "mods change what a model computes, and this one was trained, loaded or not made by build",
             where="mods",
@@ -166,9 +169,13 @@ def apply_mods(model: nn.Module, mods: Sequence[str], norm_block: int = 256) -> 
         _replace_norms(model, norm_block) if "block-norm" in mods else (),
         _replace_activations(model) if "hard-swish" in mods else (),
     )
-    changed = {"no-bias": found.biases, "block-norm": found.norms, "hard-swish": found.activations}
+    changed: dict[str, tuple[str, ...]] = {
+        "no-bias": found.biases,
+        "block-norm": found.norms,
+        "hard-swish": found.activations,
+    }
     for name in mods:
-        if not changed[name]:  # type: ignore[index]
+        if not changed[name]:
             raise NumericsError(
                 f"{name!r} finds nothing to change in this model", where="model.mods", remedy="leave it out"
             )
