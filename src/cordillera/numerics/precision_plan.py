@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -186,7 +186,9 @@ class PrecisionPlan:
                 raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
             choices = tuple(Choice(**choice) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
-            purpose = content["purpose"] if content["schema"] > 1 else "scoring"
+            purpose: Purpose = content["purpose"] if content["schema"] > 1 else "scoring"
+            if purpose not in get_args(Purpose):
+                raise ValueError(f"for {purpose}")
             found = cls(choices, content["machine"], bound, int(content["seed"]), str(content["weights"]), purpose)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error

@@ -29,7 +29,7 @@ class _Products(torch.autograd.Function):
         return layer.compute("forward", x, weight, bias, dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer, of_input, of_weight, of_bias = ctx.layer, None, None, None
