@@ -1,8 +1,8 @@
 """The fastest kernels that are accurate on what layers see: ``cordillera bench loka``.
 
 Parts: ``probe`` (statistics of a small deviation beside a large mean; what probing costs), ``shapes`` (kernels on the
-shapes of recommendation models,
-beside fp32 and the best one taken everywhere) and ``model`` (a trained Wukong whole, by its plan). Each writes
+shapes of recommendation models, beside fp32 and the best one taken everywhere), ``model`` (a trained Wukong whole, by
+its plan) and ``mods`` (what BlockNorm, hard Swish and no biases do to a layer's time and to test NE). Each writes
 ``results/loka-PART.json``.
 """
 
@@ -20,7 +20,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _results import RESULTS, make_console, write_part
+from _loka_mods import quality, times
+from _results import RESULTS, FinishedPieces, make_console, write_part
 from _timing import Spread, interleave, times_faster
 from _trained_runs import trained
 from rich.console import Console
@@ -53,6 +54,7 @@ class Part(str, enum.Enum):
     probe = "probe"
     shapes = "shapes"
     model = "model"
+    mods = "mods"
 
 
 def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
@@ -105,13 +107,13 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _shapes(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
-    config = DispatchConfig(rounds=3 if quick else 15, draws=2)
+    config = DispatchConfig(rounds=1, draws=1, judged_rows=16) if quick else DispatchConfig(rounds=15, draws=2)
     names = [name for name, one in CANDIDATES.items() if not one.emulated]
     table = Table(title="milliseconds of a layer, quantisation of its input included", title_justify="left")
     for heading in ("rows x outputs x inputs", *names, "chosen", "times fp32"):
         table.add_column(heading)
     rows: list[dict[str, Any]] = []
-    for m, n, k in SHAPES[:2] if quick else SHAPES:
+    for m, n, k in SHAPES[:1] if quick else SHAPES:
         generator = torch.Generator().manual_seed(m + n + k)
         weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
 
@@ -207,10 +209,21 @@ def _model(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS: dict[Part, Callable[[Console, Path, bool], dict[str, Any]]] = {
+def _mods(console: Console, folder: Path, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    of_times, of_quality = times(console, quick), quality(console, folder, quick, pieces)
+    return {
+        "evidence": "measured",
+        "times": of_times,
+        "quality": of_quality,
+        "reached": {**of_times.pop("reached"), **of_quality.pop("reached")},
+    }
+
+
+PARTS: dict[Part, Callable[..., dict[str, Any]]] = {
     Part.probe: _probe,
     Part.shapes: _shapes,
     Part.model: _model,
+    Part.mods: _mods,
 }
 
 
@@ -219,12 +232,15 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
-    """Probe, plan, and time the plan beside fp32 and uniform choices."""
+    """Probe, plan, and time the plan beside fp32 and uniform choices; what Mods do. An interrupted ``mods`` goes on."""
     console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     with tempfile.TemporaryDirectory() as runs:
         for one in part or Part:
-            write_part(console, folder, "loka", one.value, quick, partial(PARTS[one], console, Path(runs), quick))
+            measure = partial(PARTS[one], console, Path(runs), quick)
+            if one is Part.mods:
+                measure.keywords["pieces"] = FinishedPieces(folder / "loka-mods.jsonl")
+            write_part(console, folder, "loka", one.value, quick, measure)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,7 +16,9 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.candidates import CANDIDATES, Shape
 from cordillera.run import describe_environment, write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
+_READ = (1, SCHEMA)  # plans of version 1 are all for scoring
+Purpose = Literal["scoring", "training"]
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
@@ -89,6 +91,7 @@ class PrecisionPlan:
         bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
         seed: Of the inputs that were drawn.
         weights: Digest of the weights that it was made for; empty for any.
+        purpose: ``scoring``, where weights are packed once, or ``training``, where packing is part of every product.
     """
 
     choices: tuple[Choice, ...]
@@ -96,6 +99,7 @@ class PrecisionPlan:
     bound: dict[str, float]
     seed: int = 0
     weights: str = ""
+    purpose: Purpose = "scoring"
 
     def find(self, site: str, of: Pass, rows: int) -> Choice | None:
         """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
@@ -150,6 +154,7 @@ class PrecisionPlan:
             "bound": {key: value if math.isfinite(value) else str(value) for key, value in self.bound.items()},
             "seed": self.seed,
             "weights": self.weights,
+            "purpose": self.purpose,
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -172,7 +177,7 @@ class PrecisionPlan:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             digest = content.pop("digest")
-            if content["schema"] != SCHEMA:
+            if content["schema"] not in _READ:
                 raise NumericsError(
                     f"is a plan of version {content['schema']}, this library reads {SCHEMA}", where=where,
                     remedy="make it anew",
@@ -181,7 +186,10 @@ class PrecisionPlan:
                 raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
             choices = tuple(Choice(**choice) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
-            found = cls(choices, content["machine"], bound, int(content["seed"]), str(content["weights"]))
+            purpose: Purpose = content["purpose"] if content["schema"] > 1 else "scoring"
+            if purpose not in get_args(Purpose):
+                raise ValueError(f"for {purpose}")
+            found = cls(choices, content["machine"], bound, int(content["seed"]), str(content["weights"]), purpose)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error
         for choice in choices:
@@ -190,6 +198,22 @@ class PrecisionPlan:
         if not allow_stale:
             found.check_machine(device, where)
         return found
+
+    def check_purpose(self, purpose: Purpose) -> None:
+        """Refuse to be used for something else.
+
+        Args:
+            purpose: What it shall be used for.
+
+        Raises:
+            NumericsError: the plan is for another.
+        """
+        if self.purpose != purpose:
+            raise NumericsError(
+                f"is for {self.purpose}, not for {purpose}",
+                where="plan",
+                remedy="cordillera probe RUN makes plans for scoring, cordillera probe RUN --training for training",
+            )
 
     def check_machine(self, device: torch.device | str, where: str = "plan") -> None:
         """Refuse to be used elsewhere than where it was made.

@@ -36,6 +36,7 @@ class ProbeConfig(BaseModel):
         rows: Of a layer's input that are taken in at one look, at most; evenly chosen where there are more.
         weights: Whether weights are followed too.
         momentum: Of the averages over weights.
+        gradients: Whether the gradients of layers' outputs are followed too, in steps that have a backward pass.
         only: Patterns of the layers' names to follow; none for all.
     """
 
@@ -45,6 +46,7 @@ class ProbeConfig(BaseModel):
     rows: int = Field(4096, ge=2)
     weights: bool = True
     momentum: float = Field(0.99, ge=0, lt=1)
+    gradients: bool = False
     only: tuple[str, ...] = ()
 
 
@@ -57,6 +59,7 @@ class Probe:
     Attributes:
         inputs: Of each layer.
         weights: Likewise; empty where weights are not followed.
+        gradients: Of each layer's output; empty where gradients are not followed.
         looks: Steps at which it looked.
 
     Args:
@@ -75,6 +78,9 @@ class Probe:
             m = self.config.momentum
             for name, module in self._modules.items():
                 self.weights[name] = WeightStatistics(module.out_features, module.in_features, m, m)
+        self.gradients: dict[str, RowStatistics] = {}
+        if self.config.gradients:
+            self.gradients = {name: RowStatistics(module.out_features) for name, module in self._modules.items()}
         self.looks = self._steps = 0
         self._hooks: list[Any] = []
         self._writer: threading.Thread | None = None
@@ -89,18 +95,28 @@ class Probe:
             self.looks += 1
             for name, module in self._modules.items():
                 self._hooks.append(
-                    module.register_forward_pre_hook(lambda _, given, name=name: self._take(name, given[0]))
+                    module.register_forward_pre_hook(
+                        lambda _, given, name=name: self._take(self.inputs[name], given[0])
+                    )
                 )
+                if self.gradients:
+                    self._hooks.append(
+                        module.register_forward_hook(lambda _, given, made, name=name: self._await(name, made))
+                    )
                 if self.weights:
                     self.weights[name].update(module.weight)
         return looking
 
-    def _take(self, name: str, given: Tensor) -> None:
+    def _await(self, name: str, made: Tensor) -> None:
+        if made.requires_grad:
+            made.register_hook(lambda gradient: self._take(self.gradients[name], gradient))
+
+    def _take(self, statistics: RowStatistics, given: Tensor) -> None:
         rows = given.detach().reshape(-1, given.shape[-1])
         if len(rows) > self.config.rows:
             rows = rows[:: -(-len(rows) // self.config.rows)]
         if len(rows):
-            self.inputs[name].update(rows)
+            statistics.update(rows)
 
     def _stop_listening(self) -> None:
         for hook in self._hooks:
@@ -133,12 +149,14 @@ class Probe:
             group: Of ranks that see different samples; None for all.
         """
         states: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(states, {name: s.state_dict() for name, s in self.inputs.items()}, group)
-        for name, own in self.inputs.items():
-            merged = RowStatistics(own.features, own.tier)
-            for state in states:
-                merged.merge(RowStatistics.from_state_dict(state[name]))
-            self.inputs[name] = merged
+        followed = (self.inputs, self.gradients)
+        dist.all_gather_object(states, [{name: s.state_dict() for name, s in one.items()} for one in followed], group)
+        for kind, statistics in enumerate(followed):
+            for name, own in statistics.items():
+                merged = RowStatistics(own.features, own.tier)
+                for state in states:
+                    merged.merge(RowStatistics.from_state_dict(state[kind][name]))
+                statistics[name] = merged
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, to go on with after a stop."""
@@ -147,6 +165,7 @@ class Probe:
             "looks": self.looks,
             "inputs": {name: one.state_dict() for name, one in self.inputs.items()},
             "weights": {name: one.state_dict() for name, one in self.weights.items()},
+            "gradients": {name: one.state_dict() for name, one in self.gradients.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,13 +177,14 @@ class Probe:
         Raises:
             NumericsError: the layers are others.
         """
-        if set(state["inputs"]) != set(self.inputs):
+        if set(state["inputs"]) != set(self.inputs) or set(state.get("gradients", {})) != set(self.gradients):
             raise NumericsError(
                 f"statistics of {sorted(state['inputs'])}, not of {sorted(self.inputs)}", where="Probe.load_state_dict"
             )
         self._steps, self.looks = int(state["steps"]), int(state["looks"])
         self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
         self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
+        self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
 
     def save(self, path: Path, background: bool = False) -> None:
         """Write statistics to a file; they are copied at once, so that gathering may go on.
@@ -206,6 +226,7 @@ class Probed:
     Attributes:
         inputs: By layer.
         weights: Likewise; may be empty.
+        gradients: Of outputs, likewise; may be empty.
         looks: Steps at which the probe looked.
 
     Args:
@@ -220,6 +241,7 @@ class Probed:
         self.looks = int(state["looks"])
         self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
         self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
+        self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
 
     @property
     def layers(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Where a trained ranking model can be computed in lower precision: probed, profiled, planned, checked."""
+"""Where a trained ranking model can be computed or trained in lower precision: probed, profiled, planned, checked."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pathlib import Path
 import torch
 
 from cordillera.data.datasets import prepare
-from cordillera.errors import DependencyError, NumericsError
+from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile, weights_digest
 from cordillera.numerics.precision_plan import Choice, PrecisionPlan
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.selection import Change
 from cordillera.numerics.sites import replace, replaced
+from cordillera.numerics.training_products import profile_training, trained_layers
 from cordillera.run import Run
-from cordillera.training.trainer import scorer, select_device
+from cordillera.training.trainer import scorer, select_device, weighted_loss
 from cordillera.workflows.quantization import BUDGET
 from cordillera.workflows.ranking import load_model, recipe_of, with_threads
 from cordillera.workflows.scores import scored, some_batches
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
+TRAINING_PROBE_FILE, TRAINING_PLAN_FILE = "training-probe.safetensors", "training-plan.json"
 
 
 def _silent(text: str) -> None:
@@ -107,6 +109,70 @@ def probe(
             plan = plan.with_reference(worst, "costs more NE than the budget")
         plan.save(run.folder / PLAN_FILE)
         return Probing(run.folder / PROBE_FILE, run.folder / PLAN_FILE, Profile(plan, found.trials), change, returned)
+
+
+@dataclass(frozen=True)
+class TrainingProbing:
+    """What :func:`probe_training` found.
+
+    Attributes:
+        statistics: The file of what layers saw, forwards and backwards.
+        plan_file: The file of the plan.
+        profile: The plan with all that was tried for it.
+    """
+
+    statistics: Path
+    plan_file: Path
+    profile: Profile
+
+
+def probe_training(
+    run: Run | Path | str,
+    config: DispatchConfig | None = None,
+    *,
+    samples: int = 16_384,
+    say: Callable[[str], object] = _silent,
+) -> TrainingProbing:
+    """Choose the fastest kernels that are accurate enough for all three products of a training step.
+
+    Gradients are those of the run's loss at its weights; no update is made. Every product keeps the bounds alone: what
+    a plan does to the quality of a training, only trainings tell. Packing is part of every time.
+
+    Args:
+        run: A trained ranking run.
+        config: Bounds, sizes and counts.
+        samples: Of the training split that are probed.
+        say: Told of what is going on.
+
+    Raises:
+        DependencyError: the run is of a device other than a CPU.
+        TrainingError: the loss is not finite.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    config = config or DispatchConfig()
+    recipe = recipe_of(run)
+    if select_device(recipe.device).type != "cpu":
+        raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
+    with with_threads(recipe.threads):
+        splits = prepare(recipe.data)
+        _, model = load_model(run, splits.features, torch.device("cpu"))
+        tasks = recipe.training.task_weights
+        task_weights = None if tasks is None else torch.tensor([tasks.get(t, 1.0) for t in splits.features.tasks])
+        model.train()
+        with Probe(model, ProbeConfig(interval=1, weights=False, gradients=True)) as gathered:
+            for batch in some_batches(splits.train, recipe, samples):
+                assert batch.labels is not None
+                gathered.step()
+                loss, _ = weighted_loss(model(batch), batch.labels, batch.weights, task_weights)
+                if not torch.isfinite(loss):
+                    raise TrainingError(f"the loss is {float(loss)}", where=str(run.folder))
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+            gathered.save(run.folder / TRAINING_PROBE_FILE)
+        say(f"probed {len(gathered.inputs)} layers and their gradients: {run.folder / TRAINING_PROBE_FILE}")
+        found = profile_training(trained_layers(model, gathered.inputs, gathered.gradients), config)
+        found.plan.save(run.folder / TRAINING_PLAN_FILE)
+        return TrainingProbing(run.folder / TRAINING_PROBE_FILE, run.folder / TRAINING_PLAN_FILE, found)
 
 
 def _ratio(choice: Choice) -> float:
