@@ -89,6 +89,7 @@ class PrecisionPlan:
         bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
         seed: Of the inputs that were drawn.
         weights: Digest of the weights that it was made for; empty for any.
+        statistics: Digest of the statistics that ranges are drawn from; empty for any.
     """
 
     choices: tuple[Choice, ...]
@@ -96,6 +97,7 @@ class PrecisionPlan:
     bound: dict[str, float]
     seed: int = 0
     weights: str = ""
+    statistics: str = ""
 
     def find(self, site: str, of: Pass, rows: int) -> Choice | None:
         """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
@@ -150,6 +152,7 @@ class PrecisionPlan:
             "bound": {key: value if math.isfinite(value) else str(value) for key, value in self.bound.items()},
             "seed": self.seed,
             "weights": self.weights,
+            "statistics": self.statistics,
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -170,7 +173,7 @@ class PrecisionPlan:
         if not path.is_file():
             raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
             digest = content.pop("digest")
             if content["schema"] != SCHEMA:
                 raise NumericsError(
@@ -179,14 +182,21 @@ class PrecisionPlan:
                 )  # fmt: skip
             if digest != _digest(content):
                 raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
-            choices = tuple(Choice(**choice) for choice in content["choices"])
+            choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
-            found = cls(choices, content["machine"], bound, int(content["seed"]), str(content["weights"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = cls(
+                choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]),
+                str(content["statistics"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error
+        except OSError as error:
+            raise NumericsError(f"cannot be read: {error}", where=where) from error
         for choice in choices:
             if choice.kernel not in CANDIDATES:
-                raise NumericsError(f"names the kernel {choice.kernel!r}, which is not here", where=where)
+                raise NumericsError(
+                    f"names the kernel {choice.kernel!r}, which is not here", where=where, remedy="make it anew"
+                )
         if not allow_stale:
             found.check_machine(device, where)
         return found
@@ -209,6 +219,19 @@ class PrecisionPlan:
                     where=where,
                     remedy="make the plan anew with `cordillera probe RUN`",
                 )
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _checked(choice: Choice) -> Choice:
+    sizes = (choice.rows, choice.outputs, choice.inputs)
+    if not all(isinstance(size, int) and size >= 1 for size in sizes) or choice.of not in PASSES:
+        raise ValueError(f"{choice.of} of {' x '.join(map(str, sizes))} is no product")
+    if not isinstance(choice.site, str) or not isinstance(choice.kernel, str) or not isinstance(choice.expected, dict):
+        raise TypeError(f"{choice} is no choice")
+    return choice
 
 
 def _digest(content: dict[str, Any]) -> str:
