@@ -184,6 +184,8 @@ class PrecisionPlan:
                 raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
             choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
+            if any(math.isnan(value) for value in bound.values()):
+                raise ValueError("a bound is NaN")
             found = cls(
                 choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]),
                 str(content["statistics"]),
