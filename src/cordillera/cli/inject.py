@@ -35,12 +35,9 @@ def inject(
 ) -> None:
     """Flip bits in a run's weights and report what they do: which parts and bits are worth protecting."""
     from cordillera.cli._show import console, injection_progress, injection_table
-    from cordillera.errors import NumericsError
     from cordillera.numerics.faults import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
 
-    if half_width is not None and half_width <= 0:
-        raise NumericsError(f"must be above zero, got {half_width}", where="--half-width")
     config = InjectionConfig(
         injections, half_width, FaultModel(bits, burst), tuple(component or ()), seed, samples, threshold
     )

@@ -12,11 +12,12 @@ evaluation reads through the cache and leaves it as it is.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from cordillera.errors import CheckpointError
 from cordillera.kernels.cached_rows import EMPTY, EVENTS, WAYS
 
 CachePolicy = Literal["lru", "lfu"]
@@ -40,6 +41,9 @@ class RowCache(nn.Module):
         dim: ``D``.
         share: Lines, as a share of the rows; rounded up to whole sets. 0 for no cache.
         policy: ``lru`` or ``lfu``.
+
+    Raises:
+        CheckpointError: on loading a state that no cache of these rows can be in.
     """
 
     lines: Tensor
@@ -52,7 +56,7 @@ class RowCache(nn.Module):
     def __init__(self, rows: int, dim: int, share: float, policy: CachePolicy) -> None:
         super().__init__()
         slots = math.ceil(math.ceil(share * rows) / WAYS) * WAYS
-        self.policy = policy
+        self.policy, self.rows = policy, rows
         self.register_buffer("lines", torch.zeros(slots, dim))
         self.register_buffer("tags", torch.full((slots,), EMPTY, dtype=torch.int32))
         self.register_buffer("ranks", torch.zeros(slots, dtype=torch.int32))
@@ -60,6 +64,20 @@ class RowCache(nn.Module):
         counted = rows if policy == "lfu" and slots else 0
         self.register_buffer("counts", torch.zeros(counted, dtype=torch.uint8))
         self.register_buffer("events", torch.zeros(len(EVENTS), dtype=torch.int64))
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        held = self.tags[self.tags != EMPTY]
+        # Kernels write where tags point to.
+        if held.numel() and not 0 <= int(held.min()) <= int(held.max()) < self.rows:
+            what = f"a line holds row {int(held.min() if held.min() < 0 else held.max())} of {self.rows}"
+        elif held.unique().numel() < held.numel():
+            what = "two lines hold one row"
+        elif bool((self.states > 1).any()):
+            what = f"a line is in state {int(self.states.max())}"
+        else:
+            return
+        raise CheckpointError(f"{what}, which no cache is in", where="tables.cache", remedy="resume from another step")
 
     @property
     def slots(self) -> int:

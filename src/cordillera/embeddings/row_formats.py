@@ -102,8 +102,8 @@ def encode_rows(
     count, dim = rows.shape
     rows = rows.detach().to(torch.float32).contiguous()
     target = torch.empty(count, form.row_bytes(dim), dtype=torch.uint8)
-    if not count:
-        return target
+    if not rows.numel():
+        return target.zero_()
     from cordillera.kernels.numba_rows import encode_block  # a CPU's kernels are loaded where they are used
     from cordillera.kernels.numba_support import pool, threads_for
 

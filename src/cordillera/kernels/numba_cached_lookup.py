@@ -1,6 +1,7 @@
 """Lookup of rows in few bits through a cache of float32 rows; it changes nothing.
 
 A first pass finds where every value's row lies, a second one reads and sums; both ask for memory ahead of its use.
+Scales and numbers that are NaN or infinite come out as such.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ It takes a batch's distinct rows, once each:
     2. by row: a changed row that lost its line is encoded, the row that gets the line is decoded into it, and the
        optimizer runs on the line. A row without a line is decoded, updated and encoded on the spot.
 
-A row is encoded only when its numbers have changed since it was last encoded. Sets are dealt out to threads whole, and
+A row is encoded only when its numbers have changed since it was last encoded; one whose scale is NaN or infinite is
+refused. Sets are dealt out to threads whole, and
 so are rows; with random numbers keyed by row and update, results are the same, bit for bit, for any number of threads.
 
 Source: Yang et al. 2020 (arXiv 2010.11305).

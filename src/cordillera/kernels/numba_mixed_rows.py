@@ -1,4 +1,7 @@
-"""Lookup of tables that each keep their rows in a format of their own, for scoring."""
+"""Lookup of tables that each keep their rows in a format of their own, for scoring.
+
+Scales and numbers that are NaN or infinite come out as such.
+"""
 
 from __future__ import annotations
 

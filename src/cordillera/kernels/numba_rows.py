@@ -59,9 +59,12 @@ def _half_bits(value: Any, direction: int, u: Any) -> Any:
 
 @compiled()
 def _half(bits: Any) -> Any:
-    """The float32 of a finite float16's bits: its fields, moved, are that number times 2 ** -112."""
+    """The float32 of a float16's bits: its fields, moved, are that number times 2 ** -112."""
     word = np.int32(bits)
     size = reinterpret(np.int32((word & 0x7FFF) << 13), _SINGLE) * np.float32(2.0**112)
+    # Infinity and NaN came out as finite numbers from 65536 on; the largest exponent makes them what they are.
+    beyond = _INFINITY if (word & 0x7C00) == 0x7C00 else _WORD
+    size = reinterpret(np.int32(reinterpret(size, _WORD) | beyond), _SINGLE)
     return -size if word & 0x8000 else size
 
 

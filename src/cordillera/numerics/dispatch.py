@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,10 +48,10 @@ class DispatchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sqnr_db: float = 30.0
+    sqnr_db: float = Field(30.0, allow_inf_nan=False)
     median_relative: float = Field(0.05, gt=0)
     faster: float = Field(1.05, gt=0)
-    rows: tuple[int, ...] = (256,)
+    rows: tuple[Annotated[int, Field(ge=1)], ...] = Field((256,), min_length=1)
     draws: int = Field(4, ge=1)
     judged_rows: int = Field(256, ge=1)
     rounds: int = Field(9, ge=1)
@@ -299,7 +299,7 @@ def forward_products(
         calibration: Rows that each layer was given; None to draw them too.
 
     Raises:
-        NumericsError: a layer was not probed, or is float64.
+        NumericsError: a layer was not probed, or with other inputs, or is float64.
     """
     found = []
     for name, module in sites(model, only, without).items():
@@ -307,6 +307,11 @@ def forward_products(
             raise NumericsError(
                 f"{name} was not probed", where="forward_products", remedy="probe the model on its own data first"
             )
+        if statistics[name].features != module.in_features:
+            raise NumericsError(
+                f"{name} has {module.in_features} inputs, its statistics {statistics[name].features}",
+                where="forward_products", remedy="probe this model",
+            )  # fmt: skip
         drawn = statistics[name].sample
         rows = (calibration or {}).get(name)
         if rows is None:

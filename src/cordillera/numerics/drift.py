@@ -85,12 +85,33 @@ class Moments:
 
         Args:
             content: As it was given.
+
+        Raises:
+            NumericsError: it was not given like this.
         """
-        found, state = cls(content["names"]), dict(content["seen"])
-        state["mean"] = torch.tensor(state["mean"], dtype=torch.float64)
-        state["scatter"] = [torch.tensor(part, dtype=torch.float64) for part in state["scatter"]]
-        found.lost, found.seen = int(content["lost"]), RowStatistics.from_state_dict(state)
+        try:
+            found, state = cls(content["names"]), dict(content["seen"])
+            state["mean"] = torch.tensor(state["mean"], dtype=torch.float64)
+            state["scatter"] = [torch.tensor(part, dtype=torch.float64) for part in state["scatter"]]
+            found.lost, found.seen = int(content["lost"]), RowStatistics.from_state_dict(state)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise NumericsError(f"these are no statistics: {error!r}", where="Moments") from error
+        if found.seen.features != len(found.names):
+            raise NumericsError(f"{len(found.names)} names for {found.seen.features} numbers", where="Moments")
         return found
+
+
+def check_false_alarms(false_alarms: float) -> None:
+    """Refuse what is no probability.
+
+    Args:
+        false_alarms: Above 0 and below 1.
+
+    Raises:
+        NumericsError: it is not.
+    """
+    if not 0 < false_alarms < 1:
+        raise NumericsError(f"is {false_alarms}", where="false_alarms", remedy="a probability, such as 0.001")
 
 
 def alarms(before: Moments, now: Moments, false_alarms: float = 1e-3) -> list[Alarm]:
@@ -105,8 +126,10 @@ def alarms(before: Moments, now: Moments, false_alarms: float = 1e-3) -> list[Al
         The farthest first; ``share of lost samples`` is one if samples with NaN or infinity have become more.
 
     Raises:
-        NumericsError: the numbers are others, or there are fewer than two samples on either side.
+        NumericsError: the numbers are others, there are fewer than two samples on either side, or the probability is
+            none.
     """
+    check_false_alarms(false_alarms)
     if before.names != now.names:
         raise NumericsError("the numbers that are watched are not those of calibration", where="watch")
     if min(before.count, now.count) < 2:

@@ -92,6 +92,7 @@ class PrecisionPlan:
         seed: Of the inputs that were drawn.
         weights: Digest of the weights that it was made for; empty for any.
         purpose: ``scoring``, where weights are packed once, or ``training``, where packing is part of every product.
+        statistics: Digest of the statistics that ranges are drawn from; empty for any.
     """
 
     choices: tuple[Choice, ...]
@@ -100,6 +101,7 @@ class PrecisionPlan:
     seed: int = 0
     weights: str = ""
     purpose: Purpose = "scoring"
+    statistics: str = ""
 
     def find(self, site: str, of: Pass, rows: int) -> Choice | None:
         """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
@@ -155,6 +157,7 @@ class PrecisionPlan:
             "seed": self.seed,
             "weights": self.weights,
             "purpose": self.purpose,
+            "statistics": self.statistics,
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -175,7 +178,7 @@ class PrecisionPlan:
         if not path.is_file():
             raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
             digest = content.pop("digest")
             if content["schema"] not in _READ:
                 raise NumericsError(
@@ -184,17 +187,26 @@ class PrecisionPlan:
                 )  # fmt: skip
             if digest != _digest(content):
                 raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
-            choices = tuple(Choice(**choice) for choice in content["choices"])
+            choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
+            if any(math.isnan(value) for value in bound.values()):
+                raise ValueError("a bound is NaN")
             purpose: Purpose = content["purpose"] if content["schema"] > 1 else "scoring"
             if purpose not in get_args(Purpose):
                 raise ValueError(f"for {purpose}")
-            found = cls(choices, content["machine"], bound, int(content["seed"]), str(content["weights"]), purpose)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = cls(
+                choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]), purpose,
+                str(content["statistics"] if content["schema"] > 1 else ""),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error
+        except OSError as error:
+            raise NumericsError(f"cannot be read: {error}", where=where) from error
         for choice in choices:
             if choice.kernel not in CANDIDATES:
-                raise NumericsError(f"names the kernel {choice.kernel!r}, which is not here", where=where)
+                raise NumericsError(
+                    f"names the kernel {choice.kernel!r}, which is not here", where=where, remedy="make it anew"
+                )
         if not allow_stale:
             found.check_machine(device, where)
         return found
@@ -233,6 +245,19 @@ class PrecisionPlan:
                     where=where,
                     remedy="make the plan anew with `cordillera probe RUN`",
                 )
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _checked(choice: Choice) -> Choice:
+    sizes = (choice.rows, choice.outputs, choice.inputs)
+    if not all(isinstance(size, int) and size >= 1 for size in sizes) or choice.of not in PASSES:
+        raise ValueError(f"{choice.of} of {' x '.join(map(str, sizes))} is no product")
+    if not isinstance(choice.site, str) or not isinstance(choice.kernel, str) or not isinstance(choice.expected, dict):
+        raise TypeError(f"{choice} is no choice")
+    return choice
 
 
 def _digest(content: dict[str, Any]) -> str:

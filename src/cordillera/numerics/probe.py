@@ -7,7 +7,6 @@ from them, so that kernels can be judged on what a layer sees instead of on stan
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.sites import sites
+from cordillera.numerics.tensor_files import read_tensors, write_tensors
 from cordillera.numerics.weight_statistics import WeightStatistics
 
-_SCHEMA = 1
+_KIND = "cordillera probe 1"
+_REMEDY = "cordillera probe RUN writes it"
 
 
 class ProbeConfig(BaseModel):
@@ -175,15 +174,27 @@ class Probe:
             state: Of a probe of the same layers.
 
         Raises:
-            NumericsError: the layers are others.
+            NumericsError: the layers or what is followed of them are others.
         """
         if set(state["inputs"]) != set(self.inputs) or set(state.get("gradients", {})) != set(self.gradients):
             raise NumericsError(
                 f"statistics of {sorted(state['inputs'])}, not of {sorted(self.inputs)}", where="Probe.load_state_dict"
             )
+        inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
+        weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
+        for name, own in self.inputs.items():
+            if inputs[name].features != own.features:
+                raise NumericsError(
+                    f"statistics of {inputs[name].features} inputs of {name}, which has {own.features}",
+                    where="Probe.load_state_dict",
+                )
+        if set(weights) != set(self.weights):
+            raise NumericsError(
+                f"statistics of weights of {sorted(weights)}, not of {sorted(self.weights)}",
+                where="Probe.load_state_dict", remedy="go on with the ProbeConfig that it began with",
+            )  # fmt: skip
         self._steps, self.looks = int(state["steps"]), int(state["looks"])
-        self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
-        self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
+        self.inputs, self.weights = inputs, weights
         self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
 
     def save(self, path: Path, background: bool = False) -> None:
@@ -199,12 +210,12 @@ class Probe:
         self._wait()
         tensors, facts = _flattened(self.state_dict())
         if not background:
-            _write(path, tensors, facts)
+            write_tensors(path, _KIND, tensors, facts)
             return
 
         def write() -> None:
             try:
-                _write(path, tensors, facts)
+                write_tensors(path, _KIND, tensors, facts)
             except BaseException as error:
                 self._failed = error
 
@@ -237,11 +248,16 @@ class Probed:
     """
 
     def __init__(self, path: Path) -> None:
-        state = _read(path)
-        self.looks = int(state["looks"])
-        self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
-        self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
-        self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
+        try:
+            state = _read(path)
+            self.looks = int(state["looks"])
+            self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
+            self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
+            self.gradients = {
+                name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise NumericsError(f"holds no statistics: {error!r}", where=str(path), remedy=_REMEDY) from error
 
     @property
     def layers(self) -> Sequence[str]:
@@ -265,28 +281,12 @@ def _flattened(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
     return tensors, walk(state)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    beside = path.with_name(path.name + ".partial")
-    save_file(tensors, beside, {"schema": str(_SCHEMA), "probe": json.dumps(facts)})
-    beside.replace(path)
-
-
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise NumericsError("there is no such file", where=str(path), remedy="cordillera probe RUN writes it")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if "probe" not in metadata or metadata.get("schema") != str(_SCHEMA):
-                raise NumericsError("holds no statistics of a probe that this version reads", where=str(path))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        facts = json.loads(metadata["probe"])
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise NumericsError(f"is damaged: {error}", where=str(path), remedy="cordillera probe RUN") from error
+    tensors, facts = read_tensors(path, _KIND, _REMEDY)
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
             return tensors[value["tensor"]] if set(value) == {"tensor"} else {k: walk(v) for k, v in value.items()}
         return [walk(one) for one in value] if isinstance(value, list) else value
 
-    return walk(facts)
+    return dict(walk(facts))

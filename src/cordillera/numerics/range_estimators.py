@@ -126,7 +126,16 @@ class RunningHistogram:
 
         Args:
             state: Of :meth:`state_dict`.
+
+        Raises:
+            NumericsError: If it is none.
         """
+        if (
+            set(state) != set(self.state_dict())
+            or state["counts"].dtype != torch.int64
+            or bool((state["counts"] < 0).any())
+        ):
+            raise NumericsError("is no state of a histogram", where="RunningHistogram.load_state_dict")
         for key, value in state.items():
             setattr(self, key, value.clone() if isinstance(value, Tensor) else value)
 

@@ -251,11 +251,18 @@ class RowStatistics:
         Args:
             state: As it was given.
             device: Where statistics are kept.
+
+        Raises:
+            NumericsError: it is of another shape, or holds NaN or infinity.
         """
         found = cls(int(state["features"]), Tier(state["tier"]), device)
         found.count, found.skipped = int(state["count"]), int(state["skipped"])
-        found.mean.copy_(state["mean"])
-        for own, part in zip(found._scatter, state["scatter"], strict=True):
+        for own, part in zip([found.mean, *found._scatter], [state["mean"], *state["scatter"]], strict=True):
+            if part.shape != own.shape or not bool(torch.isfinite(part).all()):
+                raise NumericsError(
+                    f"expected {list(own.shape)} finite numbers, got {list(part.shape)}, or some are not finite",
+                    where="RowStatistics",
+                )
             own.copy_(part)
         return found
 

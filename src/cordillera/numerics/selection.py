@@ -8,6 +8,7 @@ alone says what it costs; how many have to go back is found by bisection, so tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -102,8 +103,7 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
     Raises:
         NumericsError: a part has no option, or costs that do not go with them, or the budget is negative.
     """
-    if not budget >= 0:
-        raise NumericsError(f"{budget}", where="budget", remedy="0 or more, relative: 0.0002 is 0.02 %")
+    check_budget(budget)
     for part in parts:
         if not part.options or len(part.options) != len(part.costs):
             raise NumericsError(f"{len(part.options)} options, {len(part.costs)} costs", where=part.name)
@@ -153,6 +153,19 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
             else:
                 low = middle
         return ended(raised(high), alone)
+
+
+def check_budget(budget: float) -> None:
+    """Refuse a budget that is none.
+
+    Args:
+        budget: Largest estimate of a change.
+
+    Raises:
+        NumericsError: it is negative, NaN or infinite.
+    """
+    if not 0 <= budget < math.inf:
+        raise NumericsError(f"is {budget}", where="budget", remedy="0 or more, relative: 0.0002 is 0.02 %")
 
 
 def _cost(parts: Sequence[Part], levels: Mapping[str, int]) -> float:

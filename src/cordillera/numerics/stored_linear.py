@@ -71,15 +71,29 @@ class StoredLinear(FixedDtypes):
         """Of what is kept, bias included."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def prepare(self) -> Kernel:
+        """Make the kernel of what is kept, where that was not done yet; the first call does it otherwise.
+
+        Raises:
+            NumericsError: what is kept is not what the kernel takes.
+        """
         if self._run is None:
             stored: Stored = {name: getattr(self, f"stored_{name}") for name in self._names}
-            self._run = candidate(self.kernel).load(stored, self.bias, self.relu)
+            try:
+                self._run = candidate(self.kernel).load(stored, self.bias, self.relu)
+            except (KeyError, RuntimeError, ValueError, TypeError) as error:
+                raise NumericsError(
+                    f"{self.kernel} does not take {sorted(stored)}: {error!r}", where="StoredLinear"
+                ) from error
+        return self._run
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = self.prepare()
         if x.shape[-1] != self.in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
         rows = x.reshape(x.shape[:-1].numel(), self.in_features).float()
         with torch.autocast(x.device.type, enabled=False):
-            return self._run(rows).reshape(*x.shape[:-1], self.out_features)
+            return run(rows).reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
         self._run = None  # it may hold what moves now

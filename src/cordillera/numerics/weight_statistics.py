@@ -146,6 +146,9 @@ class WeightStatistics:
 
         Args:
             state: As it was given.
+
+        Raises:
+            NumericsError: it is of another shape, or holds NaN or infinity.
         """
         found = cls(
             int(state["rows"]), int(state["columns"]), float(state["momentum"]), float(state["mean_momentum"]),
@@ -153,7 +156,13 @@ class WeightStatistics:
         )  # fmt: skip
         found.count, found.skipped = int(state["count"]), int(state["skipped"])
         for name in ("mean", "of_rows", "of_columns"):
-            getattr(found, name).copy_(state[name])
+            own, part = getattr(found, name), state[name]
+            if part.shape != own.shape or not bool(torch.isfinite(part).all()):
+                raise NumericsError(
+                    f"expected {list(own.shape)} finite numbers, got {list(part.shape)}, or some are not finite",
+                    where=f"WeightStatistics: {name}",
+                )
+            own.copy_(part)
         return found
 
 

@@ -1,7 +1,7 @@
 """A ranking model in fewer bits: made from a trained one, written to a folder, read from it.
 
 A folder holds ``model.safetensors`` (rows, weights and scales as kernels keep them) and ``quantized.json`` (which table
-and layer is kept how, the file's digest, and what the model saw when it was calibrated).
+and layer is kept how, what the model saw when it was calibrated, and the digests of both files).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch import Tensor
 
 from cordillera.data.features import RankingBatch
 from cordillera.embeddings.quantized_tables import QuantizedTables
-from cordillera.errors import CheckpointError
+from cordillera.errors import CheckpointError, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.candidates import CANDIDATES
 from cordillera.numerics.drift import Moments
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import replace, sites
 from cordillera.numerics.stored_linear import StoredLinear
-from cordillera.run import write_atomically
+from cordillera.run import disk_errors, write_atomically
 from cordillera.training.checkpoints import write_tensors
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "quantized"
 """Where a run has its quantised model."""
 _TENSORS, _RECORD = "model.safetensors", "quantized.json"
@@ -135,22 +136,33 @@ def save(
         facts: For readers: budget, quality, sizes.
         precision: In which what has no kernel of its own is computed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _RECORD).unlink(missing_ok=True)
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
     temporary = folder / f".{_TENSORS}.tmp"
-    write_tensors(temporary, tensors)
-    temporary.replace(folder / _TENSORS)
-    record = {
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            write_tensors(temporary, tensors)
+            digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
+            (folder / _RECORD).unlink(missing_ok=True)  # from here on there is no model until the new one is whole
+            temporary.replace(folder / _TENSORS)
+        finally:
+            temporary.unlink(missing_ok=True)
+    record: dict[str, Any] = {
         "schema": SCHEMA,
         "tables": getattr(model.tables, "kinds", {}),
         "layers": {n: m.kernel for n, m in model.named_modules() if isinstance(m, StoredLinear)},
-        "sha256": hashlib.sha256((folder / _TENSORS).read_bytes()).hexdigest(),
+        "sha256": digest,
         "precision": precision,
         "seen": seen.to_json(),
         "facts": dict(facts),
     }
+    record["digest"] = _digest(record)
     write_atomically(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -167,11 +179,17 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise CheckpointError("holds no quantised model", where=str(folder), remedy="cordillera quantize RUN makes one")
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version, _, _, _ = record["schema"], record["tables"], record["layers"], record["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"is damaged: {error!r}", where=str(path), remedy="cordillera quantize RUN") from error
-    if version != SCHEMA:
-        raise CheckpointError(f"is of version {version}, this library reads {SCHEMA}", where=str(path))
+        if record["schema"] != SCHEMA:
+            raise CheckpointError(
+                f"is of version {record['schema']!r}, this library reads {SCHEMA}", where=str(path), remedy=_REMEDY
+            )
+        if record["digest"] != _digest(record):
+            raise CheckpointError("does not agree with its digest", where=str(path), remedy=_REMEDY)
+        for name, kind in (("tables", dict), ("layers", dict), ("seen", dict), ("sha256", str), ("precision", str)):
+            if not isinstance(record[name], kind):
+                raise TypeError(f"{name} is {type(record[name]).__name__}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"is damaged: {error!r}", where=str(path), remedy=_REMEDY) from error
     return record
 
 
@@ -200,7 +218,16 @@ def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
     Raises:
         CheckpointError: a file is missing, damaged, or does not belong to this model.
     """
+    self_test()
     record = read_record(folder)
+    try:
+        return _load(folder, model, record)
+    except (NumericsError, RuntimeError) as error:
+        what = error.what if isinstance(error, NumericsError) else str(error)
+        raise CheckpointError(f"does not fit the run's model: {what}", where=str(folder), remedy=_REMEDY) from error
+
+
+def _load(folder: Path, model: RankingModel, record: Mapping[str, Any]) -> tuple[RankingModel, Moments]:
     path = folder / _TENSORS
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
         raise CheckpointError(
@@ -210,27 +237,30 @@ def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise CheckpointError(f"is damaged: {error}", where=str(path)) from error
+        raise CheckpointError(f"is damaged: {error}", where=str(path), remedy=_REMEDY) from error
     model.tables = QuantizedTables(model.tables.features, model.tables.embedding_dim, record["tables"])
-    linear = sites(model)
+    linear, placed = sites(model), list[StoredLinear]()
     for name, kernel in record["layers"].items():
         if name not in linear or kernel not in CANDIDATES:
             raise CheckpointError(
-                f"names the layer {name!r} with the kernel {kernel!r}, which is not here", where=str(folder)
-            )
+                f"names the layer {name!r} with the kernel {kernel!r}, which is not here", where=str(folder),
+                remedy=_REMEDY,
+            )  # fmt: skip
         prefix = f"{name}.stored_"
         stored = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
         if "weight" not in stored:
-            raise CheckpointError(f"has no weight of {name!r}", where=str(path))
+            raise CheckpointError(f"has no weight of {name!r}", where=str(path), remedy=_REMEDY)
         layer = StoredLinear(kernel, stored, tensors.get(f"{name}.bias"))
         if (layer.in_features, layer.out_features) != (linear[name].in_features, linear[name].out_features):
             raise CheckpointError(f"has a layer {name!r} of another size", where=str(path), remedy=_REMEDY)
         _place(model, name, layer)
-    try:
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"does not fit the run's model: {error}", where=str(path), remedy=_REMEDY) from error
+        placed.append(layer)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
     missing = [name for name in missing if not name.endswith("_extra_state") and model.state_dict()[name].numel()]
     if missing or unexpected:
-        raise CheckpointError(f"does not fit the run's model: {[*missing, *unexpected][0]}", where=str(path))
+        raise CheckpointError(
+            f"does not fit the run's model: {[*missing, *unexpected][0]}", where=str(path), remedy=_REMEDY
+        )
+    for layer in placed:
+        layer.prepare()
     return model.eval().requires_grad_(False), Moments.from_json(record["seen"])

@@ -236,13 +236,15 @@ def inject(
         RunError: it is not a run of a ranking model.
         CheckpointError: there is no checkpoint, or it is corrupt.
         DataError: the data cannot be had, there is no test split, or ``samples`` or ``threshold`` make no sense.
-        NumericsError: an unknown component, or a fault wider than a number.
+        NumericsError: an unknown component, a fault wider than a number, or a half-width that is no share.
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or InjectionConfig()
     recipe = recipe_of(run)
     if config.samples < 1 or (config.injections is not None and config.injections < 1):
         raise DataError("at least one sample and one injection are needed", where="--samples, --injections")
+    if config.half_width is not None and not 0 < config.half_width < 1:
+        raise NumericsError(f"must be above zero and below one, got {config.half_width}", where="--half-width")
     say(f"data: {recipe.data.label}")
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)

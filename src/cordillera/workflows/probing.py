@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile, weights_digest
 from cordillera.numerics.precision_plan import Choice, PrecisionPlan
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
-from cordillera.numerics.selection import Change
+from cordillera.numerics.selection import Change, check_budget
+from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import replace, replaced
 from cordillera.numerics.training_products import profile_training, trained_layers
 from cordillera.run import Run
@@ -73,9 +75,12 @@ def probe(
 
     Raises:
         DependencyError: the run is of a device other than a CPU.
+        NumericsError: the budget is negative or no number, or a score or a weight is not finite.
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or DispatchConfig()
+    check_budget(budget)
+    self_test()
     recipe = recipe_of(run)
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
@@ -88,8 +93,7 @@ def probe(
             for batch in batches:
                 gathered.step()
                 score(batch)
-            gathered.save(run.folder / PROBE_FILE)
-        say(f"probed {len(gathered.inputs)} layers on {sum(map(len, batches)):,} samples: {run.folder / PROBE_FILE}")
+        say(f"probed {len(gathered.inputs)} layers on {sum(map(len, batches)):,} samples")
         products = forward_products(model, gathered.inputs)
         found = profile(products, config)
         rows = {product.site: product.calibration for product in products}
@@ -107,6 +111,9 @@ def probe(
             worst = min(lowered, key=_ratio).site
             returned.append(worst)
             plan = plan.with_reference(worst, "costs more NE than the budget")
+        # Both at the end: whoever ends this earlier keeps the plan and the statistics that he had.
+        gathered.save(run.folder / PROBE_FILE)
+        plan = dataclasses.replace(plan, statistics=_digest(run.folder / PROBE_FILE))
         plan.save(run.folder / PLAN_FILE)
         return Probing(run.folder / PROBE_FILE, run.folder / PLAN_FILE, Profile(plan, found.trials), change, returned)
 
@@ -179,6 +186,10 @@ def _ratio(choice: Choice) -> float:
     return float(choice.expected["accuracy"]["sqnr_db"])
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
     """A model with the kernels of its run's plan, and the most rows for which the plan has any.
 
@@ -188,14 +199,21 @@ def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tu
         allow_stale: Take a plan that was made on another machine or with other libraries.
 
     Raises:
-        NumericsError: there is no plan, it is damaged, or it was made elsewhere or for other weights.
+        NumericsError: there is no plan, it is damaged, or it was made elsewhere, for other weights or with other
+            statistics than lie beside it.
     """
     plan = PrecisionPlan.load(run.folder / PLAN_FILE, allow_stale=allow_stale)
     if plan.weights != weights_digest(model):
         raise NumericsError(
             "was made for other weights", where=str(run.folder / PLAN_FILE), remedy="cordillera probe RUN makes it anew"
         )
-    products = forward_products(model, Probed(run.folder / PROBE_FILE).inputs)
+    statistics = Probed(run.folder / PROBE_FILE).inputs
+    if plan.statistics != _digest(run.folder / PROBE_FILE):
+        raise NumericsError(
+            "holds other statistics than the plan was made with", where=str(run.folder / PROBE_FILE),
+            remedy="cordillera probe RUN makes both anew",
+        )  # fmt: skip
+    products = forward_products(model, statistics)
     for name, module in planned(model, plan, {p.site: p.calibration for p in products}).items():
         replace(model, name, module)
     return model, max((choice.rows for choice in plan.choices), default=1)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,16 +21,17 @@ from cordillera.data.encoding import Encoder
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.embeddings.quantized_tables import encoded
-from cordillera.errors import DataError, DependencyError, NumericsError
+from cordillera.errors import DataError, DependencyError, Interrupted, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, chosen
 from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, median_seconds, try_all
-from cordillera.numerics.drift import Alarm, Moments, alarms
+from cordillera.numerics.drift import Alarm, Moments, alarms, check_false_alarms
 from cordillera.numerics.precision import Precision
 from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.row_statistics import RowStatistics
-from cordillera.numerics.selection import Change, Part, Selection, select, sweep_evaluations
+from cordillera.numerics.selection import Change, Part, Selection, check_budget, select, sweep_evaluations
+from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import Recorder, replaced, sites
 from cordillera.numerics.stored_linear import StoredLinear
 from cordillera.recipe import Recipe
@@ -45,6 +46,7 @@ _ROW_KINDS = ("int4", "int8", "fp16")
 _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _REST = "rest of the model"
+_REPORT = "report.json"
 _LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
@@ -121,10 +123,13 @@ def quantize(
         say: Told of what is going on.
 
     Raises:
-        NumericsError: the budget is negative, or the weights are not finite.
+        NumericsError: the budget is negative or no number, or the weights are not finite.
         DependencyError: the run is of a device other than a CPU.
+        Interrupted: Ctrl-C came after the model was written and before it was confirmed.
     """
     run = run if isinstance(run, Run) else Run(run)
+    check_budget(budget)
+    self_test()
     recipe = recipe_of(run)
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("quantised models score on CPUs", where="device", remedy="set device = 'cpu'")
@@ -165,7 +170,9 @@ def quantize(
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
+        (target / _REPORT).unlink(missing_ok=True)  # it would speak of another model
         quantized_model.save(target, quantized, watched, facts, precision)
+    with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
         loaded, _ = quantized_model.load(target, model_of(recipe, splits.features))
         confirmed, ne = None, base.ne_beside(scored(loaded, search, splits, base.first, precision=precision))
@@ -177,8 +184,19 @@ def quantize(
         outcome = Quantized(
             target, selection, searched, confirmed, ne, sizes, layers, seconds, sweep_evaluations(parts)
         )
-        write_atomically(target / "report.json", json.dumps(_plain(outcome), indent=1) + "\n")
+        write_atomically(target / _REPORT, json.dumps(_plain(outcome), indent=1) + "\n")
         return outcome
+
+
+@contextlib.contextmanager
+def _unconfirmed(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "the model is written, but it was not confirmed on the test split and there is no report of it",
+            where=str(folder), remedy="give the same command again",
+        ) from None  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -388,8 +406,10 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
 
     Raises:
         CheckpointError: there is no quantised model, or it is damaged.
-        DataError: the file cannot be read, or holds fewer than two samples.
+        DataError: the file cannot be read, or holds fewer than two samples whose numbers are finite.
+        NumericsError: ``false_alarms`` is no probability.
     """
+    check_false_alarms(false_alarms)
     run = run if isinstance(run, Run) else Run(run)
     recipe = recipe_of(run)
     with with_threads(recipe.threads):
@@ -403,5 +423,6 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
                 part = rows.take(np.arange(begin, min(begin + 1024, len(rows)))).batch()
                 now.update(quantized_model.observe(model, part)[1])
     if now.count < 2:
-        raise DataError("holds fewer than two samples", where=str(file))
+        lost = f", and {now.lost} on which a number of the model is not finite" if now.lost else ""
+        raise DataError(f"holds fewer than two samples that can be looked at ({now.count}){lost}", where=str(file))
     return Watch(now.count + now.lost, alarms(before, now, false_alarms), len(before.names))

@@ -92,7 +92,7 @@ def scored(
         precision: ``fp32``, or ``bf16`` for what is not kept in a precision of its own.
 
     Raises:
-        NumericsError: a score is not finite.
+        NumericsError: a score is not finite; the sample is named.
         DataError: the split is empty.
     """
     score = scorer(model, torch.device("cpu"), precision)
@@ -100,7 +100,12 @@ def scored(
     for batch in Loader(dataset, batch_size).epoch():
         logits = score(batch)
         if not bool(torch.isfinite(logits).all()):
-            raise NumericsError("a score of the quantised model is not finite", where="quantize")
+            seen = sum(len(part) for part in parts["losses"])
+            row = int((~torch.isfinite(logits).all(1)).nonzero()[0])
+            raise NumericsError(
+                f"the score of sample {seen + row} is {float(logits[row].float().abs().max()):g}", where="model",
+                remedy="look for weights or features that are not finite, or too large for a kernel",
+            )  # fmt: skip
         assert batch.labels is not None
         positive = batch.labels.numpy() > 0.5
         losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)

@@ -1,0 +1,290 @@
+"""Files that were cut, flipped, exchanged, or written by someone else: none is taken for whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from cordillera.errors import CheckpointError, CordilleraError, NumericsError
+from cordillera.numerics import tensor_files
+from cordillera.numerics.dispatch import DispatchConfig
+from cordillera.numerics.drift import Moments, alarms
+from cordillera.numerics.precision_plan import Choice, PrecisionPlan, _digest, machine
+from cordillera.numerics.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.quantized_files import load_quantized, save_quantized
+from cordillera.numerics.quantized_linear import QuantizedLinear
+from cordillera.numerics.range_estimators import RunningHistogram
+from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.selection import Change, Part, select
+from cordillera.numerics.weight_statistics import WeightStatistics
+from cordillera.serving import quantized_model
+
+
+class Kind(NamedTuple):
+    """A kind of file: how it is made and read."""
+
+    write: Callable[[Path], object]
+    read: Callable[[Path], object]
+
+
+def _probe(path: Path, features: int = 8) -> None:
+    model = nn.Sequential(nn.Linear(features, 4))
+    with Probe(model, ProbeConfig(interval=1)) as probe:
+        probe.step()
+        model(torch.randn(20, features))
+        probe.save(path)
+
+
+def _plan() -> PrecisionPlan:
+    expected = {"ms": 1.0, "times_fp32": 2.0}
+    return PrecisionPlan((Choice("0", "forward", 64, 4, 8, "bf16", "", expected),), machine(), {"sqnr_db": 30.0})
+
+
+KINDS = {
+    "statistics": Kind(_probe, Probed),
+    "layer": Kind(lambda path: save_quantized(QuantizedLinear.from_linear(nn.Linear(8, 4)), path), load_quantized),
+    "plan": Kind(lambda path: _plan().save(path), PrecisionPlan.load),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_that_is_flipped_anywhere_is_noticed(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    KINDS[kind].write(path)
+    KINDS[kind].read(path)
+    content = path.read_bytes()
+    for place in range(0, len(content) - 1, max(1, len(content) // 97)):
+        spoilt = bytearray(content)
+        spoilt[place] ^= 1 << (place % 7)
+        path.write_bytes(spoilt)
+        try:
+            found = KINDS[kind].read(path)
+        except NumericsError as error:
+            assert str(path) in str(error)  # noqa: PT017 (spaces of JSON may differ without harm)
+        else:
+            assert kind == "plan"
+            assert found == _plan()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_was_cut_is_missing_or_is_another_one_is_refused_with_what_to_do(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    KINDS[kind].write(path)
+    content = path.read_bytes()
+    for size in (0, 1, 8, 9, len(content) // 2, len(content) - 2):
+        path.write_bytes(content[:size])
+        with pytest.raises(NumericsError, match="->"):
+            KINDS[kind].read(path)
+    path.unlink()
+    with pytest.raises(NumericsError, match="->"):
+        KINDS[kind].read(path)
+    for other in KINDS:
+        if other != kind:
+            KINDS[other].write(path)
+            with pytest.raises(NumericsError, match="->"):
+                KINDS[kind].read(path)
+    with pytest.raises(NumericsError, match="->"):
+        KINDS[kind].read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_beside_it(
+    kind: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = tmp_path / "file"
+    KINDS[kind].write(path)
+    before = path.read_bytes()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        KINDS[kind].write(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_into_no_folder_is_an_error_for_people(tmp_path: Path) -> None:
+    with pytest.raises(CordilleraError, match="none"):
+        save_quantized(QuantizedLinear.from_linear(nn.Linear(8, 4)), tmp_path / "none" / "file")
+
+
+NONSENSE = (None, [], {}, "x", "NaN", -1, 0, 1e300, [1], {"a": 1}, [None], [[]], True)
+
+
+def _spoilt(content: Any, value: Any) -> list[Any]:
+    """The content with one of its parts, or parts of parts, exchanged or taken away."""
+    found: list[Any] = [value]
+    keys: list[Any] = list(content) if isinstance(content, dict) else list(range(len(content)))
+    for key in keys:
+        if isinstance(content[key], dict | list) and content[key]:
+            parts = _spoilt(content[key], value)
+        else:
+            parts = [value]
+        for part in parts:
+            copy = dict(content) if isinstance(content, dict) else list(content)
+            copy[key] = part
+            found.append(copy)
+    if isinstance(content, dict):
+        found += [{k: v for k, v in content.items() if k != key} for key in keys]
+    return found
+
+
+def test_plans_of_any_json_are_refused_or_hold_what_a_plan_may(tmp_path: Path) -> None:
+    """Digests agree: someone wrote them so."""
+    path = tmp_path / "plan"
+    plan = _plan()
+    content = plan._content()
+    refused = 0
+    for value in NONSENSE:
+        for spoilt in _spoilt(content, value):
+            signed = {**spoilt, "digest": _digest(spoilt)} if isinstance(spoilt, dict) else spoilt
+            path.write_text(json.dumps(signed))
+            try:
+                found = PrecisionPlan.load(path, allow_stale=True)
+            except NumericsError:
+                refused += 1
+                continue
+            assert all(choice.rows >= 1 and isinstance(choice.kernel, str) for choice in found.choices)
+            assert not any(math.isnan(bound) for bound in found.bound.values())
+            found.find("0", "forward", 3)
+    assert refused > 100
+    path.write_text(json.dumps({**content, "digest": _digest(content)}).replace("30.0", "NaN"))
+    with pytest.raises(NumericsError, match="NaN is no number"):
+        PrecisionPlan.load(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(NumericsError, match="is no plan"):
+        PrecisionPlan.load(path)
+
+
+@pytest.mark.parametrize("kind", ["cordillera probe 1", "cordillera quantized linear 1"])
+def test_files_of_any_content_under_a_right_digest_are_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    read = Probed if "probe" in kind else load_quantized
+    (_probe if "probe" in kind else KINDS["layer"].write)(path)
+    tensors, content = tensor_files.read_tensors(path, kind, "")
+    read(path)
+    count = 0
+    for value in NONSENSE[::3]:
+        for spoilt in _spoilt(content, value):
+            if spoilt == content:
+                continue
+            tensor_files.write_tensors(path, kind, tensors, spoilt)
+            try:
+                read(path)
+            except NumericsError:
+                count += 1
+    assert count > 40
+    for name in tensors:
+        others = {key: tensor for key, tensor in tensors.items() if key != name}
+        for tensor in (None, tensors[name].reshape(-1)[:0], torch.full((3,), math.nan)):
+            tensor_files.write_tensors(path, kind, others if tensor is None else {**others, name: tensor}, content)
+            with pytest.raises(NumericsError):
+                read(path)
+
+
+def _record(**changes: Any) -> dict[str, Any]:
+    seen = Moments(["a"])
+    seen.update(torch.randn(9, 1))
+    record: dict[str, Any] = {
+        "schema": quantized_model.SCHEMA, "tables": {"user": "int8"}, "layers": {"top.0": "bf16"}, "sha256": "00",
+        "precision": "fp32", "seen": seen.to_json(), "facts": {}, **changes,
+    }  # fmt: skip
+    return {**record, "digest": quantized_model._digest(record)}
+
+
+def test_a_record_of_a_quantised_model_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
+    """Two tables of one size whose formats change places would otherwise be decoded into other numbers."""
+    path = tmp_path / "quantized.json"
+    record = _record()
+    path.write_text(json.dumps(record))
+    assert quantized_model.read_record(tmp_path) == record
+    for key, value in (("tables", {"user": "int4"}), ("layers", {}), ("precision", "bf16"), ("sha256", "01")):
+        path.write_text(json.dumps({**record, key: value}))
+        with pytest.raises(CheckpointError, match="does not agree with its digest"):
+            quantized_model.read_record(tmp_path)
+    path.write_text(json.dumps(_record(schema=1)))
+    with pytest.raises(CheckpointError, match=r"version 1, this library reads 2\n  -> cordillera quantize"):
+        quantized_model.read_record(tmp_path)
+    for value in NONSENSE:
+        for key in ("tables", "layers", "seen", "sha256", "precision"):
+            path.write_text(json.dumps(_record(**{key: value})))
+            expected = {"tables": dict, "layers": dict, "seen": dict}.get(key, str)
+            if not isinstance(value, expected):
+                with pytest.raises(CheckpointError, match="is damaged"):
+                    quantized_model.read_record(tmp_path)
+        path.write_text(json.dumps(value))
+        with pytest.raises(CheckpointError, match="->"):
+            quantized_model.read_record(tmp_path)
+
+
+def test_moments_of_anything_else_are_refused() -> None:
+    seen = Moments(["a", "b"])
+    seen.update(torch.randn(9, 2))
+    content = seen.to_json()
+    assert torch.equal(Moments.from_json(content).seen.mean, seen.seen.mean)
+    for spoilt in ({}, {**content, "names": ["a"]}, {**content, "seen": {}}, {**content, "lost": "many"}):
+        with pytest.raises(NumericsError):
+            Moments.from_json(spoilt)
+    for mean in ([0.0], [math.nan, 0.0], ["x", 0.0], None):
+        with pytest.raises(NumericsError):
+            Moments.from_json({**content, "seen": {**content["seen"], "mean": mean}})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_states_that_are_not_finite_or_of_another_shape_are_refused(bad: float) -> None:
+    rows = RowStatistics(3)
+    rows.update(torch.randn(9, 3))
+    weights = WeightStatistics(2, 3)
+    weights.update(torch.randn(2, 3))
+    for found, names in ((rows, ["mean"]), (weights, ["mean", "of_rows", "of_columns"])):
+        state = found.state_dict()
+        for name in names:
+            for part in (torch.full_like(state[name], bad), state[name].reshape(-1)[:1]):
+                with pytest.raises(NumericsError, match="finite numbers"):
+                    type(found).from_state_dict({**state, name: part})
+    histogram = RunningHistogram()
+    histogram.update(torch.randn(9))
+    state = histogram.state_dict()
+    for spoilt in ({**state, "update": 3}, {"bins": 9}, {**state, "counts": -state["counts"]}):
+        with pytest.raises(NumericsError, match="no state of a histogram"):
+            RunningHistogram().load_state_dict(spoilt)
+
+
+def test_a_probe_goes_on_with_statistics_of_its_own_layers_only() -> None:
+    def probe(width: int, **options: Any) -> Probe:
+        return Probe(nn.Sequential(nn.Linear(width, 4)), ProbeConfig(interval=1, **options))
+
+    with pytest.raises(NumericsError, match="8 inputs of 0, which has 9"):
+        probe(9).load_state_dict(probe(8).state_dict())
+    for one, other in ((True, False), (False, True)):
+        with pytest.raises(NumericsError, match="statistics of weights"):
+            probe(8, weights=one).load_state_dict(probe(8, weights=other).state_dict())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_bounds_that_bound_nothing_are_refused(bad: float) -> None:
+    """Every comparison with NaN is false, so that a NaN would take everything, or never ring."""
+    with pytest.raises(NumericsError, match="budget"):
+        select([Part("a", ("fp32",), (1.0,))], lambda options: Change(0, 0, 0), bad)
+    seen = Moments(["a"])
+    seen.update(torch.randn(9, 1))
+    with pytest.raises(NumericsError, match="false_alarms"):
+        alarms(seen, seen, bad)
+    if bad != -1:
+        with pytest.raises(ValidationError):
+            DispatchConfig(sqnr_db=bad)
+    with pytest.raises(ValidationError):
+        DispatchConfig(median_relative=math.nan)
+    for rows in ((), (0,), (-3, 5)):
+        with pytest.raises(ValidationError):
+            DispatchConfig(rows=rows)
