@@ -11,6 +11,9 @@ when it is multiplied (Micikevicius et al. 2022, arXiv 2209.05433, section 3), a
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -166,6 +169,22 @@ _COMPOSED = {_aten.linear, _aten.matmul, _aten.einsum, _aten.tensordot, _aten.in
 _NOT_EMULATED = ("convolution", "scaled_dot_product", "attention_forward", "flash_attention", "lstm", "gru", "rnn")
 
 
+_computes_gradients: ContextVar[bool] = ContextVar("computes_gradients", default=False)
+
+
+@contextlib.contextmanager
+def computing_gradients() -> Iterator[None]:
+    """A region of a forward pass whose products belong to the backward pass, for emulation to know.
+
+    What is computed in it is yet to be multiplied by the gradient of what comes after, so no loss scale is in it.
+    """
+    token = _computes_gradients.set(True)
+    try:
+        yield
+    finally:
+        _computes_gradients.reset(token)
+
+
 class EmulatedProducts(TorchDispatchMode):
     """A region in which matrix products of float32 are computed as a short format would.
 
@@ -211,11 +230,12 @@ class EmulatedProducts(TorchDispatchMode):
             return round_to(x, self.config.target, **self._how(x))
         if self.config.loss_scale is None:
             return round_to(x, self.config.gradient_target, **self._how(x))
-        scaled = x * self.loss_scale
+        factor = 1.0 if _computes_gradients.get() else self.loss_scale
+        scaled = x * factor
         # a format without infinity would hide an overflow in its largest value
         rounded = round_to(scaled, self.config.gradient_target, saturate=False, **self._how(x))
         self.overflowed = self.overflowed or not bool(rounded.isfinite().all())
-        return rounded / self.loss_scale
+        return rounded / factor
 
     def _how(self, x: Tensor) -> dict[str, Any]:
         return {
@@ -267,7 +287,8 @@ class EmulatedProducts(TorchDispatchMode):
             return (False, False), False
         stores = [StorageWeakRef(x.untyped_storage()) for x in (left, right)]
         # a forward that is computed again in a backward records gradients, a backward does not
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        is_forward = torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled()
+        if is_forward and not _computes_gradients.get():
             self._seen.update(stores)
             for one, other in ((0, right), (1, left)):
                 if _is_weight(other):
