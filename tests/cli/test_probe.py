@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,23 @@ def test_a_run_is_probed_and_scored_by_its_plan(cli, trained, tmp_path):
     planned = scores(cli, tmp_path, run, "new.csv", "--plan")
     assert planned != exact
     assert Accuracy.of(torch.tensor(planned), torch.tensor(exact)).sqnr_db > 30
+
+
+def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recipe, tmp_path):
+    sizes = ("model.fmb_mlp=[64]", "model.top_mlp=[64]", "training.epochs=1", "training.probe_every=2")
+    done = cli("train", recipe, "--run", "run", "-q", *(word for size in sizes for word in ("--set", size)))
+    assert done.code == 0, done.err
+    assert "probing its layers took" in done.out
+    done = cli("probe", "run", "--rows", 16)
+    assert done.code == 0, done.err
+    assert "were probed in training" in " ".join(done.out.split())
+    kept, used = (Path("run") / name for name in ("training-probe.safetensors", "probe.safetensors"))
+    assert kept.read_bytes() == used.read_bytes()
+    done = cli("probe", "run", "--rows", 16, "--anew")
+    assert done.code == 0, done.err
+    assert "were probed in training" not in " ".join(done.out.split())
+    assert Probed(used).looks != Probed(kept).looks
+    assert set(Probed(used).layers) == set(Probed(kept).layers)
 
 
 def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeypatch):

@@ -8,11 +8,13 @@ over ranks.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cordillera.errors import NumericsError
 
@@ -58,6 +60,7 @@ class RowStatistics:
         count: Rows so far.
         skipped: Batches that were left out because they held NaN or infinity.
         mean: ``float64 [K]``.
+        seconds: Spent on taking batches in, by this process.
 
     Args:
         features: ``K``, columns of a row.
@@ -70,6 +73,7 @@ class RowStatistics:
             raise NumericsError(f"rows of {features} features", where="RowStatistics")
         self.features, self.tier = features, Tier(tier) if tier else Tier.of(features)
         self.count = self.skipped = 0
+        self.seconds = 0.0
         self.mean = torch.zeros(features, dtype=torch.float64, device=device)
         self._scatter = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in self._shapes()]
 
@@ -104,12 +108,21 @@ class RowStatistics:
     def update(self, rows: Tensor) -> bool:
         """Take a batch in; whether it was taken: one with NaN or infinity is left out whole and counted.
 
+        Autocast and number formats that are emulated around it are not for these sums.
+
         Args:
             rows: ``[..., K]``, any floating-point dtype.
 
         Raises:
             NumericsError: rows have another number of features.
         """
+        began = time.perf_counter()
+        with _disable_current_modes(), torch.autocast(rows.device.type, enabled=False):
+            taken = self._update(rows)
+        self.seconds += time.perf_counter() - began
+        return taken
+
+    def _update(self, rows: Tensor) -> bool:
         rows = rows.detach().reshape(-1, rows.shape[-1])
         if rows.shape[1] != self.features:
             raise NumericsError(f"rows of {rows.shape[1]} features, not {self.features}", where="RowStatistics.update")

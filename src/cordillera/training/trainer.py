@@ -29,13 +29,17 @@ from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.scaling import LossScale
 from cordillera.numerics.self_test import self_test
 from cordillera.numerics.weight_storage import WeightStorage
-from cordillera.run import Run
+from cordillera.run import Run, disk_errors
 from cordillera.training import checkpoints
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+
+TRAINING_PROBE = "training-probe.safetensors"
+"""In a run's folder: what its linear layers were given while it was trained."""
 
 
 class TrainingConfig(BaseModel):
@@ -64,6 +68,8 @@ class TrainingConfig(BaseModel):
         progressive: Predict every batch before training on it and report those predictions' metrics (for streams).
         progressive_window: Samples a window of the progressive metrics.
         compile: Compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+        probe_every: Steps from one look at what linear layers are given to the next, for ``cordillera probe``; 0 for
+            none. What is kept takes 8 bytes for each pair of a layer's inputs, in checkpoints too.
         emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
     """
 
@@ -88,10 +94,13 @@ class TrainingConfig(BaseModel):
     progressive: bool = False
     progressive_window: int = Field(10_000, ge=1)
     compile: bool = False
+    probe_every: int = Field(0, ge=0)
     emulate: EmulationConfig | None = None
 
     @model_validator(mode="after")
     def _emulates_from_float32(self) -> TrainingConfig:
+        if self.probe_every and self.compile:
+            raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
         if self.emulate is not None:
             self.emulate.check(self.precision, self.compile)
         return self
@@ -137,11 +146,13 @@ class Report:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
         progress: Where it stood.
         seconds: Wall time of this process's share.
+        probing_seconds: Of it, spent on statistics of what layers are given.
     """
 
     ended: Literal["finished", "early", "interrupted"]
     progress: Progress
     seconds: float
+    probing_seconds: float = 0.0
 
 
 @dataclass
@@ -297,6 +308,9 @@ class Trainer:
             self_test(device.type)
             self.storage = WeightStorage(config.emulate, self._stored_weights())
         self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
+        self.probe: Probe | None = None
+        if config.probe_every:
+            self.probe = Probe(model, ProbeConfig(interval=config.probe_every, weights=False))
         self.progress = Progress()
         self._window = _Window()
         epochs = config.epochs * len(training)
@@ -333,6 +347,9 @@ class Trainer:
         state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
+        if self.probe is not None:
+            state["probe"], more = checkpoints.pack(self.probe.state_dict(), "probe")
+            tensors |= more
         if self.progressive is not None:
             state["progressive"], more = checkpoints.pack(self.progressive.state_dict(), "progressive")
             tensors |= more
@@ -375,6 +392,8 @@ class Trainer:
         self._window = _Window(**checkpoint.state["window"])
         if self.loss_scale is not None and "loss_scale" in checkpoint.state:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
+        if self.probe is not None and "probe" in checkpoint.state:
+            self.probe.load_state_dict(checkpoints.unpack(checkpoint.state["probe"], checkpoint.tensors))
         if self.progressive is not None and "progressive" in checkpoint.state:
             self.progressive.load_state_dict(checkpoints.unpack(checkpoint.state["progressive"], checkpoint.tensors))
         checkpoints.restore_random_state(checkpoint.tensors)
@@ -424,7 +443,20 @@ class Trainer:
                 self.restore(checkpoints.load(best), weights_only=True)
             if self.progressive is not None:
                 self.run.write_json("progressive.json", self.progressive.compute())
-        return Report(ended, self.progress, time.perf_counter() - began)
+            probing = self._write_probe(finished=ended != "interrupted")
+        return Report(ended, self.progress, time.perf_counter() - began, probing)
+
+    def _write_probe(self, finished: bool) -> float:
+        """Write what the probe gathered when training has ended; seconds that gathering took this process."""
+        if self.probe is None:
+            return 0.0
+        seconds = sum(statistics.seconds for statistics in self.probe.inputs.values())
+        if finished:
+            with disk_errors(self.run.folder / TRAINING_PROBE):
+                self.probe.save(self.run.folder / TRAINING_PROBE)
+        place = {"step": self.progress.step, "epoch": self.progress.epoch}
+        self.run.log({"kind": "probe", **place, "looks": self.probe.looks, "seconds": seconds})
+        return seconds
 
     def _epochs(self, board: Any) -> Literal["finished", "early", "interrupted"]:
         config, progress = self.config, self.progress
@@ -489,6 +521,8 @@ class Trainer:
         )
         moved = batch.to(self.device, non_blocking=True)
         assert moved.labels is not None
+        if self.probe is not None:
+            self.probe.step()
         with emulated(config.emulate, progress.step, self.loss_scale) as products:
             with autocast(self.device, config.precision):
                 logits = self.model(moved)
@@ -497,6 +531,8 @@ class Trainer:
             if not math.isfinite(value):
                 self._refuse(value, batch)
             loss.backward()
+        if self.probe is not None:
+            self.probe.close()
         if self.loss_scale is None or products is None or not self._overflows(products, value):
             self._change_weights(factor, window)
         progress.step += 1

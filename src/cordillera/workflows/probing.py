@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile, weights_digest
 from cordillera.numerics.precision_plan import Choice, PrecisionPlan
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.selection import Change
-from cordillera.numerics.sites import replace, replaced
-from cordillera.run import Run
-from cordillera.training.trainer import scorer, select_device
+from cordillera.numerics.sites import replace, replaced, sites
+from cordillera.run import Run, disk_errors
+from cordillera.training.trainer import TRAINING_PROBE, scorer, select_device
 from cordillera.workflows.quantization import BUDGET
 from cordillera.workflows.ranking import load_model, recipe_of, with_threads
 from cordillera.workflows.scores import scored, some_batches
@@ -55,6 +57,7 @@ def probe(
     budget: float = BUDGET,
     *,
     samples: int = 16_384,
+    anew: bool = False,
     say: Callable[[str], object] = _silent,
 ) -> Probing:
     """Gather what a model's layers see, and choose the fastest kernel for each that is accurate enough.
@@ -66,7 +69,8 @@ def probe(
         run: A trained ranking run.
         config: Bounds, sizes and counts.
         budget: Largest relative rise of NE.
-        samples: Of the training split that are probed.
+        samples: Of the training split that are probed, where training has gathered nothing (``training.probe_every``).
+        anew: Probe them although it has.
         say: Told of what is going on.
 
     Raises:
@@ -80,15 +84,18 @@ def probe(
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
-        score = scorer(model, torch.device("cpu"), "fp32")
-        batches = some_batches(splits.train, recipe, samples)
-        with Probe(model, ProbeConfig(interval=1)) as gathered:
-            for batch in batches:
-                gathered.step()
-                score(batch)
-            gathered.save(run.folder / PROBE_FILE)
-        say(f"probed {len(gathered.inputs)} layers on {sum(map(len, batches)):,} samples: {run.folder / PROBE_FILE}")
-        products = forward_products(model, gathered.inputs)
+        inputs = None if anew else _gathered_by_training(run, model, say)
+        if inputs is None:
+            score = scorer(model, torch.device("cpu"), "fp32")
+            batches = some_batches(splits.train, recipe, samples)
+            with Probe(model, ProbeConfig(interval=1)) as gathered:
+                for batch in batches:
+                    gathered.step()
+                    score(batch)
+                gathered.save(run.folder / PROBE_FILE)
+            inputs, seen = gathered.inputs, sum(map(len, batches))
+            say(f"probed {len(inputs)} layers on {seen:,} samples: {run.folder / PROBE_FILE}")
+        products = forward_products(model, inputs)
         found = profile(products, config)
         rows = {product.site: product.calibration for product in products}
         split = splits.validation if len(splits.validation) else splits.train
@@ -107,6 +114,27 @@ def probe(
             plan = plan.with_reference(worst, "costs more NE than the budget")
         plan.save(run.folder / PLAN_FILE)
         return Probing(run.folder / PROBE_FILE, run.folder / PLAN_FILE, Profile(plan, found.trials), change, returned)
+
+
+def _gathered_by_training(
+    run: Run, model: RankingModel, say: Callable[[str], object]
+) -> dict[str, RowStatistics] | None:
+    """What training has gathered of every layer, as the run's statistics from here on; None if it has not."""
+    path = run.folder / TRAINING_PROBE
+    if not path.is_file():
+        return None
+    found = Probed(path)
+    lacking = [name for name in sites(model) if name not in found.inputs or found.inputs[name].count < 2]
+    if lacking:
+        say(f"training has gathered nothing of {', '.join(lacking)}: probing anew")
+        return None
+    beside = run.folder / f".{PROBE_FILE}.tmp"
+    with disk_errors(beside):
+        shutil.copyfile(path, beside)
+        beside.replace(run.folder / PROBE_FILE)
+    rows = max(statistics.count for statistics in found.inputs.values())
+    say(f"{len(found.inputs)} layers were probed in training, at {found.looks:,} steps, {rows:,} rows: {path}")
+    return found.inputs
 
 
 def _ratio(choice: Choice) -> float:
