@@ -76,6 +76,10 @@ def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recip
     assert "were probed in training" not in " ".join(done.out.split())
     assert Probed(used).looks != Probed(kept).looks
     assert set(Probed(used).layers) == set(Probed(kept).layers)
+    done = cli("probe", "run", "--rows", 16, "--marginals")
+    assert done.code == 0, done.err
+    assert "no quantiles" in done.out
+    assert all(one.marginals is not None for one in Probed(used).inputs.values())
 
 
 def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeypatch):

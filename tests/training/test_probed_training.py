@@ -59,7 +59,7 @@ def test_statistics_are_those_of_the_steps_that_were_looked_at_and_of_no_evaluat
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_that_was_stopped_ends_with_the_statistics_of_one_that_was_not(make_trainer, precision: str) -> None:
-    options = {"batches": 10, "epochs": 1, "probe_every": 3, "precision": precision}
+    options = {"batches": 10, "epochs": 1, "probe_every": 3, "precision": precision, "probe_marginals": True}
     whole = make_trainer("whole", **options)
     whole.fit()
     first = make_trainer("parts", **options)
@@ -72,6 +72,9 @@ def test_a_run_that_was_stopped_ends_with_the_statistics_of_one_that_was_not(mak
     one, other = gathered(whole), gathered(second)
     assert one.looks == other.looks == 4
     assert all(same(one.inputs[name], other.inputs[name]) for name in one.inputs)
+    for name, statistics in one.inputs.items():
+        assert statistics.marginals.count == 4 * 64
+        assert torch.equal(statistics.marginals.points(), other.inputs[name].marginals.points())
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 

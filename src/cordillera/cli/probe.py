@@ -24,6 +24,9 @@ def probe(
     anew: Annotated[
         bool, typer.Option("--anew", help="Gather statistics anew, though training has (training.probe_every).")
     ] = False,
+    marginals: Annotated[
+        bool, typer.Option("--marginals", help="Draw inputs with each feature's own tails and zeros (Gaussian copula).")
+    ] = False,
 ) -> None:
     """Gather what a model's layers see, and plan the fastest kernels that are accurate enough for it."""
     from cordillera.cli._show import console, plan_table
@@ -33,7 +36,9 @@ def probe(
     out = console()
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     try:
-        found = work(run, config, budget / 100, anew=anew, say=lambda text: out.print(text, markup=False))
+        found = work(
+            run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text, markup=False)
+        )
     except KeyboardInterrupt:
         raise Interrupted("no plan was written", where=str(run), remedy="give the same command again") from None
     out.print(plan_table(found.profile))

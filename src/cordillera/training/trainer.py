@@ -70,6 +70,8 @@ class TrainingConfig(BaseModel):
         compile: Compile the dense part with torch.compile; needs a C++ compiler on the CPU.
         probe_every: Steps from one look at what linear layers are given to the next, for ``cordillera probe``; 0 for
             none. What is kept takes 8 bytes for each pair of a layer's inputs, in checkpoints too.
+        probe_marginals: Keep quantiles of each input too, from which ``cordillera probe`` draws inputs with tails and
+            zeros as they were; of layers of up to 2048 inputs.
         emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
     """
 
@@ -95,6 +97,7 @@ class TrainingConfig(BaseModel):
     progressive_window: int = Field(10_000, ge=1)
     compile: bool = False
     probe_every: int = Field(0, ge=0)
+    probe_marginals: bool = False
     emulate: EmulationConfig | None = None
 
     @model_validator(mode="after")
@@ -310,7 +313,8 @@ class Trainer:
         self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
         self.probe: Probe | None = None
         if config.probe_every:
-            self.probe = Probe(model, ProbeConfig(interval=config.probe_every, weights=False))
+            looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
+            self.probe = Probe(model, looks)
         self.progress = Progress()
         self._window = _Window()
         epochs = config.epochs * len(training)

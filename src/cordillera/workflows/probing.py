@@ -58,6 +58,7 @@ def probe(
     *,
     samples: int = 16_384,
     anew: bool = False,
+    marginals: bool = False,
     say: Callable[[str], object] = _silent,
 ) -> Probing:
     """Gather what a model's layers see, and choose the fastest kernel for each that is accurate enough.
@@ -71,6 +72,8 @@ def probe(
         budget: Largest relative rise of NE.
         samples: Of the training split that are probed, where training has gathered nothing (``training.probe_every``).
         anew: Probe them although it has.
+        marginals: Draw inputs from a Gaussian copula with the quantiles of each feature, instead of from a normal
+            distribution; training must have gathered them (``training.probe_marginals``), or samples are probed.
         say: Told of what is going on.
 
     Raises:
@@ -84,11 +87,11 @@ def probe(
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
-        inputs = None if anew else _gathered_by_training(run, model, say)
+        inputs = None if anew else _gathered_by_training(run, model, marginals, say)
         if inputs is None:
             score = scorer(model, torch.device("cpu"), "fp32")
             batches = some_batches(splits.train, recipe, samples)
-            with Probe(model, ProbeConfig(interval=1)) as gathered:
+            with Probe(model, ProbeConfig(interval=1, marginals=marginals)) as gathered:
                 for batch in batches:
                     gathered.step()
                     score(batch)
@@ -117,7 +120,7 @@ def probe(
 
 
 def _gathered_by_training(
-    run: Run, model: RankingModel, say: Callable[[str], object]
+    run: Run, model: RankingModel, marginals: bool, say: Callable[[str], object]
 ) -> dict[str, RowStatistics] | None:
     """What training has gathered of every layer, as the run's statistics from here on; None if it has not."""
     path = run.folder / TRAINING_PROBE
@@ -127,6 +130,9 @@ def _gathered_by_training(
     lacking = [name for name in sites(model) if name not in found.inputs or found.inputs[name].count < 2]
     if lacking:
         say(f"training has gathered nothing of {', '.join(lacking)}: probing anew")
+        return None
+    if marginals and all(statistics.marginals is None for statistics in found.inputs.values()):
+        say("training has gathered no quantiles (training.probe_marginals): probing anew")
         return None
     beside = run.folder / f".{PROBE_FILE}.tmp"
     with disk_errors(beside):
