@@ -81,20 +81,28 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers)
     batch = torch.randn(64 if quick else 1024, sizes[0])
-    look = Probe(model, ProbeConfig(interval=1))
+    probes = {
+        "plain": None,
+        "probed": Probe(model, ProbeConfig(interval=1)),
+        "inputs probed": Probe(model, ProbeConfig(interval=1, weights=False)),  # as training.probe_every does
+    }
 
-    def step(looking: bool) -> None:
-        if looking:
+    def step(look: Probe | None) -> None:
+        if look is not None:
             look.step()
         model(batch).square().mean().backward()
-        if looking:
+        if look is not None:
             look.close()
 
-    timings = interleave({"plain": partial(step, False), "probed": partial(step, True)}, rounds=3 if quick else 15)
-    more = timings["probed"].spread.median / timings["plain"].spread.median - 1
-    console.print(
-        f"a step that is looked at takes {1 + more:.2f} times as long: {more / 100:.2%} at an interval of 100"
-    )
+    steps = {name: partial(step, look) for name, look in probes.items()}
+    timings = interleave(steps, rounds=3 if quick else 15)
+    plain = timings["plain"].spread.median
+    more = timings["probed"].spread.median / plain - 1
+    more_of_inputs = timings["inputs probed"].spread.median / plain - 1
+    for name, share in (("inputs and weights", more), ("inputs alone, as training does", more_of_inputs)):
+        console.print(
+            f"a step that looks at {name} takes {1 + share:.2f} times as long: {share / 100:.2%} at an interval of 100"
+        )
     return {
         "evidence": "measured",
         "errors": errors,
@@ -102,6 +110,7 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
         "features": features,
         "seconds": {name: timing.spread.to_json() for name, timing in timings.items()},
         "overhead_at_interval_100": more / 100,
+        "overhead_of_inputs_at_interval_100": more_of_inputs / 100,
         "reached": {"cancellation": errors["ours"] < 1e-3},
     }
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
     for word in ("and their gradients", "18 of 18 products in lower precision", "training-plan.json"):
         assert word in done.out
     plan = PrecisionPlan.load(run / "training-plan.json")
-    layers = Probed(run / "training-probe.safetensors").layers
+    layers = Probed(run / "gradient-probe.safetensors").layers
     assert [(c.site, c.of) for c in plan.choices] == [(site, of) for site in layers for of in PASSES]
     recipe = load(run)
     splits = prepare(recipe.data)
@@ -99,6 +100,27 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
     assert Accuracy.of(gradients[1], gradients[0]).sqnr_db > 20
     refused = cli("predict", run, tmp_path / "new.csv", "--plan")
     assert refused.code == 2
+
+
+def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recipe, tmp_path):
+    sizes = ("model.fmb_mlp=[64]", "model.top_mlp=[64]", "training.epochs=1", "training.probe_every=2")
+    done = cli("train", recipe, "--run", "run", "-q", *(word for size in sizes for word in ("--set", size)))
+    assert done.code == 0, done.err
+    assert "probing its layers took" in done.out
+    done = cli("probe", "run", "--rows", 16)
+    assert done.code == 0, done.err
+    assert "were probed in training" in " ".join(done.out.split())
+    kept, used = (Path("run") / name for name in ("training-probe.safetensors", "probe.safetensors"))
+    assert kept.read_bytes() == used.read_bytes()
+    done = cli("probe", "run", "--rows", 16, "--anew")
+    assert done.code == 0, done.err
+    assert "were probed in training" not in " ".join(done.out.split())
+    assert Probed(used).looks != Probed(kept).looks
+    assert set(Probed(used).layers) == set(Probed(kept).layers)
+    done = cli("probe", "run", "--rows", 16, "--marginals")
+    assert done.code == 0, done.err
+    assert "no quantiles" in done.out
+    assert all(one.marginals is not None for one in Probed(used).inputs.values())
 
 
 def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeypatch):

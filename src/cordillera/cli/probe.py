@@ -24,6 +24,12 @@ def probe(
     training: Annotated[
         bool, typer.Option("--training", help="Plan the three products of a training step instead, without a budget.")
     ] = False,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Gather statistics anew, though training has (training.probe_every).")
+    ] = False,
+    marginals: Annotated[
+        bool, typer.Option("--marginals", help="Draw inputs with each feature's own tails and zeros (Gaussian copula).")
+    ] = False,
 ) -> None:
     """Gather what a model's layers see, and plan the fastest kernels that are accurate enough for it."""
     from cordillera.cli._show import console, plan_table
@@ -31,6 +37,10 @@ def probe(
     from cordillera.workflows.probing import probe as work
     from cordillera.workflows.probing import probe_training
 
+    if training and (anew or marginals):
+        raise typer.BadParameter(
+            "statistics of training steps are always gathered anew, without quantiles", param_hint="--training"
+        )
     out = console()
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     try:
@@ -45,7 +55,9 @@ def probe(
             )
             out.print(f"plan: {planned.plan_file}; cordillera.numerics.training_linear applies it", markup=False)
             return
-        found = work(run, config, budget / 100, say=lambda text: out.print(text, markup=False))
+        found = work(
+            run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text, markup=False)
+        )
     except KeyboardInterrupt:
         raise Interrupted("no plan was written", where=str(run), remedy="give the same command again") from None
     out.print(plan_table(found.profile))

@@ -36,6 +36,8 @@ class ProbeConfig(BaseModel):
         weights: Whether weights are followed too.
         momentum: Of the averages over weights.
         gradients: Whether the gradients of layers' outputs are followed too, in steps that have a backward pass.
+        marginals: Whether quantiles of each input are kept too, so that what is drawn has the tails, the point masses
+            at zero and the signs of what was seen; of layers of up to 2048 inputs.
         only: Patterns of the layers' names to follow; none for all.
     """
 
@@ -46,6 +48,7 @@ class ProbeConfig(BaseModel):
     weights: bool = True
     momentum: float = Field(0.99, ge=0, lt=1)
     gradients: bool = False
+    marginals: bool = False
     only: tuple[str, ...] = ()
 
 
@@ -71,7 +74,10 @@ class Probe:
         self._modules = sites(model, self.config.only)
         if not self._modules:
             raise NumericsError("the model has no linear layer", where="Probe")
-        self.inputs = {name: RowStatistics(module.in_features) for name, module in self._modules.items()}
+        self.inputs = {
+            name: RowStatistics(module.in_features, marginals=self.config.marginals)
+            for name, module in self._modules.items()
+        }
         self.weights: dict[str, WeightStatistics] = {}
         if self.config.weights:
             m = self.config.momentum
