@@ -80,14 +80,12 @@ def test_variants_differ_in_their_mods_alone() -> None:
 
 
 @pytest.mark.slow
-def test_the_parts_that_train(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/loka.py"), "--quick", "--part", "model", "--part", "mods"]
+def test_models_with_and_without_mods_are_trained_and_paired(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/loka.py"), "--quick", "--part", "mods"]
     done = subprocess.run(
         [*command, "--results", str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
-    model = read(tmp_path, "model")
-    assert set(model["plan_over"]) == set(model["milliseconds"]) >= {"fp32", "plan"}
     quality = read(tmp_path, "mods")["quality"]["variants"]
     assert set(quality) == {"as it was", "all three"}
     assert quality["as it was"]["change_percent"] == [0.0]

@@ -6,24 +6,31 @@ import csv
 import dataclasses
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from cordillera import workflows
+from cordillera.data.datasets import prepare
 from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.precision_plan import PASSES, PrecisionPlan, _digest
+from cordillera.numerics.precision_plan import PASSES, Choice, PrecisionPlan, _digest, machine
 from cordillera.numerics.probe import Probed
+from cordillera.numerics.sites import sites
+from cordillera.numerics.training_linear import apply_for_training
 from cordillera.recipe import load
 from cordillera.run import Run
+from cordillera.training import checkpoints
+from cordillera.training.trainer import weighted_loss
+from cordillera.workflows.ranking import load_model
+from cordillera.workflows.scores import some_batches
 
 from .conftest import RECIPE, write_log
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    from cordillera import workflows
-
     folder = tmp_path_factory.mktemp("trained")
     log = write_log(folder / "log.csv", rows=1000)
     path = folder / "small.toml"
@@ -64,12 +71,6 @@ def test_a_run_is_probed_and_scored_by_its_plan(cli, trained, tmp_path):
 
 def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_path, monkeypatch):
     """bf16 is made the fastest of all."""
-    from cordillera.data.datasets import prepare
-    from cordillera.numerics.training_linear import apply_for_training
-    from cordillera.training.trainer import weighted_loss
-    from cordillera.workflows.ranking import load_model
-    from cordillera.workflows.scores import some_batches
-
     run = shutil.copytree(trained, tmp_path / "run")
     monkeypatch.setattr(
         "cordillera.numerics.training_products.median_seconds",
@@ -98,8 +99,62 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert Accuracy.of(gradients[1], gradients[0]).sqnr_db > 20
-    refused = cli("predict", run, tmp_path / "new.csv", "--plan")
+
+
+def test_a_recipe_trains_by_a_plan_and_resumes_to_the_same_bits(cli, trained, tmp_path):
+    recipe = load(trained)
+    _, model = load_model(Run(trained), prepare(recipe.data).features, torch.device("cpu"))
+    shapes = {name: tuple(module.weight.shape) for name, module in sites(model).items() if name != "top.layers.0"}
+    choices = tuple(Choice(name, of, 128, *shape, "bf16") for name, shape in shapes.items() for of in PASSES)
+    plan = PrecisionPlan(choices, machine(), {}, purpose="training")
+    plan.save(tmp_path / "plan.json")
+    changes = ["training.precision=fp32", f"training.plan={tmp_path / 'plan.json'}", "training.max_steps=6"]
+    source = tmp_path / "mine.toml"
+    source.write_text((trained / "recipe.toml").read_text())
+    by_plan = load(source, changes)
+    said = []
+    whole = workflows.train(by_plan, tmp_path / "whole", say=said.append)
+    assert any("1 in fp32, 1 of them unknown to the plan" in line for line in said)
+    assert not any("had no kernel" in line for line in said)
+
+    def stop(record, progress, total):
+        if progress.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    assert workflows.train(by_plan, tmp_path / "stopped", watch=stop).report.ended == "interrupted"
+    (tmp_path / "plan.json").unlink()
+    again = workflows.train(by_plan, tmp_path / "stopped", resume=True)
+    plain = workflows.train(load(source, ["training.precision=fp32", "training.max_steps=6"]), tmp_path / "plain")
+    weights = [checkpoints.load(checkpoints.folder_of(one.run.checkpoints, 6)).tensors for one in (whole, again, plain)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert set(weights[0]) == set(weights[2])
+    assert not torch.equal(
+        weights[0]["model.layers.0.fmb.mlp.mlp.layers.0.weight"],
+        weights[2]["model.layers.0.fmb.mlp.mlp.layers.0.weight"],
+    )
+    scored = workflows.evaluate(whole.run)
+    assert scored.tasks["click"].metrics["ne"] == whole.evaluation.tasks["click"].metrics["ne"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["training.precision=fp32"], "there is no such plan"),
+        (["training.precision=bf16"], "a plan is for float32"),
+        (["training.precision=fp32", "data.batch_size=200"], "knows of 128 rows, batches have 200"),
+        (["training.precision=fp32", "model.top_mlp=[32]"], r"top.layers.0 is (32, 16), the plan's (64, 16)"),
+    ],
+)
+def test_mistakes_in_plans_of_training_are_told_before_a_run_is_made(cli, trained, tmp_path, changes, message):
+    plan = PrecisionPlan((Choice("top.layers.0", "forward", 128, 64, 16, "bf16"),), machine(), {}, purpose="training")
+    if "no such" not in message:
+        plan.save(tmp_path / "plan.json")
+    options = [part for key in [*changes, "training.plan=plan.json"] for part in ("--set", key)]
+    (tmp_path / "mine.toml").write_text((trained / "recipe.toml").read_text())
+    refused = cli("train", "mine.toml", "--run", "new", *options)
     assert refused.code == 2
+    assert message in refused.err
+    assert not (tmp_path / "new").exists()
 
 
 def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recipe, tmp_path):

@@ -161,6 +161,14 @@ def test_autocast_keeps_its_dtype() -> None:
     assert net[0].weight.grad.dtype == torch.float32
 
 
+def test_evaluation_is_torchs() -> None:
+    net = model()
+    applied = apply_for_training(net, everywhere(net, "int8 dynamic"))
+    assert not torch.equal(net(given()), model()(given()))
+    assert torch.equal(net.eval()(given()), model()(given()))
+    assert applied.unplanned == 0
+
+
 def test_layers_that_are_fused_with_relu_are_not_passed_by() -> None:
     torch.manual_seed(0)
     net = MLP(64, [32], 16)

@@ -53,7 +53,7 @@ def probe(
                 f"share of a step {planned.profile.geometric_mean():.2f} times as fast in geometric mean",
                 markup=False,
             )
-            out.print(f"plan: {planned.plan_file}; cordillera.numerics.training_linear applies it", markup=False)
+            out.print(f"plan: {planned.plan_file}; the recipe key training.plan uses it", markup=False)
             return
         found = work(
             run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text, markup=False)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.candidates import Candidate, candidate
@@ -47,7 +48,8 @@ class TrainedLinear(nn.Module):
 
     A product is computed as ``nn.Linear`` computes it, in autocast's dtype where there is one, if the plan says fp32,
     has no kernel for so many rows, or its kernel cannot take the shape or a number that is not finite. All but the
-    first are counted. Inside autocast results have its dtype whatever computed them. There are no second derivatives.
+    first are counted. Inside autocast results have its dtype whatever computed them. In evaluation mode the layer is
+    ``nn.Linear``. There are no second derivatives.
 
     Attributes:
         weight: ``float32 [N, K]``.
@@ -105,6 +107,8 @@ class TrainedLinear(nn.Module):
         return exact(of, first.to(dtype), second.to(dtype), None if bias is None else bias.to(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return F.linear(x, self.weight, self.bias)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         with torch.autocast(kind, enabled=False):

@@ -50,6 +50,8 @@ class TrainingConfig(BaseModel):
         max_steps: Stop after so many steps, whatever ``epochs`` says.
         precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32`` does
             everything in float32.
+        plan: File of ``cordillera probe RUN --training`` by whose kernels linear layers are trained; needs
+            ``precision = "fp32"``. Evaluation and scoring are in float32.
         learning_rate: Peak rate of AdamW for dense parameters; the tables' own rate stands in ``[tables]``.
         betas: AdamW's decay rates.
         eps: AdamW's denominator term.
@@ -80,6 +82,7 @@ class TrainingConfig(BaseModel):
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     precision: Precision = "bf16"
+    plan: str | None = None
     learning_rate: float = Field(1e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -106,6 +109,12 @@ class TrainingConfig(BaseModel):
             raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
         if self.emulate is not None:
             self.emulate.check(self.precision, self.compile)
+        return self
+
+    @model_validator(mode="after")
+    def _plans_are_for_float32(self) -> TrainingConfig:
+        if self.plan is not None and (self.precision != "fp32" or self.compile or self.emulate is not None):
+            raise ValueError("a plan is for float32: set precision = 'fp32', compile = false, and emulate nothing")
         return self
 
 

@@ -22,10 +22,12 @@ from cordillera.data.encoding import Encoder
 from cordillera.data.features import FeatureSpec
 from cordillera.data.loader import Loader
 from cordillera.embeddings.cached_tables import require_cpu
-from cordillera.errors import DataError, Interrupted
+from cordillera.errors import DataError, Interrupted, NumericsError
 from cordillera.models import flops
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.precision_plan import PrecisionPlan
+from cordillera.numerics.training_linear import Applied, apply_for_training
 from cordillera.recipe import Recipe
 from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
 from cordillera.serving import quantized_model
@@ -35,6 +37,9 @@ from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
 from cordillera.training.scaling_laws import ScalingStudy
 from cordillera.training.trainer import Report, Trainer, Watcher, best_checkpoint, load_weights, scorer, select_device
+
+USED_PLAN_FILE = "used-training-plan.json"
+"""In a run's folder: the plan by which it is trained."""
 
 
 def _silent(text: str) -> None:
@@ -132,6 +137,7 @@ def train(
         CheckpointError: the newest checkpoint is corrupt.
         DataError: the data cannot be had or is not acceptable.
         TrainingError: the loss is not finite.
+        NumericsError: the plan that the recipe names is not one of training, of this machine and of this model.
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
@@ -139,6 +145,15 @@ def train(
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
+        plan = None
+        if recipe.training.plan is not None:
+            # a run keeps the plan that it began with: another one would end in other bits
+            source = Run(folder or "").folder / USED_PLAN_FILE if resume else Path(recipe.training.plan)
+            plan, applied = _with_plan(model, source, recipe)
+            say(
+                f"plan: {len(applied.planned)} linear layers by kernels of {source}, {len(applied.left)} in fp32, "
+                f"{len(applied.unknown)} of them unknown to the plan"
+            )
         if resume:
             run = Run(folder or "")
             described = run.read_json("model.json")
@@ -150,6 +165,8 @@ def train(
                 )
         else:
             run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+            if plan is not None:
+                plan.save(run.folder / USED_PLAN_FILE)
             described = _describe(recipe, model, splits)
             (run.folder / "encoder").mkdir()
             splits.encoder.save(run.folder / "encoder")
@@ -178,11 +195,26 @@ def train(
                 else "no checkpoint yet: starting from the beginning"
             )
         report = trainer.fit()
+        if plan is not None and applied.unplanned:
+            say(f"plan: {applied.unplanned:,} products had no kernel and were computed in fp32")
         if report.ended == "interrupted":
             return Outcome(run, report, None)
         evaluation = _evaluate(run, recipe, model, splits, "test", device) if len(splits.test) else None
         write_report(run)
         return Outcome(run, report, evaluation)
+
+
+def _with_plan(model: RankingModel, file: Path, recipe: Recipe) -> tuple[PrecisionPlan, Applied]:
+    """A model that is trained by a plan, with it."""
+    plan = PrecisionPlan.load(file, select_device(recipe.device))
+    most = max((choice.rows for choice in plan.choices), default=0)
+    if most < recipe.data.batch_size:
+        raise NumericsError(
+            f"knows of {most} rows, batches have {recipe.data.batch_size}",
+            where=str(file),
+            remedy=f"cordillera probe RUN --training --rows {recipe.data.batch_size}",
+        )
+    return plan, apply_for_training(model, plan)
 
 
 def _evaluate(
