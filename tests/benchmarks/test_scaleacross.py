@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import scaleacross
-import torch.distributed as dist
 from _executed_schedules import families, take_turns
-from _processes import run_processes
+
+from tests.distributed.processes import needs_gloo, run_processes
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
@@ -65,7 +65,7 @@ def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
     assert summary["equal"] <= summary["proven"] <= summary["cases"]
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@needs_gloo
 @pytest.mark.slow
 def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
     # in this process: those that it starts would load all of the benchmark's program again
@@ -88,7 +88,7 @@ def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@needs_gloo
 def test_processes_that_pass_their_deadline_are_ended(tmp_path: Path) -> None:
     began = time.monotonic()
     ended = run_processes(2, tmp_path, partial(take_turns, schedules=families(2)[:1], rounds=10_000), 8)
@@ -99,7 +99,7 @@ def test_processes_that_pass_their_deadline_are_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@needs_gloo
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_began_them(tmp_path: Path, how: signal.Signals) -> None:
     program = [sys.executable, "-c", _ENDLESS.format(folder=str(tmp_path))]

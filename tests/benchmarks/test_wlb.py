@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.sharding import per_document, per_sequence
+from tests.distributed.processes import needs_gloo
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = Path(
@@ -105,6 +106,7 @@ def test_absent_lengths_are_left_out_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@needs_gloo
 @pytest.mark.slow
 @pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
 def test_a_pipeline_is_executed_beside_its_simulation(tmp_path: Path) -> None:
