@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -81,7 +82,7 @@ def run_processes(
         preload: Modules that are loaded once, by a process from which all are forked, as loading takes seconds.
     """
     context: Any = mp.get_context("spawn")
-    if preload and "forkserver" in mp.get_all_start_methods():
+    if preload and sys.platform == "linux":  # elsewhere, libraries may not survive a fork
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
     for _ in range(_ATTEMPTS - 1):

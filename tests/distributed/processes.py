@@ -15,5 +15,6 @@ needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo"
 )
 
+# What most of them would load.
 _LOADED = ("torch._dynamo", "pytest", "hypothesis", "cordillera.training.language")
 run_processes = partial(_processes.run_processes, preload=_LOADED)
