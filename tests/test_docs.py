@@ -48,6 +48,7 @@ NOT_RUN = {
     ". .venv/bin/activate": "changes the reader's shell",
     "pip install": "changes the environment under test",
     "tensorboard": "serves until it is stopped",
+    "cordillera doctor": "loads every library in a process of its own; tests/cli/test_doctor.py runs it",
     "cordillera bench fbgemm": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench pvf": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench bfloat16": "takes minutes; tests/benchmarks runs it with small sizes",
