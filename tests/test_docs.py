@@ -211,7 +211,7 @@ def _as_parameter(page: Path) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", map(_as_parameter, PAGES))
+@pytest.mark.parametrize("page", [_as_parameter(page) for page in PAGES])
 def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands succeed (or fail as shown), print what is shown, and Python blocks run."""
     folder = folders / re.sub(r"\W", "-", str(page.relative_to(ROOT)))
