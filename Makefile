@@ -40,7 +40,7 @@ demo: $(VENV)/.cpu
 	$(BIN)/cordillera train movielens-wukong
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

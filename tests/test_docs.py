@@ -204,14 +204,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _as_parameter(page: Path) -> object:
-    """A page, named by its path; one that starts several processes says so."""
-    marks = [pytest.mark.processes] if "--nproc" in page.read_text(encoding="utf-8") else []
-    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [_as_parameter(page) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands succeed (or fail as shown), print what is shown, and Python blocks run."""
     folder = folders / re.sub(r"\W", "-", str(page.relative_to(ROOT)))
