@@ -13,6 +13,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet -c constraints.txt
+# Processes that share the tests, each computing with one thread.
+WORKERS ?= 2
 PYTEST_FLAGS ?=
 
 FUXICTR_URL ?= https://github.com/reczoo/FuxiCTR
@@ -38,7 +40,7 @@ demo: $(VENV)/.cpu
 	$(BIN)/cordillera train movielens-wukong
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,18 +63,35 @@ class Ended:
     said: str
 
 
-def run_processes(size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
+def run_processes(
+    size: int,
+    folder: Path,
+    work: Callable[[int, str], dict[str, Any]],
+    deadline: float,
+    preload: Sequence[str] = (),
+) -> Ended:
     """Processes that end by the deadline or are ended.
 
     Where Gloo could not connect them, which happens now and then on a machine that is busy, they begin anew.
+
+    Args:
+        size: How many processes.
+        folder: For what they leave.
+        work: What each does, given its rank and the folder.
+        deadline: Seconds that they may take.
+        preload: Modules that are loaded once, by a process from which all are forked, as loading takes seconds.
     """
+    context: Any = mp.get_context("spawn")
+    if preload and sys.platform == "linux":  # elsewhere, libraries may not survive a fork
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
     for _ in range(_ATTEMPTS - 1):
-        ended = _run(size, folder, work, deadline)
+        ended = _run(context, size, folder, work, deadline)
         if _UNCONNECTED not in ended.said:
             return ended
         for path in (folder / "store", *folder.glob("[0-9]*.txt"), *folder.glob("[0-9]*.pt")):
             path.unlink(missing_ok=True)
-    return _run(size, folder, work, deadline)
+    return _run(context, size, folder, work, deadline)
 
 
 def slowest_seconds(
@@ -101,8 +119,7 @@ def _said(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
 
 
-def _run(size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
-    context = mp.get_context("spawn")
+def _run(context: Any, size: int, folder: Path, work: Callable[[int, str], dict[str, Any]], deadline: float) -> Ended:
     processes = [
         context.Process(target=_process, args=(rank, size, str(folder), work), daemon=True) for rank in range(size)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,8 +40,9 @@ MIB = 2**20
 WORLDS = (8, 64, 512)
 # 8 of the 32 blocks between embedding and head, and all with both
 MODELS = {"8 blocks of 8B": ("llama3-8b", 1, 4), "8B": ("llama3-8b", 0, 1)}
-QUICK_MODELS = {"debug model": ("llama-debug", 0, 1)}
 WRAPPINGS = {"every block": 1, "pairs of blocks": 2, "all blocks": 10_000}
+QUICK_MODEL = ("llama-debug", 0, 1)
+QUICK = ((8, "every block"), (512, "all blocks"))
 TOLERANCE = 0.01
 DEADLINE_S = 300.0
 
@@ -92,11 +94,11 @@ def _tracked(name: str, config: tuple[str, int, int], world: int, wrapping: str)
 
 
 def _memory(console: Console, quick: bool) -> dict[str, Any]:
-    rows = []
-    for name, config in (QUICK_MODELS if quick else MODELS).items():
-        for world in WORLDS[::2] if quick else WORLDS:
-            for wrapping in WRAPPINGS:
-                rows.append(_tracked(name, config, world, wrapping))
+    if quick:
+        rows = [_tracked("debug model", QUICK_MODEL, world, wrapping) for world, wrapping in QUICK]
+    else:
+        cases = itertools.product(MODELS.items(), WORLDS, WRAPPINGS)
+        rows = [_tracked(name, config, world, wrapping) for (name, config), world, wrapping in cases]
     table = Table(title="parameters on a rank, MiB (emulated: torch's tracker on fake tensors)", title_justify="left")
     for heading in (
         "model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
 import os
@@ -77,10 +78,11 @@ def _contenders(
 def _generation(console: Console, quick: bool) -> dict[str, Any]:
     tokens, rounds = (8, 2) if quick else (NEW_TOKENS, 5)
     opened = LanguageModel("smollm2")
+    theirs = transformers_llama(opened.path, opened.config)
     results: dict[str, Any] = {}
     for dtype in DTYPES:
         ours = load_language_model("smollm2", dtype=dtype, device="cpu")
-        peer = transformers_llama(opened.path, ours.config).to(getattr(torch, dtype))
+        peer = copy.deepcopy(theirs).to(getattr(torch, dtype))
         contenders, regret = _contenders(ours, peer, tokens)
         paths = {name: run() for name, run in contenders.items()}
         timings = interleave(contenders, rounds=rounds, warmup=0)  # both have run
@@ -150,9 +152,9 @@ def _loading(console: Console, quick: bool) -> dict[str, Any]:
     path = stored_asset("smollm2")
     results = {}
     for dtype in DTYPES:
-        timed, counted = (
-            [_loaded(path, dtype, mode) for _ in range(1 if quick else 3)] for mode in ("timed", "counted")
-        )
+        rounds = 1 if quick else 3
+        counted = [_loaded(path, dtype, "counted") for _ in range(rounds)]
+        timed = counted if quick else [_loaded(path, dtype, "timed") for _ in range(rounds)]
         size = counted[0]["model_bytes"]
         results[dtype] = {
             "seconds": Spread.of([one["seconds"] for one in timed]).to_json(),

@@ -1,16 +1,60 @@
-"""Benchmarks are programs beside the package: their folder is put on the path while their tests run."""
+"""Benchmarks are programs beside the package: their folder is put on the path while their tests run.
+
+Tests may be shared out among processes (``make test`` takes two). What a test of one file makes, the others of the file
+use, so files stay whole; and all files whose tests start processes that talk with one another (``needs_gloo``) stay in
+one process and thus run one after another, from the beginning on, as they take longest.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+TALKING = "processes that talk"
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes long begins first, so that no process waits long for the last; one process keeps the files' order."""
+    if not hasattr(config, "workerinput"):
+        return
+    turns: dict[str, int] = {}
+    for item in items:
+        turn = 0 if scope_of(item.nodeid) == TALKING else 1 if item.get_closest_marker("slow") else 2
+        turns[scope_of(item.nodeid)] = min(turn, turns.get(scope_of(item.nodeid), turn))
+    items.sort(key=lambda item: turns[scope_of(item.nodeid)])
+
+
+@functools.cache
+def scope_of(nodeid: str) -> str:
+    """What runs in one process: files, and all files and pages whose processes talk with one another."""
+    file, _, name = nodeid.partition("::")
+    page = name.partition("[")[2].removesuffix("]")
+    if page.endswith(".md") and (ROOT / page).is_file():
+        return TALKING if "--nproc" in (ROOT / page).read_text(encoding="utf-8") else file
+    return TALKING if "needs_gloo" in (ROOT / file).read_text(encoding="utf-8") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadscope``, scopes are ours."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scopes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Scopes(config, log)
 
 
 @pytest.fixture(autouse=True)

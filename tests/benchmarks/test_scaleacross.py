@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import multiprocessing
 import os
 import signal
@@ -16,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import scaleacross
-import torch.distributed as dist
 from _executed_schedules import families, take_turns
-from _processes import run_processes
+
+from tests.benchmarks.programs import part_of
+from tests.distributed.processes import needs_gloo, run_processes
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
@@ -33,19 +33,8 @@ run_processes(2, Path({folder!r}), partial(take_turns, schedules=families(2)[:1]
 """
 
 
-def run(part: str, folder: Path) -> dict[str, object]:
-    command = [sys.executable, str(ROOT / "benchmarks/scaleacross.py"), "--quick", "--part", part]
-    done = subprocess.run(
-        [*command, "--results", str(folder)], capture_output=True, text=True, timeout=200, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    content: dict[str, object] = json.loads((folder / f"scaleacross-{part}.json").read_text())
-    assert content["quick"] is True
-    return content
-
-
 def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Path) -> None:
-    points = run("grid", tmp_path)["points"]
+    points = part_of(scaleacross, "grid", tmp_path)["points"]
     assert isinstance(points, list)
     assert points[0]["times_production"] >= 1
     assert points[0]["times_best_single"] >= 1
@@ -54,8 +43,8 @@ def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Pat
 
 @pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
 def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
-    content = run("solver", tmp_path)
-    small, summary = content["small"], content["summaries"]["all"]  # type: ignore[index]
+    content = part_of(scaleacross, "solver", tmp_path)
+    small, summary = content["small"], content["summaries"]["all"]
     assert isinstance(small, list)
     assert summary["cases"] == len(small) > 0
     for one in small:
@@ -65,13 +54,10 @@ def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
     assert summary["equal"] <= summary["proven"] <= summary["cases"]
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@needs_gloo
 @pytest.mark.slow
 def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
-    # in this process: those that it starts would load all of the benchmark's program again
-    scaleacross.main([scaleacross.Part.executed], quick=True, results=tmp_path)
-    content = json.loads((tmp_path / "scaleacross-executed.json").read_text())
-    assert content["quick"] is True
+    content = part_of(scaleacross, "executed", tmp_path)
     assert content["evidence"] == "emulated"
     rows = content["rows"]
     assert {row["processes"] for row in rows} == {2, 4}
@@ -88,7 +74,7 @@ def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@needs_gloo
 def test_processes_that_pass_their_deadline_are_ended(tmp_path: Path) -> None:
     began = time.monotonic()
     ended = run_processes(2, tmp_path, partial(take_turns, schedules=families(2)[:1], rounds=10_000), 8)
@@ -99,7 +85,7 @@ def test_processes_that_pass_their_deadline_are_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without Gloo")
+@needs_gloo
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_began_them(tmp_path: Path, how: signal.Signals) -> None:
     program = [sys.executable, "-c", _ENDLESS.format(folder=str(tmp_path))]
@@ -130,8 +116,8 @@ def test_processes_end_with_the_one_that_began_them(tmp_path: Path, how: signal.
 @pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")
 @pytest.mark.parametrize("part", ["accuracy", "speed"])
 def test_parts_beside_measurements(part: str, tmp_path: Path) -> None:
-    content = run(part, tmp_path)
+    content = part_of(scaleacross, part, tmp_path)
     if part == "accuracy":
-        assert content["figures"]["ours"]["error"] < 0.10  # type: ignore[index]
+        assert content["figures"]["ours"]["error"] < 0.10
     else:
-        assert content["values"]["evaluations_per_s"]["ours"]["median"] > 1000  # type: ignore[index]
+        assert content["values"]["evaluations_per_s"]["ours"]["median"] > 1000

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import wlb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.sharding import per_document, per_sequence
+from tests.benchmarks.programs import part_of
+from tests.distributed.processes import needs_gloo
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = Path(
@@ -68,20 +69,9 @@ def test_documents_are_shared_out_equally(lengths: list[int], ranks: int) -> Non
     assert found.work.max() - found.work.min() <= 2 * (sum(lengths) + len(lengths))
 
 
-def run(part: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks/wlb.py"), "--quick", "--part", part]
-    done = subprocess.run(
-        [*command, "--results", str(folder)], capture_output=True, text=True, timeout=200, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    content: dict[str, Any] = json.loads((folder / f"wlb-{part}.json").read_text())
-    assert content["quick"] is True
-    return content
-
-
 @pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
 def test_packing_by_work_is_beside_its_baselines(tmp_path: Path) -> None:
-    rows = run("packing", tmp_path)["rows"]
+    rows = part_of(wlb, "packing", tmp_path)["rows"]
     ours = rows["2 queues, 1.5 contexts"]
     for name in ("arrival order", "fixed length, window 1", "two queues, no variable length"):
         assert ours["imbalance"] < rows[name]["imbalance"]
@@ -90,7 +80,7 @@ def test_packing_by_work_is_beside_its_baselines(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
 def test_a_pipeline_is_simulated_with_both_shardings(tmp_path: Path) -> None:
-    content = run("pipeline", tmp_path)
+    content = part_of(wlb, "pipeline", tmp_path)
     for row in content["rows"].values():
         assert 1 <= row["times_perfect_balance"]["per document"] <= row["times_perfect_balance"]["per sequence"]
     for base in content["gains"]["2 queues, 1.5 contexts"].values():
@@ -105,10 +95,11 @@ def test_absent_lengths_are_left_out_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@needs_gloo
 @pytest.mark.slow
 @pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
 def test_a_pipeline_is_executed_beside_its_simulation(tmp_path: Path) -> None:
-    found = run("executed", tmp_path)
+    found = part_of(wlb, "executed", tmp_path)
     assert set(found["gains"]) == {"fixed length, window 1", "arrival order"}
     for name, seconds in found["seconds"].items():
         assert seconds["median"] > 0

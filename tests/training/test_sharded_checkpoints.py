@@ -292,6 +292,8 @@ def test_pruning_keeps_what_it_is_told_to_and_what_is_needed(tmp_path: Path, mon
 
 def kill_everywhere(root: str) -> None:
     """Save step 2 beside step 1 again and again, killed when the disk is touched for the first time, the second, ..."""
+    import torch._dynamo  # as optimizers do at their first step: once, before all processes are forked
+
     torch.set_num_threads(1)
 
     def save(folder: Path, number: int, touches: int) -> None:

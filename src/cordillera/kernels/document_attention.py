@@ -9,6 +9,7 @@ mask that prevents attention between documents of one sequence). Keys and values
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # a build without it
-    varlen = None  # type: ignore[assignment]
+# It loads torch's compiler, which takes a second: a build that cannot run it does without.
+varlen: Any = None
+if torch.backends.cuda.is_built():
+    with suppress(ImportError):
+        from torch.nn.attention import varlen
 
 # Older versions want as many heads of keys as of queries.
 _VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
