@@ -76,6 +76,18 @@ def test_the_reported_change_is_that_of_the_written_model(trained):
     assert outcome.ne[1] / outcome.ne[0] - 1 == pytest.approx(outcome.confirmed.mean, abs=1e-9)
 
 
+def test_rows_of_two_bits_are_offered_where_bytes_alone_count_and_taken_where_ne_allows(trained, tmp_path):
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    outcome = quantize(Run(folder), 10.0, smallest=True)
+    assert {outcome.selection.options[f"table {name}"] for name in ("user", "device")} == {"int2"}
+    recipe = load(folder / "recipe.toml")
+    loaded, _ = quantized_model.load(folder / "quantized", model_of(recipe, prepare(recipe.data).features))
+    assert set(loaded.tables.kinds.values()) == {"int2"}
+    assert outcome.confirmed is not None
+    faster = quantize(Run(folder), 10.0)
+    assert "int2" not in faster.selection.options.values()
+
+
 def test_the_commands_work_together(cli, run_folder, tmp_path):
     done = cli("quantize", run_folder, "--budget", "0.1")
     assert done.code == 0, done.err
@@ -102,7 +114,7 @@ def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):
     features = prepare(recipe.data).features
     model, seen = quantized_model.load(folder, model_of(recipe, features))
     kind = model.tables.kinds["user"]
-    width, dtype = {"int4": (2, torch.float16), "int8": (4, torch.float32)}[kind]
+    width, dtype = {"int2": (2, torch.float16), "int4": (2, torch.float16), "int8": (4, torch.float32)}[kind]
     rows = model.tables.rows_of("user")
     parameters = rows[:, -2 * width :].clone().view(dtype)
     rows[:, -2 * width :] = (4 * parameters).view(torch.uint8)

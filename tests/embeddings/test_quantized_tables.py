@@ -15,7 +15,7 @@ from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError, NumericsError, TrainingError
 from cordillera.jagged import JaggedBatch
 
-KINDS = ("fp32", "fp16", "int8", "int4")
+KINDS = ("fp32", "fp16", "int8", "int4", "int2")
 DIM = 8
 
 
@@ -77,10 +77,18 @@ def test_rows_are_off_by_no_more_than_their_format(kind: str) -> None:
     for name in source.features.tables:
         exact = source.table(name)
         span = exact.amax(1, keepdim=True) - exact.amin(1, keepdim=True)
-        allowed = {"fp32": 0.0, "fp16": 2**-11, "int8": 0.51 / 255, "int4": 1.0 / 15}[kind]
+        allowed = {"fp32": 0.0, "fp16": 2**-11, "int8": 0.51 / 255, "int4": 1.0 / 15, "int2": 1.0 / 3}[kind]
         assert bool(((found.table(name) - exact).abs() <= allowed * span.clamp(min=1.0) + 1e-9).all())
-    rows = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[kind]
+    rows = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8, "int2": 6}[kind]
     assert found.memory_bytes()["rows"] == sum(-(-n * rows // 64) * 64 for n in (11, 5, 3))
+
+
+def test_rows_of_two_bits_are_those_of_torchs_own_kernel() -> None:
+    source = trained()
+    found = QuantizedTables.of(source, dict.fromkeys(source.features.tables, "int2"))
+    for name in source.features.tables:
+        unpacked = torch.ops.quantized.embedding_bag_2bit_unpack(found.rows_of(name).contiguous())
+        torch.testing.assert_close(found.table(name), unpacked, rtol=1e-6, atol=1e-7)
 
 
 def test_greedy_rows_are_no_worse_than_those_of_least_and_largest() -> None:
@@ -111,6 +119,10 @@ def test_mistakes_are_refused() -> None:
         QuantizedTables(features(), DIM, {"one": "int8", "unused": "int8"})
     with pytest.raises(NumericsError, match="even width"):
         QuantizedTables(features(), 7, dict.fromkeys(kinds, "int4"))
+    with pytest.raises(NumericsError, match="width that 4 divides"):
+        QuantizedTables(features(), 6, dict.fromkeys(kinds, "int2"))
+    with pytest.raises(NumericsError, match="width that 4 divides"):
+        encoded(torch.ones(3, 6), "int2", "one")
     found = QuantizedTables.of(source, kinds)
     with pytest.raises(TrainingError, match="for scoring"):
         found.update()
@@ -129,7 +141,7 @@ def test_what_is_no_number_is_refused_with_its_place(kind: str, bad: float) -> N
         QuantizedTables.of(source, dict.fromkeys(source.features.tables, kind))
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int4"])
+@pytest.mark.parametrize("kind", ["fp16", "int4", "int2"])
 def test_numbers_beyond_fp16_are_refused(kind: str) -> None:
     source = trained()
     source.table("one")[4, 1] = 2e6

@@ -16,7 +16,7 @@ def quantize(
         float, typer.Option(min=0.0, help="Largest relative rise of NE, in per cent, on the validation split.")
     ] = 0.02,
     smallest: Annotated[
-        bool, typer.Option("--smallest", help="Weigh bytes alone; layers may become slower than in fp32.")
+        bool, typer.Option("--smallest", help="Weigh bytes alone: 2-bit rows, layers slower than in fp32.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the outcome alone.")] = False,
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.data.features import FeatureSpec
-from cordillera.embeddings.row_formats import ROW_FORMATS, RowKind, decode_rows
+from cordillera.embeddings.row_formats import SERVED_FORMATS, ServedKind, decode_rows
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import NumericsError, TrainingError
 from cordillera.kernels.cached_rows import FORMATS
@@ -43,10 +43,10 @@ class QuantizedTables(EmbeddingTables):
 
     def __init__(self, features: FeatureSpec, embedding_dim: int, kinds: Mapping[str, str]) -> None:
         for table in features.tables:
-            if kinds.get(table) not in get_args(RowKind):
+            if kinds.get(table) not in get_args(ServedKind):
                 raise NumericsError(
                     f"has the format {kinds.get(table)!r}", where=f"table {table!r}",
-                    remedy=f"one of {', '.join(get_args(RowKind))}",
+                    remedy=f"one of {', '.join(get_args(ServedKind))}",
                 )  # fmt: skip
         self.kinds = {table: kinds[table] for table in features.tables}
         super().__init__(features, embedding_dim, TablesConfig())
@@ -62,7 +62,7 @@ class QuantizedTables(EmbeddingTables):
         )
 
     def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
-        self._row_bytes = {t: ROW_FORMATS[kind].row_bytes(self.embedding_dim) for t, kind in self.kinds.items()}
+        self._row_bytes = {t: SERVED_FORMATS[kind].row_bytes(self.embedding_dim) for t, kind in self.kinds.items()}
         self._first_byte, total = {}, 0
         for table, rows in self.features.tables.items():
             self._first_byte[table] = total
@@ -79,7 +79,7 @@ class QuantizedTables(EmbeddingTables):
 
         Args:
             tables: As they were trained.
-            kinds: Format of every table; 4-bit rows get greedy ranges.
+            kinds: Format of every table; rows of 4 and 2 bits get greedy ranges.
             made: Tables that were encoded before, by name and format; new ones but those of fp32 are added.
 
         Raises:
@@ -118,7 +118,7 @@ class QuantizedTables(EmbeddingTables):
         Raises:
             DataError: there is no such table.
         """
-        return decode_rows(self.rows_of(name), ROW_FORMATS[self.kinds[name]], self.embedding_dim)
+        return decode_rows(self.rows_of(name), SERVED_FORMATS[self.kinds[name]], self.embedding_dim)
 
     @property
     def backend(self) -> str:
@@ -169,18 +169,20 @@ def encoded(rows: Tensor, kind: str, name: str, method: Literal["minmax", "greed
 
     Args:
         rows: ``float32 [R, D]``.
-        kind: ``fp32``, ``fp16``, ``int8`` or ``int4``.
+        kind: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
         name: What errors call them.
-        method: How ranges of 4-bit rows are chosen.
+        method: How ranges of rows of 4 and 2 bits are chosen.
 
     Returns:
         ``uint8 [R, row bytes]``.
 
     Raises:
-        NumericsError: a row holds NaN, infinity, or what the format cannot keep.
+        NumericsError: a row holds NaN, infinity, or what the format cannot keep; or has another width than it can have.
     """
-    if kind in ("int8", "int4"):
-        bits = 8 if kind == "int8" else 4
+    form = SERVED_FORMATS[kind]
+    form.row_bytes(rows.shape[1])
+    if form.row_parameters:
+        bits = form.bits
         return quantize_rows(rows, bits, method="minmax" if bits == 8 else method, name=f"table {name!r}")
     bad = ~torch.isfinite(rows) if kind == "fp32" else ~(rows.abs() <= _LARGEST_FP16)
     if bool(bad.any()):

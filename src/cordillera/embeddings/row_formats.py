@@ -7,6 +7,7 @@ format      bytes a row     a row ``w`` of smallest and largest number ``a`` and
 ``fp16``    ``2 D``         float16; numbers beyond 65504 are refused
 ``int8``    ``D + 8``       codes ``(w - a) / s`` with ``s = (b - a) / 255``, float32 ``s`` and ``a``
 ``int4``    ``D / 2 + 4``   codes ``(w - a) / s`` with ``s = (b - a) / 15``, float16 ``s`` and ``a``
+``int2``    ``D / 4 + 4``   codes ``(w - a) / s`` with ``s = (b - a) / 3``, float16 ``s`` and ``a``; not trained in
 ==========  ==============  =========================================================================
 
 Decoded, a number of an integer format is off by at most ``s / 2`` after nearest and by less than ``s`` after stochastic
@@ -26,6 +27,7 @@ from cordillera.errors import NumericsError
 from cordillera.kernels.cached_rows import FORMATS, NOT_FINITE, ROUNDINGS
 
 RowKind = Literal["fp32", "fp16", "int8", "int4"]
+ServedKind = Literal["fp32", "fp16", "int8", "int4", "int2"]
 RowRounding = Literal["nearest", "stochastic"]
 
 
@@ -34,12 +36,12 @@ class RowFormat:
     """A way to keep rows.
 
     Attributes:
-        name: ``fp32``, ``fp16``, ``int8`` or ``int4``.
+        name: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
         bits: Of a number.
         row_parameters: Bytes of scale and bias.
     """
 
-    name: RowKind
+    name: ServedKind
     bits: int
     row_parameters: int
 
@@ -50,13 +52,14 @@ class RowFormat:
             dim: ``D``.
 
         Raises:
-            NumericsError: ``D`` is odd and two numbers share a byte.
+            NumericsError: numbers share bytes and some would be left over.
         """
         if dim * self.bits % 8:
             raise NumericsError(
-                f"two numbers of {self.name} share a byte, so rows need an even width, got {dim}",
+                f"{8 // self.bits} numbers of {self.name} share a byte, so rows need "
+                f"{'an even width' if self.bits == 4 else 'a width that 4 divides'}, got {dim}",
                 where=f"tables.rows = {self.name!r}",
-                remedy="choose an even embedding_dim, or rows = 'int8'",
+                remedy="choose another embedding_dim, or rows = 'int8'",
             )
         return dim * self.bits // 8 + self.row_parameters
 
@@ -65,6 +68,9 @@ ROW_FORMATS: dict[str, RowFormat] = {
     form.name: form
     for form in (RowFormat("fp32", 32, 0), RowFormat("fp16", 16, 0), RowFormat("int8", 8, 8), RowFormat("int4", 4, 4))
 }
+
+SERVED_FORMATS = ROW_FORMATS | {"int2": RowFormat("int2", 2, 4)}
+"""Those that rows of trained tables can be put into for scoring (:mod:`cordillera.embeddings.quantized_tables`)."""
 
 
 def encode_rows(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-FORMATS = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3}
+FORMATS = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3, "int2": 4}
 ROUNDINGS = {"nearest": 0, "stochastic": 1}
 POLICIES = {"lru": 0, "lfu": 1}
 EVENTS = ("hits", "admissions", "evictions", "write_backs", "spills")

@@ -1,4 +1,4 @@
-"""Lookup of tables that each keep their rows in a format of their own, for scoring.
+"""Lookup of tables that each keep their rows in a format of their own, of 2 to 32 bits, for scoring.
 
 Scales and numbers that are NaN or infinite come out as such.
 """

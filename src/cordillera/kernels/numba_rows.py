@@ -6,6 +6,7 @@ A row of ``D`` numbers is kept as
     ``fp16``  D float16
     ``int8``  D codes of 8 bits, float32 scale, float32 bias: D + 8 bytes
     ``int4``  D codes of 4 bits, the lower half of a byte first, float16 scale, float16 bias: D / 2 + 4 bytes
+    ``int2``  D codes of 2 bits, the lowest of a byte first, float16 scale, float16 bias: D / 4 + 4 bytes; decoded only
 
 and a code means ``code * scale + bias``. With nearest rounding the bytes are those of FBGEMM and of
 ``torch.ops.quantized.embedding_bag_byte_prepack`` and ``_4bit_prepack``. Stochastic rounding takes ``floor(x + u)``
@@ -26,7 +27,7 @@ from cordillera.kernels.compiling import compiled
 from cordillera.kernels.numba_random import absorb, fraction, seeded
 from cordillera.kernels.numba_support import reinterpret
 
-_FP32, _FP16, _INT8 = FORMATS["fp32"], FORMATS["fp16"], FORMATS["int8"]
+_FP32, _FP16, _INT8, _INT4 = FORMATS["fp32"], FORMATS["fp16"], FORMATS["int8"], FORMATS["int4"]
 _NEAREST, _STOCHASTIC, _DOWN, _UP = 0, 1, 2, 3
 _INFINITY = np.int32(0x7F800000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -115,12 +116,19 @@ def decode_row(kind: int, source: Any, target: Any) -> None:
         scale, bias = _read_single(source, dim), _read_single(source, dim + 4)
         for d in range(dim):
             target[d] = np.float32(source[d]) * scale + bias
-    else:
+    elif kind == _INT4:
         pairs = dim // 2
         scale, bias = _read_half(source, pairs), _read_half(source, pairs + 2)
         for d in range(pairs):
             target[2 * d] = np.float32(np.int32(source[d] & np.uint8(15))) * scale + bias
             target[2 * d + 1] = np.float32(np.int32(source[d] >> np.uint8(4))) * scale + bias
+    else:
+        fours = dim // 4
+        scale, bias = _read_half(source, fours), _read_half(source, fours + 2)
+        for d in range(fours):
+            codes = np.int32(source[d])
+            for place in range(4):
+                target[4 * d + place] = np.float32((codes >> np.int32(2 * place)) & np.int32(3)) * scale + bias
 
 
 @compiled()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class QuantileSketch:
         """
         if not len(rows):
             return
-        rows = rows.detach().float().cpu()
+        rows = rows.detach().float().cpu() + 0.0  # zeros of one sign, so that order says all
         self.count += len(rows)
         self.negatives += (rows < 0).sum(0)
         self.zeros += (rows == 0).sum(0)
@@ -87,7 +88,7 @@ class QuantileSketch:
         level = 0
         while level < len(self._levels):
             if len(self._levels[level]) > CAPACITY:
-                ordered = self._levels[level].sort(0).values
+                ordered = _sorted(self._levels[level])
                 end = _KEPT + (len(ordered) - 2 * _KEPT) // 2 * 2  # an even number of them
                 # the first of each pair and the second take turns, so that errors cancel
                 chosen = ordered[_KEPT + self._compactions[level] % 2 : end : 2]
@@ -161,6 +162,11 @@ class QuantileSketch:
         if held != found.count or len(found._levels) != len(found._compactions):
             raise NumericsError(f"holds {held} rows of {found.count}", where="QuantileSketch.from_state_dict")
         return found
+
+
+def _sorted(numbers: Tensor) -> Tensor:
+    """``[m, K]`` with each column in order; by NumPy, whose sort of rows is many times as fast as torch's."""
+    return torch.from_numpy(np.sort(numbers.T.contiguous().numpy(), axis=1)).T
 
 
 class Marginals:

@@ -43,6 +43,7 @@ from cordillera.workflows.scores import scored, some_batches
 
 BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
+_SMALLEST_ROW_KINDS = ("int2", *_ROW_KINDS)
 _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _REST = "rest of the model"
@@ -118,7 +119,8 @@ def quantize(
         run: A trained ranking run.
         budget: Largest relative change of NE, estimated on the split that is searched on.
         folder: Where the model goes; None for ``quantized`` in the run.
-        smallest: Weigh bytes alone, so that layers may get slower; else time counts as much as bytes do.
+        smallest: Weigh bytes alone, so that layers may get slower and tables may have rows of 2 bits; else time counts
+            as much as bytes do.
         least_db: Signal-to-noise ratio below which a kernel is not considered for a layer.
         say: Told of what is going on.
 
@@ -247,7 +249,7 @@ def _parts(
     for name in tables.features.tables:
         options, costs = [], []
         whole = tables.table(name)
-        for kind in _ROW_KINDS:
+        for kind in _SMALLEST_ROW_KINDS if smallest else _ROW_KINDS:
             with contextlib.suppress(NumericsError):  # a format that cannot hold the table is not offered
                 costs.append(float(encoded(whole, kind, name, "minmax").numel()))
                 options.append(kind)
