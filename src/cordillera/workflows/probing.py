@@ -23,7 +23,7 @@ from cordillera.run import Run
 from cordillera.training.trainer import scorer, select_device
 from cordillera.workflows.quantization import BUDGET
 from cordillera.workflows.ranking import load_model, recipe_of, with_threads
-from cordillera.workflows.scores import scored, some_batches
+from cordillera.workflows.scores import check_weights, scored, some_batches
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
 
@@ -85,6 +85,7 @@ def probe(
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
+        check_weights(model)
         score = scorer(model, torch.device("cpu"), "fp32")
         batches = some_batches(splits.train, recipe, samples)
         with Probe(model, ProbeConfig(interval=1)) as gathered:
