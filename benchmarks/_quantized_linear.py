@@ -78,7 +78,7 @@ class _Case:
     def contenders(self) -> dict[str, Callable[[], object]]:
         scale, zero_point = self.static._input or (1.0, 0)
         weight, engine = self.static.weight, self.static._engine
-        fused = self.static._fused if len(self.inputs[0]) <= self.static._few_rows else None
+        fused = self.static._fused
         if fused is not None:
             codes = [fused.codes(x) for x in self.inputs]
             multiply = partial(fused.requantized, scale=self.output[0], zero_point=self.output[1])

@@ -1,8 +1,8 @@
 """The fastest kernels that are accurate on what layers see: ``cordillera bench loka``.
 
 Parts: ``probe`` (statistics of a small deviation beside a large mean; what probing costs), ``shapes`` (kernels on the
-shapes of recommendation models,
-beside fp32 and the best one taken everywhere) and ``model`` (a trained Wukong whole, by its plan). Each writes
+shapes of recommendation models, beside fp32 and the best one taken everywhere), ``model`` (a trained Wukong whole, by
+its plan) and ``mods`` (what BlockNorm, hard Swish and no biases do to a layer's time and to test NE). Each writes
 ``results/loka-PART.json``.
 """
 
@@ -20,7 +20,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _results import RESULTS, make_console, write_part
+from _loka_mods import quality, times
+from _results import RESULTS, FinishedPieces, make_console, write_part
 from _timing import Spread, interleave, times_faster
 from _trained_runs import trained
 from rich.console import Console
@@ -53,6 +54,7 @@ class Part(str, enum.Enum):
     probe = "probe"
     shapes = "shapes"
     model = "model"
+    mods = "mods"
 
 
 def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
@@ -79,20 +81,28 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers)
     batch = torch.randn(64 if quick else 1024, sizes[0])
-    look = Probe(model, ProbeConfig(interval=1))
+    probes = {
+        "plain": None,
+        "probed": Probe(model, ProbeConfig(interval=1)),
+        "inputs probed": Probe(model, ProbeConfig(interval=1, weights=False)),  # as training.probe_every does
+    }
 
-    def step(looking: bool) -> None:
-        if looking:
+    def step(look: Probe | None) -> None:
+        if look is not None:
             look.step()
         model(batch).square().mean().backward()
-        if looking:
+        if look is not None:
             look.close()
 
-    timings = interleave({"plain": partial(step, False), "probed": partial(step, True)}, rounds=3 if quick else 15)
-    more = timings["probed"].spread.median / timings["plain"].spread.median - 1
-    console.print(
-        f"a step that is looked at takes {1 + more:.2f} times as long: {more / 100:.2%} at an interval of 100"
-    )
+    steps = {name: partial(step, look) for name, look in probes.items()}
+    timings = interleave(steps, rounds=3 if quick else 15)
+    plain = timings["plain"].spread.median
+    more = timings["probed"].spread.median / plain - 1
+    more_of_inputs = timings["inputs probed"].spread.median / plain - 1
+    for name, share in (("inputs and weights", more), ("inputs alone, as training does", more_of_inputs)):
+        console.print(
+            f"a step that looks at {name} takes {1 + share:.2f} times as long: {share / 100:.2%} at an interval of 100"
+        )
     return {
         "evidence": "measured",
         "errors": errors,
@@ -100,18 +110,19 @@ def _probe(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
         "features": features,
         "seconds": {name: timing.spread.to_json() for name, timing in timings.items()},
         "overhead_at_interval_100": more / 100,
+        "overhead_of_inputs_at_interval_100": more_of_inputs / 100,
         "reached": {"cancellation": errors["ours"] < 1e-3},
     }
 
 
 def _shapes(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
-    config = DispatchConfig(rounds=3 if quick else 15, draws=2)
+    config = DispatchConfig(rounds=1, draws=1, judged_rows=16) if quick else DispatchConfig(rounds=15, draws=2)
     names = [name for name, one in CANDIDATES.items() if not one.emulated]
     table = Table(title="milliseconds of a layer, quantisation of its input included", title_justify="left")
     for heading in ("rows x outputs x inputs", *names, "chosen", "times fp32"):
         table.add_column(heading)
     rows: list[dict[str, Any]] = []
-    for m, n, k in SHAPES[:2] if quick else SHAPES:
+    for m, n, k in SHAPES[:1] if quick else SHAPES:
         generator = torch.Generator().manual_seed(m + n + k)
         weight, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
 
@@ -207,10 +218,21 @@ def _model(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS: dict[Part, Callable[[Console, Path, bool], dict[str, Any]]] = {
+def _mods(console: Console, folder: Path, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
+    of_times, of_quality = times(console, quick), quality(console, folder, quick, pieces)
+    return {
+        "evidence": "measured",
+        "times": of_times,
+        "quality": of_quality,
+        "reached": {**of_times.pop("reached"), **of_quality.pop("reached")},
+    }
+
+
+PARTS: dict[Part, Callable[..., dict[str, Any]]] = {
     Part.probe: _probe,
     Part.shapes: _shapes,
     Part.model: _model,
+    Part.mods: _mods,
 }
 
 
@@ -219,12 +241,15 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
 ) -> None:
-    """Probe, plan, and time the plan beside fp32 and uniform choices."""
+    """Probe, plan, and time the plan beside fp32 and uniform choices; what Mods do. An interrupted ``mods`` goes on."""
     console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     with tempfile.TemporaryDirectory() as runs:
         for one in part or Part:
-            write_part(console, folder, "loka", one.value, quick, partial(PARTS[one], console, Path(runs), quick))
+            measure = partial(PARTS[one], console, Path(runs), quick)
+            if one is Part.mods:
+                measure.keywords["pieces"] = FinishedPieces(folder / "loka-mods.jsonl")
+            write_part(console, folder, "loka", one.value, quick, measure)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,16 @@ import csv
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.precision_plan import PrecisionPlan, _digest
+from cordillera.numerics.precision_plan import PASSES, PrecisionPlan, _digest
 from cordillera.numerics.probe import Probed
 from cordillera.recipe import load
+from cordillera.run import Run
 
 from .conftest import RECIPE, write_log
 
@@ -58,6 +60,67 @@ def test_a_run_is_probed_and_scored_by_its_plan(cli, trained, tmp_path):
     planned = scores(cli, tmp_path, run, "new.csv", "--plan")
     assert planned != exact
     assert Accuracy.of(torch.tensor(planned), torch.tensor(exact)).sqnr_db > 30
+
+
+def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_path, monkeypatch):
+    """bf16 is made the fastest of all."""
+    from cordillera.data.datasets import prepare
+    from cordillera.numerics.training_linear import apply_for_training
+    from cordillera.training.trainer import weighted_loss
+    from cordillera.workflows.ranking import load_model
+    from cordillera.workflows.scores import some_batches
+
+    run = shutil.copytree(trained, tmp_path / "run")
+    monkeypatch.setattr(
+        "cordillera.numerics.training_products.median_seconds",
+        lambda calls, rounds: {name: 0.5 if name == "bf16" else 1.0 for name in calls},
+    )
+    done = cli("probe", run, "--rows", 1024, "--training")
+    assert done.code == 0, done.err
+    for word in ("and their gradients", "18 of 18 products in lower precision", "training-plan.json"):
+        assert word in done.out
+    plan = PrecisionPlan.load(run / "training-plan.json")
+    layers = Probed(run / "gradient-probe.safetensors").layers
+    assert [(c.site, c.of) for c in plan.choices] == [(site, of) for site in layers for of in PASSES]
+    recipe = load(run)
+    splits = prepare(recipe.data)
+    (batch,) = some_batches(splits.train, recipe, 100)
+    losses, gradients = [], []
+    for kernels in (plan.uniform("fp32"), plan):
+        _, model = load_model(Run(run), splits.features, torch.device("cpu"))
+        applied = apply_for_training(model.train(), kernels)
+        loss, _ = weighted_loss(model(batch), batch.labels, None, None)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append(model.get_submodule("top.layers.0").weight.grad)
+        assert applied.unplanned == 0
+    assert len(applied.planned) == len(layers)
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert Accuracy.of(gradients[1], gradients[0]).sqnr_db > 20
+    refused = cli("predict", run, tmp_path / "new.csv", "--plan")
+    assert refused.code == 2
+
+
+def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recipe, tmp_path):
+    sizes = ("model.fmb_mlp=[64]", "model.top_mlp=[64]", "training.epochs=1", "training.probe_every=2")
+    done = cli("train", recipe, "--run", "run", "-q", *(word for size in sizes for word in ("--set", size)))
+    assert done.code == 0, done.err
+    assert "probing its layers took" in done.out
+    done = cli("probe", "run", "--rows", 16)
+    assert done.code == 0, done.err
+    assert "were probed in training" in " ".join(done.out.split())
+    kept, used = (Path("run") / name for name in ("training-probe.safetensors", "probe.safetensors"))
+    assert kept.read_bytes() == used.read_bytes()
+    done = cli("probe", "run", "--rows", 16, "--anew")
+    assert done.code == 0, done.err
+    assert "were probed in training" not in " ".join(done.out.split())
+    assert Probed(used).looks != Probed(kept).looks
+    assert set(Probed(used).layers) == set(Probed(kept).layers)
+    done = cli("probe", "run", "--rows", 16, "--marginals")
+    assert done.code == 0, done.err
+    assert "no quantiles" in done.out
+    assert all(one.marginals is not None for one in Probed(used).inputs.values())
 
 
 def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeypatch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.kernels import vnni_linear
+from cordillera.kernels import vnni_linear, vnni_tiles
 
-pytestmark = pytest.mark.skipif(not vnni_linear.available(), reason="this processor has no AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(not vnni_tiles.available(), reason="this processor has no AVX-512 VNNI")
 seeds = st.integers(0, 2**31)
 
 
@@ -25,7 +29,8 @@ def test_codes_are_a_fused_multiply_add_rounded_to_even(seed: int, rows: int, in
         expected = (x.double() * factor + zero_point).float().round().clamp(0, 255).to(torch.uint8)
         assert codes is not None
         assert codes.shape[1] % 4 == 0
-        assert torch.equal(torch.from_numpy(codes[:, :inner]), expected)
+        assert torch.equal(codes[:, :inner], expected)
+        assert not codes[:, inner:].any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
@@ -34,40 +39,109 @@ def test_a_value_that_is_not_finite_is_seen_wherever_it_stands(value: float, pla
     x = torch.zeros(4, 25)
     x.view(-1)[place] = value
     assert vnni_linear.quantize(x, 1.0, 0) is None
-    weights, ones = vnni_linear.pack(torch.ones(3, 25, dtype=torch.int8)), np.ones(3, np.float32)
-    assert vnni_linear.linear(x, 1.0, 0, weights, np.zeros(3, np.int32), ones, ones, relu=False) is None
+    layer = vnni_linear.Layer(torch.ones(3, 25, dtype=torch.int8), torch.ones(3), torch.ones(3))
+    assert layer.values(x, 1.0, 1.0, 0, relu=False) is None
+    assert layer.dynamic(x, relu=False) is None
+    assert layer.codes(x, 1.0, 0, 0, relu=False) is None
     x.view(-1)[place] = 3.4e38
     codes = vnni_linear.quantize(x, 1.0, 3)
     assert codes is not None
     assert codes[place // 25, place % 25] == 255
 
 
+def _formula(codes: torch.Tensor, zero_point: int, weight: torch.Tensor) -> torch.Tensor:
+    """Sums in whole numbers, as float32."""
+    return ((codes.double() - zero_point) @ weight.double().t()).float()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @settings(max_examples=60, deadline=None)
-@given(seed=seeds, rows=st.integers(0, 15), outputs=st.integers(1, 140), inner=st.integers(1, 40),
-       zero_point=st.integers(0, 255), relu=st.booleans())  # fmt: skip
+@given(seed=seeds, rows=st.integers(0, 15) | st.integers(90, 110), outputs=st.integers(1, 140),
+       inner=st.integers(1, 40), zero_point=st.integers(0, 255), given_zero=st.integers(0, 255), relu=st.booleans(),
+       scale=st.sampled_from([1.0, 0.37]))  # fmt: skip
 def test_values_and_codes_are_the_formula(
-    seed: int, rows: int, outputs: int, inner: int, zero_point: int, relu: bool
-) -> None:
+    threads: int, seed: int, rows: int, outputs: int, inner: int, zero_point: int, given_zero: int, relu: bool,
+    scale: float,
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randint(-128, 128, (outputs, inner), generator=generator, dtype=torch.int8)
     x = torch.randn(rows, inner, generator=generator) * 60
-    offset = torch.randint(-(2**10), 2**10, (outputs,), generator=generator, dtype=torch.int32)
-    shift, unit = torch.randn(outputs, generator=generator) * 100, torch.rand(outputs, generator=generator) * 1e-3
-    packed, arrays = vnni_linear.pack(weight), (offset.numpy(), unit.numpy(), shift.numpy())
-    codes = (x.double() + zero_point).float().round().clamp(0, 255)
-    sums = (codes.double() @ weight.double().t() - offset).float()
+    term, factor = torch.randn(outputs, generator=generator) * 100, torch.rand(outputs, generator=generator) * 1e-3
+    layer, single = vnni_linear.Layer(weight, factor, term), torch.tensor(scale)
+    reciprocal = float(1 / single)
+    codes = (x.double() * reciprocal + zero_point).float().round().clamp(0, 255)
+    sums = _formula(codes, zero_point, weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vnni_linear, "_PARALLEL_PRODUCTS", 0 if threads > 1 else 1 << 60)
+        patch.setattr(vnni_linear, "threads_for", lambda values: threads)
 
-    values = (sums.double() * unit.double() + shift.double()).float()
-    values = values.relu() if relu else values
-    found = vnni_linear.linear(x, 1.0, zero_point, packed, *arrays, relu=relu)
-    assert found is not None
-    assert torch.equal(found, values)
-    held = vnni_linear.quantize(x, 1.0, zero_point)
-    assert torch.equal(vnni_linear.to_values(held, packed, *arrays, relu=relu), values)
+        values = (sums.double() * (factor * single).double() + term.double()).float()
+        values = values.relu() if relu else values
+        found = layer.values(x, scale, reciprocal, zero_point, relu=relu)
+        assert found is not None
+        assert torch.equal(found, values)
+        held = vnni_linear.quantize(x, reciprocal, zero_point)
+        assert held is not None
+        assert torch.equal(layer.values_of_codes(held, scale, zero_point, relu=relu), values)
 
-    steps = (((sums + shift) * unit).round() + zero_point).clamp(zero_point if relu else 0, 255).to(torch.uint8)
-    out = vnni_linear.to_codes(held, packed, offset.numpy(), shift.numpy(), unit.numpy(), zero_point, relu=relu)
-    assert torch.equal(torch.from_numpy(out[:, :outputs]), steps)
+        steps = ((sums + term) * factor).round() + given_zero
+        steps = steps.clamp(given_zero if relu else 0, 255).to(torch.uint8)
+        for given_input in (held, x):
+            out = layer.codes(given_input, reciprocal, zero_point, given_zero, relu=relu)
+            assert out is not None
+            assert out.shape[1] % 4 == 0
+            assert torch.equal(out[:, :outputs], steps)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner"), [(7, 1000, 513), (300, 65, 2001), (1000, 128, 64), (97, 64, 9000)]
+)
+def test_large_layers_are_the_formula_for_any_number_of_threads(rows: int, outputs: int, inner: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randint(-128, 128, (outputs, inner), generator=generator, dtype=torch.int8)
+    x = torch.randint(0, 256, (rows, inner), generator=generator).float() - 100
+    layer = vnni_linear.Layer(weight, torch.ones(outputs), torch.zeros(outputs))
+    expected, before = _formula(x + 100, 100, weight), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found = layer.values(x, 1.0, 1.0, 100, relu=False)
+            assert found is not None
+            assert torch.equal(found, expected)
+            assert torch.get_num_threads() == threads
+            for row in (0, rows - 1):  # whatever thread reads it
+                bad = x.clone()
+                bad[row, inner - 1] = float("nan")
+                assert layer.values(bad, 1.0, 1.0, 100, relu=False) is None
+                assert layer.dynamic(bad, relu=False) is None
+            low, high = x.aminmax()
+            assert vnni_linear._parallel_range(threads, x.data_ptr(), x.numel()) == vnni_linear._choose(
+                np.float32(low), np.float32(high)
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_copies_have_memory_of_their_own() -> None:
+    weight = torch.randint(-128, 128, (70, 30), dtype=torch.int8)
+    layer, x = vnni_linear.Layer(weight, torch.rand(70), torch.rand(70)), torch.randn(9, 30)
+    expected = layer.values(x, 0.1, 10.0, 7, relu=True)
+    file = io.BytesIO()
+    pickle.dump(layer, file)
+    copies = [copy.deepcopy(layer), copy.copy(layer), pickle.loads(file.getvalue())]
+    del layer
+    torch.randn(1 << 16)  # over memory that was given back
+    for other in copies:
+        assert torch.equal(other.values(x, 0.1, 10.0, 7, relu=True), expected)
+
+
+def test_inputs_that_the_kernel_could_not_read_are_refused() -> None:
+    layer = vnni_linear.Layer(torch.ones(3, 8, dtype=torch.int8), torch.ones(3), torch.ones(3))
+    for x in (torch.ones(2, 7), torch.ones(8, 2).t(), torch.ones(2, 8, device="meta")):
+        with pytest.raises(ValueError, match="8 inputs"):
+            layer.values(x, 1.0, 1.0, 0, relu=False)
+    with pytest.raises(ValueError, match="8 inputs"):
+        layer.values_of_codes(torch.ones(2, 5, dtype=torch.uint8), 1.0, 0, relu=False)
 
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32)
@@ -77,7 +151,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-(2.0**-10), 2.0
 @given(values=st.lists(floats, min_size=1, max_size=9))
 def test_a_batch_chooses_the_scale_that_torch_would(values: list[float]) -> None:
     x = torch.tensor([values])
-    low, high, _ = vnni_linear._ends(x.numpy())
+    low, high, _ = vnni_linear._ends(x[0].numpy())
     assert (low, high) == (float(x.min()), float(x.max()))
     scale, zero_point = vnni_linear._choose(low, high)
     theirs = torch._choose_qparams_per_tensor(x, False)
@@ -87,9 +161,8 @@ def test_a_batch_chooses_the_scale_that_torch_would(values: list[float]) -> None
 def test_the_largest_codes_do_not_saturate() -> None:
     weight = torch.full((5, 1000), 127, dtype=torch.int8)
     weight[1] = -128
-    ones, zeros = np.ones(5, np.float32), np.zeros(5, np.float32)
-    x = torch.full((7, 1000), 255.0)
-    found = vnni_linear.linear(x, 1.0, 0, vnni_linear.pack(weight), np.zeros(5, np.int32), ones, zeros, relu=False)
+    layer = vnni_linear.Layer(weight, torch.ones(5), torch.zeros(5))
+    found = layer.values(torch.full((7, 1000), 255.0), 1.0, 1.0, 0, relu=False)
     assert found is not None
     assert found[:, 0].tolist() == [255 * 127 * 1000] * 7
     assert found[:, 1].tolist() == [-255 * 128 * 1000] * 7

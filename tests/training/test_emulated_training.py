@@ -7,12 +7,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from cordillera.errors import RecipeError
+from cordillera.errors import NumericsError, RecipeError
 from cordillera.numerics.formats import FORMATS
 from cordillera.numerics.rounding import Rounding, round_to
 from cordillera.recipe import dump, load
 from cordillera.training import checkpoints
 from cordillera.training.trainer import Trainer, TrainingConfig
+
+from .conftest import MemoryLoader
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -108,3 +110,67 @@ def test_a_recipe_says_what_is_emulated_and_reads_what_it_wrote(tmp_path) -> Non
         load("movielens-dlrm", [*overrides, "training.emulate.weights=nothing"])
     with pytest.raises(RecipeError, match="set precision = 'fp32'"):
         load("movielens-dlrm", ["training.emulate.format=bf16"])
+
+
+def last_loss(trainer: Trainer) -> float:
+    trainer.fit()
+    return [record["loss"] for record in trainer.run.metrics() if record["kind"] == "train"][-1]
+
+
+def test_eight_bits_train_with_scales_and_not_without(make_trainer) -> None:
+    loader = MemoryLoader(20, size=2048)
+    kept = list(loader.epoch())
+    loader.epoch = lambda epoch=0, start=0: (batch for batch in kept[start:])
+
+    def train(name: str, **emulate: object) -> float:
+        # of 2048 samples each has a gradient far below the smallest value of the format, 2**-9
+        config = {"batches": 20, "epochs": 1, "log_every": 5, "learning_rate": 0.02}
+        config |= {"loader": loader, "tables": {"learning_rate": 0.3}}
+        return last_loss(make_trainer(name, emulate={"format": "e4m3fn", **emulate} if emulate else None, **config))
+
+    exact, unscaled = train("exact"), train("unscaled", scale="none")
+    learnt = unscaled - exact
+    assert learnt > 0.05
+    for name, emulate in {
+        "tensor": {"scale": "tensor", "gradient_format": "e5m2", "power_of_two": True},
+        "row": {"scale": "row", "gradient_format": "e5m2", "weight_gradients": "float32"},
+        "block": {"scale": "block"},
+        "no master": {"scale": "row", "weights": "none", "weight_rounding": "stochastic"},
+        "loss scale": {"loss_scale": "dynamic", "gradient_format": "e5m2"},
+    }.items():
+        found = train(name, **emulate)
+        assert found < unscaled - 0.8 * learnt, name
+
+
+def test_a_loss_scale_skips_what_overflows_and_resumes_to_the_same_bits(make_trainer) -> None:
+    emulate = {"format": "fp16", "loss_scale": "dynamic", "loss_scale_window": 3}
+    options = {"emulate": emulate, "batches": 10, "model": "dlrm", "task_weights": {"click": 100.0}}
+    whole = make_trainer("whole", **options)
+    whole.fit()
+    skipped = [record["step"] for record in whole.run.metrics() if record["kind"] == "skipped"]
+    assert skipped
+    assert len(skipped) < 15
+    assert 1 < whole.loss_scale.value < 2.0**16
+    first = make_trainer("parts", **options)
+    first.watch = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    assert first.fit().ended == "interrupted"
+    second = make_trainer("parts", **options)
+    assert second.resume()
+    assert second.loss_scale.state_dict() == first.loss_scale.state_dict()
+    assert second.fit().ended == "finished"
+    assert second.loss_scale.state_dict() == whole.loss_scale.state_dict()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_step_that_overflows_changes_nothing_and_a_fixed_loss_scale_ends_there(make_trainer) -> None:
+    trainer = make_trainer("huge", emulate={"format": "fp16", "loss_scale": "dynamic"}, batches=1, epochs=1)
+    trainer.loss_scale.value = 2.0**32
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.fit()
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert trainer.loss_scale.value == 2.0**31
+    assert [record["loss_scale"] for record in trainer.run.metrics() if record["kind"] == "skipped"] == [2.0**32]
+    with pytest.raises(NumericsError, match="not finite with a loss scale of"):
+        make_trainer("fixed", emulate={"format": "fp16", "loss_scale": 2.0**32}, batches=1).fit()

@@ -199,12 +199,15 @@ def plan_table(profile: Profile) -> Table:
         profile: With its plan.
     """
     table = Table(title="the fastest kernel that is accurate enough", title_justify="left")
-    for heading in ("layer", "rows", "outputs x inputs", "kernel", "ms", "times fp32", "dB", ""):
+    training = profile.plan.purpose == "training"
+    products = ("product",) if training else ()
+    for heading in ("layer", *products, "rows", "outputs x inputs", "kernel", "ms", "times fp32", "dB", ""):
         table.add_column(heading)
     for choice in profile.plan.choices:
         expected = choice.expected
         table.add_row(
             choice.site,
+            *((choice.of.replace("_", " "),) if training else ()),
             str(choice.rows),
             f"{choice.outputs} x {choice.inputs}",
             choice.kernel,

@@ -22,6 +22,15 @@ def probe(
     budget: Annotated[
         float, typer.Option(min=0.0, help="Largest relative rise of NE, in per cent, on the validation split.")
     ] = 0.02,
+    training: Annotated[
+        bool, typer.Option("--training", help="Plan the three products of a training step instead, without a budget.")
+    ] = False,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Gather statistics anew, though training has (training.probe_every).")
+    ] = False,
+    marginals: Annotated[
+        bool, typer.Option("--marginals", help="Draw inputs with each feature's own tails and zeros (Gaussian copula).")
+    ] = False,
 ) -> None:
     """Gather what a model's layers see, and plan the fastest kernels that are accurate enough for it."""
     if not math.isfinite(decibels):
@@ -29,11 +38,29 @@ def probe(
     from cordillera.cli._show import console, plan_table
     from cordillera.numerics.dispatch import DispatchConfig
     from cordillera.workflows.probing import probe as work
+    from cordillera.workflows.probing import probe_training
 
+    if training and (anew or marginals):
+        raise typer.BadParameter(
+            "statistics of training steps are always gathered anew, without quantiles", param_hint="--training"
+        )
     out = console()
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     try:
-        found = work(run, config, budget / 100, say=lambda text: out.print(text, markup=False))
+        if training:
+            planned = probe_training(run, config, say=lambda text: out.print(text, markup=False))
+            out.print(plan_table(planned.profile))
+            lowered = sum(choice.kernel != "fp32" for choice in planned.profile.plan.choices)
+            out.print(
+                f"{lowered} of {len(planned.profile.plan.choices)} products in lower precision; the linear layers' "
+                f"share of a step {planned.profile.geometric_mean():.2f} times as fast in geometric mean",
+                markup=False,
+            )
+            out.print(f"plan: {planned.plan_file}; cordillera.numerics.training_linear applies it", markup=False)
+            return
+        found = work(
+            run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text, markup=False)
+        )
     except KeyboardInterrupt:
         raise Interrupted(
             "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"

@@ -80,3 +80,6 @@ def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:
     if outcome.evaluation is not None:
         out.print(evaluation_table(outcome.evaluation))
     out.print(ended)
+    if outcome.report.probing_seconds:
+        share = outcome.report.probing_seconds / outcome.report.seconds
+        out.print(f"probing its layers took {outcome.report.probing_seconds:.2f} s of that, {100 * share:.1f} %")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cordillera.distributed.links import Links
+from cordillera.numerics.emulation import computing_gradients
 
 IGNORED = -100  # the label of a row without a target, as in torch
 EXCHANGED = "sums of logits"
@@ -83,8 +84,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 continue
             gradient = exponentials.div_(sums[0][:, None]).scatter_add_(1, column, -here[:, None].to(wide))
             narrow = gradient.to(weight.dtype)
-            dhidden[chunk : chunk + rows] = narrow @ weight
-            dweight += narrow.T @ own
+            with computing_gradients():
+                dhidden[chunk : chunk + rows] = narrow @ weight
+                dweight += narrow.T @ own
         if not differentiates:
             return total
         ctx.save_for_backward(places, dhidden, dweight)

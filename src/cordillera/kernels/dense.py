@@ -131,7 +131,7 @@ def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tenso
         return tuple(result.to(dtype) for result in compute(x, *(weight.to(x.dtype) for weight in (y, *weights))))
 
 
-def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias).relu()
 
 
@@ -139,7 +139,7 @@ class _LinearReLU(torch.autograd.Function):
     """The ReLU's gradient and the bias's in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = F.linear(x, weight, bias).relu_()
         ctx.save_for_backward(x, weight, bias, output)
         return output
@@ -153,16 +153,16 @@ class _LinearReLU(torch.autograd.Function):
             return _differentiable_gradients(_linear_relu, (x, weight, bias), (grad,), ctx)
         grad, grad_bias = relu_backward(grad.contiguous(), output)
         grad_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
-        return grad_x, torch.mm(grad.mT, x), grad_bias.to(grad.dtype)
+        return grad_x, torch.mm(grad.mT, x), None if bias is None else grad_bias.to(grad.dtype)
 
 
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``relu(x W^T + b)``, in the autocast dtype where there is one.
 
     Args:
         x: ``[..., inputs]``.
         weight: ``[outputs, inputs]``.
-        bias: ``[outputs]``.
+        bias: ``[outputs]`` or None.
 
     Returns:
         ``[..., outputs]``.
@@ -171,7 +171,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if not _own(x) or dtype not in _SINGLE or x.ndim != 2:
         return _linear_relu(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
-        return _LinearReLU.apply(x.to(dtype), weight.to(dtype), bias.to(dtype))
+        return _LinearReLU.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _stacked_layer_norm(
@@ -230,6 +230,68 @@ def stacked_layer_norm(
         second, residual = (x.mT.contiguous().mT for x in (second, residual))
         return _StackedLayerNorm.apply(first.contiguous(), second, residual, weight, bias, eps)
     return _stacked_layer_norm(first, second, residual, weight, bias, eps)
+
+
+def _block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    whole = wide.shape[-1] // block_size * block_size
+    parts = [wide[..., :whole].unflatten(-1, (-1, block_size))] if whole else []
+    if whole < wide.shape[-1]:
+        parts.append(wide[..., whole:].unsqueeze(-2))
+    normed = []
+    for part in parts:  # [..., blocks, width of a block]
+        mean = part.square().mean(-1, keepdim=True)
+        # squares that are too large for the format would make zeros of everything else
+        scale = torch.where(mean.isinf(), torch.nan, (mean + eps).rsqrt())
+        normed.append((part * scale).flatten(-2))
+    output = torch.cat(normed, -1) if len(normed) > 1 else normed[0]
+    return (F.hardswish(output) if hard_swish else output).to(x.dtype)
+
+
+class _BlockNorm(torch.autograd.Function):
+    """Squares, scale and activation in one pass over a row; nothing but the input and the scales is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block_size: int, eps: float, hard_swish: bool) -> Tensor:
+        from cordillera.kernels.numba_block_norm import block_norm as normalise
+
+        output, scales = normalise(x, block_size, eps, hard_swish)
+        ctx.save_for_backward(x, scales)
+        ctx.options = block_size, eps, hard_swish
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from cordillera.kernels.numba_block_norm import block_norm_backward
+
+        x, scales = ctx.saved_tensors
+        block_size, eps, hard_swish = ctx.options
+        if torch.is_grad_enabled():
+            forward = partial(_block_norm, block_size=block_size, eps=eps, hard_swish=hard_swish)
+            return _differentiable_gradients(forward, (x,), (grad,), ctx)
+        return block_norm_backward(grad.contiguous(), x, scales, block_size, hard_swish), None, None, None
+
+
+def block_norm(x: Tensor, block_size: int = 256, eps: float = 1e-5, *, hard_swish: bool = False) -> Tensor:
+    """Each block of features divided by its root mean square, in float32 inside, then perhaps the hard Swish.
+
+    ``y / sqrt(mean(y^2) + eps)``, without weights, over fixed blocks (LoKA, arXiv 2605.10886, BlockNorm): no block
+    waits for another, so a matrix product can do it on the part of a row that it holds. A block that holds NaN or
+    infinity, or numbers whose squares overflow, comes out as NaN, unlike the other blocks of its row.
+
+    Args:
+        x: ``[..., width]``.
+        block_size: Features of a block; where the width is no multiple the last block is smaller.
+        eps: Added to the mean square; above zero, so that a block of zeros stays zero.
+        hard_swish: Whether ``z min(max(z + 3, 0), 6) / 6`` is taken of the result ``z``.
+
+    Returns:
+        Shape and dtype of ``x``.
+    """
+    if _own(x) and x.dtype in _SINGLE:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return _BlockNorm.apply(rows, block_size, eps, hard_swish).view(x.shape)
+    return _block_norm(x, block_size, eps, hard_swish)
 
 
 class _PairwiseDots(torch.autograd.Function):

@@ -8,14 +8,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
+
+from cordillera.kernels.compiling import compiled
 
 _SMALL = 4096  # values below which waking other threads costs more than it saves
 
@@ -147,6 +151,23 @@ def pool(threads: int) -> Iterator[None]:
         finally:
             if torch.get_num_threads() != before:
                 torch.set_num_threads(before)
+
+
+@compiled(parallel=True)
+def _touch(values: Any) -> None:
+    for i in numba.prange(values.size):
+        values[i] += 1
+
+
+@lru_cache(maxsize=1)
+def started() -> threading.Lock:
+    """Start Numba's threads, once; a kernel that sets their number itself holds this lock meanwhile.
+
+    :func:`pool` does the same for kernels that do not: it takes some microseconds.
+    """
+    with pool(1):
+        _touch(np.zeros(2, np.int64))
+    return _lock
 
 
 def array(tensor: Tensor) -> Any:

@@ -1,19 +1,19 @@
-"""A linear layer in eight bits as one call: quantise, multiply by VNNI instructions, requantise. For few rows.
+"""A linear layer in eight bits as one call: quantise, multiply by VNNI instructions, requantise.
 
-Around a product torch's fused layers spend more than ten microseconds, and separate passes several. Here the whole of
-FBGEMM's pipeline (Khudia et al. 2021) is one compiled function: codes are made in a buffer that stays in the nearest
-cache, tiles of sums in registers, and each tile becomes outputs before the next one begins. One thread does it.
+Around a product torch's fused layers spend more than ten microseconds, and separate passes write all sums to memory.
+Here the whole of FBGEMM's pipeline (Khudia et al. 2021) is one compiled function: the codes of a few rows are made in a
+buffer that stays in the nearest caches, tiles of sums in registers, and each tile becomes outputs before the next one
+begins. Threads divide the rows, or the outputs where rows are few; sums are whole numbers, so results do not depend on
+how many threads there are.
 
-A register holds sixteen sums. ``vpdpbusd`` adds to each four products of uint8 with int8, without saturation. Weights
-lie in the order in which they are read: blocks of sixteen outputs, in a block four inputs after another of each output.
+Arrays come as addresses: for layers of a few microseconds, handing over ten arrays costs as much as the work.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import llvmlite.binding
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -22,22 +22,15 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
+from cordillera.kernels.numba_support import started, threads_for
+from cordillera.kernels.vnni_tiles import ROWS, WIDTH, pack, sums_of_tile
 
-_LANES = 16  # sums in a register
-_BLOCKS = 4  # registers of weights that are read in turn
-_WIDTH = _LANES * _BLOCKS  # outputs of a tile
-_ROWS = 6  # of a tile: 24 of 32 registers hold sums
 _INFINITY = 0x7F800000  # the bits of infinity; those of NaN are larger
-
-
-@lru_cache(maxsize=1)
-def available() -> bool:
-    """Whether this processor has the instructions; elsewhere nothing of this file may be compiled."""
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:
-        return False
-    return bool(features.get("avx512vnni")) and torch.cpu._is_vnni_supported()
+_PANEL_BYTES = 1 << 17  # of codes that are made at a time: with a block of weights they fill the second cache by half
+_PANEL_ROWS = 16 * ROWS
+_PARALLEL_PRODUCTS = 1 << 21  # below, waking other threads costs more than it saves
+_PARALLEL_VALUES = 1 << 17  # likewise, to look for the smallest and largest
+_ROWS_TO_DIVIDE = 8 * ROWS  # with fewer rows threads divide the outputs, so that each reads its own weights
 
 
 @intrinsic
@@ -61,165 +54,122 @@ def _magnitude_bits(typing_context: Any, x: Any) -> Any:
     return types.int32(types.float32), generate
 
 
-def _tile(rows: int) -> Any:
-    """``tile(codes, stride, weights, inner, sums)``: sums of ``rows`` x 64 products, all arguments but two addresses.
+@intrinsic
+def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
+    """An address as that of numbers of the type of ``like``."""
 
-    ``codes`` is the address of the first row's codes, ``stride`` the bytes from row to row, ``weights`` the address of
-    the first block, ``inner`` the groups of four inputs, ``sums`` the address of ``int32 [rows, 64]``.
-    """
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    @intrinsic
-    def tile(typing_context: Any, codes: Any, stride: Any, weights: Any, inner: Any, sums: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            first, stride, weights, inner, sums = arguments
-            word, wide = ir.IntType(32), ir.IntType(64)
-            vector = ir.VectorType(word, _LANES)
-            multiply = builder.module.declare_intrinsic(
-                "llvm.x86.avx512.vpdpbusd.512", (), ir.FunctionType(vector, [vector, vector, vector])
-            )
-            bytes_of_block = builder.mul(inner, wide(64))
-            before = builder.block
-            loop, done = builder.append_basic_block("sum"), builder.append_basic_block("store")
-            builder.cbranch(builder.icmp_signed(">", inner, wide(0)), loop, done)
-            zero = ir.Constant(vector, [0] * _LANES)
-
-            builder.position_at_end(loop)
-            step = builder.phi(wide)
-            step.add_incoming(wide(0), before)
-            totals = [[builder.phi(vector) for _ in range(_BLOCKS)] for _ in range(rows)]
-            blocks = []
-            for block in range(_BLOCKS):
-                offset = builder.add(builder.mul(bytes_of_block, wide(block)), builder.mul(step, wide(64)))
-                pointer = builder.inttoptr(builder.add(weights, offset), vector.as_pointer())
-                blocks.append(builder.load(pointer, align=1))
-            added = []
-            for row in range(rows):
-                offset = builder.add(builder.mul(stride, wide(row)), builder.mul(step, wide(4)))
-                four = builder.load(builder.inttoptr(builder.add(first, offset), word.as_pointer()), align=1)
-                lane = builder.insert_element(ir.Constant(vector, ir.Undefined), four, word(0))
-                spread = builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(word, _LANES), [0] * _LANES))
-                added.append([builder.call(multiply, [totals[row][b], spread, blocks[b]]) for b in range(_BLOCKS)])
-            following = builder.add(step, wide(1))
-            end = builder.block
-            step.add_incoming(following, end)
-            for row in range(rows):
-                for block in range(_BLOCKS):
-                    totals[row][block].add_incoming(zero, before)
-                    totals[row][block].add_incoming(added[row][block], end)
-            builder.cbranch(builder.icmp_signed("<", following, inner), loop, done)
-
-            builder.position_at_end(done)
-            for row in range(rows):
-                for block in range(_BLOCKS):
-                    total = builder.phi(vector)
-                    total.add_incoming(zero, before)
-                    total.add_incoming(added[row][block], end)
-                    added[row][block] = total
-            for row in range(rows):
-                for block in range(_BLOCKS):
-                    address = builder.add(sums, wide((row * _BLOCKS + block) * 64))
-                    builder.store(added[row][block], builder.inttoptr(address, vector.as_pointer()), align=1)
-            return context.get_dummy_value()
-
-        return types.none(types.int64, types.int64, types.int64, types.int64, types.int64), generate
-
-    return tile
-
-
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_tile(rows) for rows in range(1, _ROWS + 1))
+    return types.CPointer(like)(types.int64, like), generate
 
 
 @compiled()
-def _sums(rows: Any, codes: Any, stride: Any, weights: Any, inner: Any, sums: Any) -> None:
-    if rows == 6:
-        _tile_6(codes, stride, weights, inner, sums)
-    elif rows == 5:
-        _tile_5(codes, stride, weights, inner, sums)
-    elif rows == 4:
-        _tile_4(codes, stride, weights, inner, sums)
-    elif rows == 3:
-        _tile_3(codes, stride, weights, inner, sums)
-    elif rows == 2:
-        _tile_2(codes, stride, weights, inner, sums)
-    else:
-        _tile_1(codes, stride, weights, inner, sums)
+def _singles(address: Any, size: Any) -> Any:
+    return numba.carray(_pointer(address, np.float32(0)), size)
 
 
 @compiled()
-def _quantized(x: Any, reciprocal: Any, zero_point: Any, codes: Any) -> Any:
-    """Codes of rows, filled up with zeros; whether all is finite."""
+def _words(address: Any, size: Any) -> Any:
+    return numba.carray(_pointer(address, np.int32(0)), size)
+
+
+@compiled()
+def _bytes(address: Any, size: Any) -> Any:
+    return numba.carray(_pointer(address, np.uint8(0)), size)
+
+
+@compiled()
+def _quantize(x: Any, reciprocal: Any, zero_point: Any, codes: Any) -> Any:
+    """Codes of a row, filled up with zeros; the bits of its largest magnitude."""
     largest = np.int32(0)
     zero, most = np.float32(0.0), np.float32(255.0)
-    inner = x.shape[1]
-    for i in range(x.shape[0]):
-        for k in range(inner):
-            largest = max(largest, _magnitude_bits(x[i, k]))
-            value = np.rint(_fused_multiply_add(x[i, k], reciprocal, zero_point))
-            codes[i, k] = np.uint8(min(max(value, zero), most))
-        for k in range(inner, codes.shape[1]):
-            codes[i, k] = 0
-    return largest < _INFINITY
+    for k in range(x.size):
+        largest = max(largest, _magnitude_bits(x[k]))
+        codes[k] = np.uint8(min(max(np.rint(_fused_multiply_add(x[k], reciprocal, zero_point)), zero), most))
+    for k in range(x.size, codes.size):
+        codes[k] = 0
+    return largest
 
 
 @compiled()
-def _row_of_values(sums: Any, offset: Any, unit: Any, bias: Any, lowest: Any, values: Any) -> None:
-    for j in range(values.size):
-        values[j] = max(_fused_multiply_add(np.float32(sums[j] - offset[j]), unit[j], bias[j]), lowest)
-
-
-@compiled()
-def _row_of_codes(
-    sums: Any, offset: Any, shift: Any, multiplier: Any, zero_point: Any, lowest: Any, codes: Any
-) -> None:
-    most = np.float32(255.0)
-    for j in range(codes.size):
-        value = np.rint((np.float32(sums[j] - offset[j]) + shift[j]) * multiplier[j]) + zero_point
-        codes[j] = np.uint8(min(max(value, lowest), most))
-
-
-@compiled()
-def _to_values(codes: Any, weights: Any, offset: Any, unit: Any, bias: Any, lowest: Any, values: Any) -> None:
-    rows, outputs = values.shape
-    groups = codes.shape[1] // 4
-    tile = np.empty((_ROWS, _WIDTH), np.int32)
-    for column in range(0, outputs, _WIDTH):
-        end = min(column + _WIDTH, outputs)
-        for row in range(0, rows, _ROWS):
-            height = min(_ROWS, rows - row)
-            _sums(height, codes[row:].ctypes.data, codes.shape[1], weights.ctypes.data + column * groups * 4, groups,
-                  tile.ctypes.data)  # fmt: skip
-            for i in range(height):
-                _row_of_values(tile[i], offset[column:end], unit[column:end], bias[column:end], lowest,
-                               values[row + i, column:end])  # fmt: skip
+def _to_values(sums: Any, offset: Any, shift: Any, factor: Any, scale: Any, term: Any, lowest: Any, out: Any) -> None:
+    for j in range(out.size):
+        value = np.float32(sums[j] - shift * offset[j])
+        out[j] = max(_fused_multiply_add(value, factor[j] * scale, term[j]), lowest)
 
 
 @compiled()
 def _to_codes(
-    codes: Any, weights: Any, offset: Any, shift: Any, multiplier: Any, zero_point: Any, lowest: Any, out: Any
+    sums: Any, offset: Any, shift: Any, factor: Any, term: Any, lowest: Any, zero_point: Any, out: Any
 ) -> None:
-    rows, outputs = out.shape[0], offset.shape[0]
-    groups = codes.shape[1] // 4
-    tile = np.empty((_ROWS, _WIDTH), np.int32)
-    for column in range(0, outputs, _WIDTH):
-        end = min(column + _WIDTH, outputs)
-        for row in range(0, rows, _ROWS):
-            height = min(_ROWS, rows - row)
-            _sums(height, codes[row:].ctypes.data, codes.shape[1], weights.ctypes.data + column * groups * 4, groups,
-                  tile.ctypes.data)  # fmt: skip
-            for i in range(height):
-                _row_of_codes(tile[i], offset[column:end], shift[column:end], multiplier[column:end], zero_point,
-                              lowest, out[row + i, column:end])  # fmt: skip
+    most = np.float32(255.0)
+    for j in range(out.size):
+        value = np.rint((np.float32(sums[j] - shift * offset[j]) + term[j]) * factor[j]) + zero_point
+        out[j] = np.uint8(min(max(value, lowest), most))
 
 
 @compiled()
-def _linear(
-    x: Any, reciprocal: Any, zero_point: Any, weights: Any, offset: Any, unit: Any, bias: Any, lowest: Any, values: Any
-) -> Any:
-    codes = np.empty((x.shape[0], (x.shape[1] + 3) // 4 * 4), np.uint8)
-    if not _quantized(x, reciprocal, zero_point, codes):
-        return False
-    _to_values(codes, weights, offset, unit, bias, lowest, values)
+def _part(
+    x: Any, from_values: Any, begin: Any, end: Any, inner: Any, scale: Any, reciprocal: Any, zero_point: Any,
+    weights: Any, offset: Any, factor: Any, term: Any, first: Any, last: Any, outputs: Any,
+    out: Any, given: Any, lowest: Any,
+) -> Any:  # fmt: skip
+    """Rows from ``begin`` to ``end``, outputs from ``first`` to ``last``; whether all that was read is finite.
+
+    The result is codes of the zero point ``given``, or values where that is negative.
+    """
+    stride, shift = (inner + 3) // 4 * 4, np.int32(zero_point)
+    tile = np.empty((ROWS, WIDTH), np.int32)
+    panel = max(ROWS, min(_PANEL_ROWS, _PANEL_BYTES // stride // ROWS * ROWS))
+    made = np.empty((min(panel, end - begin) if from_values else 0, stride), np.uint8)
+    for top in range(begin, end, panel):
+        height = min(panel, end - top)
+        codes = x + top * stride
+        if from_values:
+            codes = made.ctypes.data
+            for i in range(height):
+                row = _singles(x + (top + i) * inner * 4, inner)
+                if _quantize(row, reciprocal, zero_point, made[i]) >= _INFINITY:
+                    return False
+        for column in range(first, last, WIDTH):
+            width = min(WIDTH, last - column)
+            offsets, factors = _words(offset + 4 * column, width), _singles(factor + 4 * column, width)
+            terms = _singles(term + 4 * column, width)
+            for i in range(0, height, ROWS):
+                rows = min(ROWS, height - i)
+                sums_of_tile(rows, codes + i * stride, stride, weights + column * stride, stride // 4, tile.ctypes.data)
+                for j in range(rows):
+                    row = top + i + j
+                    if given >= 0:
+                        to = _bytes(out + row * ((outputs + 3) // 4 * 4) + column, width)
+                        _to_codes(tile[j], offsets, shift, factors, terms, lowest, given, to)
+                    else:
+                        to = _singles(out + (row * outputs + column) * 4, width)
+                        _to_values(tile[j], offsets, shift, factors, scale, terms, lowest, to)
     return True
+
+
+@compiled(parallel=True)
+def _parts(
+    threads: Any, x: Any, from_values: Any, rows: Any, inner: Any, scale: Any, reciprocal: Any, zero_point: Any,
+    weights: Any, offset: Any, factor: Any, term: Any, outputs: Any, out: Any, given: Any, lowest: Any,
+) -> Any:  # fmt: skip
+    finite = np.empty(threads, np.uint8)
+    by_rows = rows >= _ROWS_TO_DIVIDE
+    whole = (rows + ROWS - 1) // ROWS if by_rows else (outputs + WIDTH - 1) // WIDTH
+    for chunk in numba.prange(threads):
+        start, stop = whole * chunk // threads, whole * (chunk + 1) // threads
+        begin, end = (start * ROWS, min(stop * ROWS, rows)) if by_rows else (0, rows)
+        first, last = (0, outputs) if by_rows else (start * WIDTH, min(stop * WIDTH, outputs))
+        finite[chunk] = _part(
+            x, from_values, begin, end, inner, scale, reciprocal, zero_point,
+            weights, offset, factor, term, first, last, outputs, out, given, lowest,
+        )  # fmt: skip
+    fine = True
+    for chunk in range(threads):
+        fine &= finite[chunk] == 1
+    return fine
 
 
 @compiled()
@@ -247,46 +197,186 @@ def _choose(low: Any, high: Any) -> Any:
 @compiled()
 def _ends(x: Any) -> Any:
     """The smallest and largest value, and the bits of the largest magnitude."""
-    low, high, largest = x[0, 0], x[0, 0], np.int32(0)
-    for i in range(x.shape[0]):
-        for k in range(x.shape[1]):
-            value = x[i, k]
-            largest = max(largest, _magnitude_bits(value))
-            low = value if value < low else low
-            high = value if value > high else high
+    low, high, largest = x[0], x[0], np.int32(0)
+    for k in range(x.size):
+        value = x[k]
+        largest = max(largest, _magnitude_bits(value))
+        low = value if value < low else low
+        high = value if value > high else high
     return low, high, largest
 
 
 @compiled()
-def _dynamic(x: Any, weights: Any, column_offset: Any, weight_scale: Any, bias: Any, lowest: Any, values: Any) -> Any:
-    low, high, largest = _ends(x)
+def _scale(low: Any, high: Any, largest: Any) -> Any:
+    """Scale and zero point of a batch; a scale of zero if it or its range is not finite."""
     if largest >= _INFINITY or np.isinf(high - low):
-        return False
-    scale, zero_point = _choose(low, high)
-    offset, unit = np.empty_like(column_offset), np.empty_like(weight_scale)
-    for j in range(unit.size):
-        offset[j] = np.int32(zero_point) * column_offset[j]
-        unit[j] = weight_scale[j] * scale
-    return _linear(x, np.float32(1.0) / scale, zero_point, weights, offset, unit, bias, lowest, values)
+        return np.float32(0.0), np.float32(0.0)
+    return _choose(low, high)
 
 
-def pack(codes: Tensor) -> Any:
-    """Weights in the order in which the kernel reads them.
+@compiled()
+def _range(x: Any, count: Any) -> Any:
+    low, high, largest = _ends(_singles(x, count))
+    return _scale(low, high, largest)
+
+
+@compiled(parallel=True)
+def _parallel_range(threads: Any, x: Any, count: Any) -> Any:
+    lows, highs = np.empty(threads, np.float32), np.empty(threads, np.float32)
+    largest = np.empty(threads, np.int32)
+    for chunk in numba.prange(threads):
+        start, stop = count * chunk // threads, count * (chunk + 1) // threads
+        lows[chunk], highs[chunk], largest[chunk] = _ends(_singles(x + 4 * start, stop - start))
+    low, high, most = lows[0], highs[0], largest[0]
+    for chunk in range(1, threads):
+        low, high, most = min(low, lows[chunk]), max(high, highs[chunk]), max(most, largest[chunk])
+    return _scale(low, high, most)
+
+
+class Layer:
+    """What is constant in a layer, in the order in which the kernel reads it.
 
     Args:
-        codes: ``int8 [N, K]``.
+        codes: Of the weight, ``int8 [N, K]``, neither side zero.
+        factor: ``float32 [N]``. From codes to values, the weight's scales; from codes to codes, what a sum of one is
+            worth in units of the output.
+        term: ``float32 [N]``. To values, the bias; to codes, the bias in units of a sum.
+        weights: Of another layer of the same codes, to be shared.
 
-    Returns:
-        ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]`` array, filled up with zeros.
+    Attributes:
+        weights: ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]``.
     """
-    outputs, inner = codes.shape
-    groups, blocks = -(-inner // 4), -(-outputs // _WIDTH) * _BLOCKS
-    padded = torch.zeros(blocks * _LANES, groups * 4, dtype=torch.int8)
-    padded[:outputs, :inner] = codes
-    return padded.view(blocks, _LANES, groups, 4).transpose(1, 2).contiguous().numpy()
+
+    def __init__(self, codes: Tensor, factor: Tensor, term: Tensor, weights: Tensor | None = None) -> None:
+        self.outputs, self.inner = codes.shape
+        self.weights = pack(codes) if weights is None else weights
+        self._kept = (
+            self.weights, codes.sum(1, dtype=torch.int32), factor.float().contiguous(), term.float().contiguous()
+        )  # fmt: skip
+        self._read()
+
+    def _read(self) -> None:
+        # Addresses, for attributes and arrays are slow where the work takes microseconds.
+        self._constant = tuple(tensor.data_ptr() for tensor in self._kept)
+        self._products, self._padded = self.outputs * self.inner, (self.inner + 3) // 4 * 4
+
+    def __getstate__(self) -> Any:
+        return self.outputs, self.inner, self._kept
+
+    def __setstate__(self, state: Any) -> None:  # a copy has addresses of its own
+        self.outputs, self.inner, self._kept = state
+        self.weights = self._kept[0]
+        self._read()
+
+    def _check(self, x: Tensor, columns: int) -> None:
+        if x.shape[1] != columns or not (x.is_cpu and x.is_contiguous()):
+            raise ValueError(f"{x.device} {list(x.shape)}, strides {x.stride()}, for {self.inner} inputs")
+
+    def _run(
+        self, x: Tensor, from_values: bool, scale: float, reciprocal: float, zero_point: int,
+        out: Tensor, given: float, lowest: float,
+    ) -> bool:  # fmt: skip
+        self._check(x, self.inner if from_values else self._padded)
+        rows = x.shape[0]
+        threads = threads_for(rows * self._products) if rows * self._products >= _PARALLEL_PRODUCTS else 1
+        if threads == 1:
+            return bool(_part(
+                x.data_ptr(), from_values, 0, rows, self.inner, np.float32(scale), np.float32(reciprocal),
+                np.float32(zero_point), *self._constant, 0, self.outputs, self.outputs, out.data_ptr(),
+                np.float32(given), np.float32(lowest),
+            ))  # fmt: skip
+        with started():
+            numba.set_num_threads(threads)
+            return bool(_parts(
+                threads, x.data_ptr(), from_values, rows, self.inner, np.float32(scale), np.float32(reciprocal),
+                np.float32(zero_point), *self._constant, self.outputs, out.data_ptr(),
+                np.float32(given), np.float32(lowest),
+            ))  # fmt: skip
+
+    def values(self, x: Tensor, scale: float, reciprocal: float, zero_point: int, *, relu: bool) -> Tensor | None:
+        """The whole layer, from values to values ``(sum - zero point * column offset) * (factor * scale) + term``.
+
+        Args:
+            x: ``float32 [M, K]``, contiguous.
+            scale: Of the input.
+            reciprocal: Of the scale, in float32.
+            zero_point: Of the input, 0 to 255.
+            relu: Whether nothing is below zero.
+
+        Returns:
+            ``float32 [M, N]``; None if ``x`` is not finite.
+        """
+        out = torch.empty(x.shape[0], self.outputs)
+        return out if self._run(x, True, scale, reciprocal, zero_point, out, -1.0, 0.0 if relu else -np.inf) else None
+
+    def dynamic(self, x: Tensor, *, relu: bool) -> Tensor | None:
+        """The same with scale and zero point of the batch's own smallest and largest value.
+
+        Args:
+            x: ``float32 [M, K]``, contiguous, not empty.
+            relu: Whether nothing is below zero.
+
+        Returns:
+            ``float32 [M, N]``; None if ``x`` is not finite or its range overflows float32.
+        """
+        self._check(x, self.inner)
+        count = x.numel()
+        if count < _PARALLEL_VALUES or (threads := threads_for(count)) == 1:
+            scale, zero_point = _range(x.data_ptr(), count)
+        else:
+            with started():
+                numba.set_num_threads(threads)
+                scale, zero_point = _parallel_range(threads, x.data_ptr(), count)
+        if not scale:
+            return None
+        return self.values(x, scale, float(np.float32(1.0) / np.float32(scale)), int(zero_point), relu=relu)
+
+    def codes(self, x: Tensor, reciprocal: float, zero_point: int, given: int, *, relu: bool) -> Tensor | None:
+        """From values to codes ``clamp(round((sum - zero point * column offset + term) * factor) + given)``.
+
+        Args:
+            x: ``float32 [M, K]``, contiguous, or ``uint8 [M, ceil(K / 4) 4]`` of this method or :func:`quantize`.
+            reciprocal: Of the input's scale, in float32.
+            zero_point: Of the input.
+            given: Zero point of the output.
+            relu: Whether nothing is below ``given``.
+
+        Returns:
+            ``uint8 [M, ceil(N / 4) 4]``; what fills it up meets weights of zero: it may be anything. None if ``x`` is
+            not finite.
+        """
+        out = torch.empty(x.shape[0], (self.outputs + 3) // 4 * 4, dtype=torch.uint8)
+        lowest = given if relu else 0.0
+        fine = self._run(x, x.dtype == torch.float32, 1.0, reciprocal, zero_point, out, given, lowest)
+        return out if fine else None
+
+    def values_of_codes(self, codes: Tensor, scale: float, zero_point: int, *, relu: bool) -> Tensor:
+        """From codes to values, as at the end of a chain.
+
+        Args:
+            codes: ``uint8 [M, ceil(K / 4) 4]``.
+            scale: Of them.
+            zero_point: Of them.
+            relu: Whether nothing is below zero.
+
+        Returns:
+            ``float32 [M, N]``.
+        """
+        out = torch.empty(codes.shape[0], self.outputs)
+        self._run(codes, False, scale, 1.0, zero_point, out, -1.0, 0.0 if relu else -np.inf)
+        return out
 
 
-def quantize(x: Tensor, reciprocal: float, zero_point: int) -> Any | None:
+@compiled()
+def _quantize_rows(x: Any, rows: Any, inner: Any, reciprocal: Any, zero_point: Any, out: Any) -> Any:
+    stride, finite = (inner + 3) // 4 * 4, True
+    for i in range(rows):
+        row = _singles(x + i * inner * 4, inner)
+        finite &= _quantize(row, reciprocal, zero_point, _bytes(out + i * stride, stride)) < _INFINITY
+    return finite
+
+
+def quantize(x: Tensor, reciprocal: float, zero_point: int) -> Tensor | None:
     """Codes ``clamp(round(x * reciprocal + zero_point))``, the sum rounded once to float32, then ties to even.
 
     Args:
@@ -295,98 +385,9 @@ def quantize(x: Tensor, reciprocal: float, zero_point: int) -> Any | None:
         zero_point: From 0 to 255.
 
     Returns:
-        ``uint8 [M, ceil(K / 4) 4]`` array, filled up with zeros; None if ``x`` is not finite.
+        ``uint8 [M, ceil(K / 4) 4]``, filled up with zeros; None if ``x`` is not finite.
     """
-    values = x.numpy()
-    codes = np.empty((values.shape[0], (values.shape[1] + 3) // 4 * 4), np.uint8)
-    return codes if _quantized(values, np.float32(reciprocal), np.float32(zero_point), codes) else None
-
-
-def linear(
-    x: Tensor, reciprocal: float, zero_point: int, weights: Any, offset: Any, unit: Any, bias: Any, *, relu: bool
-) -> Tensor | None:
-    """The whole layer, from values to values ``(sum - offset) * unit + bias``, each rounded once.
-
-    Args:
-        x: ``float32 [M, K]``, contiguous.
-        reciprocal: Of the input's scale.
-        zero_point: Of the input.
-        weights: Of :func:`pack`.
-        offset: ``int32 [N]`` array: the zero point times the weight's column offsets.
-        unit: ``float32 [N]`` array: what a sum of one is worth.
-        bias: ``float32 [N]`` array.
-        relu: Whether nothing is below zero.
-
-    Returns:
-        ``float32 [M, N]``; None if ``x`` is not finite.
-    """
-    source = x.numpy()
-    values = np.empty((source.shape[0], offset.shape[0]), np.float32)
-    lowest = np.float32(0.0 if relu else -np.inf)
-    finite = _linear(
-        source, np.float32(reciprocal), np.float32(zero_point), weights, offset, unit, bias, lowest, values
-    )
-    return torch.from_numpy(values) if finite else None
-
-
-def dynamic_linear(
-    x: Tensor, weights: Any, column_offset: Any, weight_scale: Any, bias: Any, *, relu: bool
-) -> Tensor | None:
-    """The whole layer with scale and zero point of the batch's own smallest and largest value.
-
-    Args:
-        x: ``float32 [M, K]``, contiguous, not empty.
-        weights: Of :func:`pack`.
-        column_offset: ``int32 [N]`` array: sums of the weight's codes.
-        weight_scale: ``float32 [N]`` array.
-        bias: ``float32 [N]`` array.
-        relu: Whether nothing is below zero.
-
-    Returns:
-        ``float32 [M, N]``; None if ``x`` is not finite or its range overflows float32.
-    """
-    source = x.numpy()
-    values = np.empty((source.shape[0], bias.shape[0]), np.float32)
-    lowest = np.float32(0.0 if relu else -np.inf)
-    finite = _dynamic(source, weights, column_offset, weight_scale, bias, lowest, values)
-    return torch.from_numpy(values) if finite else None
-
-
-def to_codes(codes: Any, weights: Any, offset: Any, shift: Any, multiplier: Any, zero_point: int, *, relu: bool) -> Any:
-    """From codes to codes ``clamp(round((sum - offset + shift) * multiplier) + zero_point)``, as within a chain.
-
-    Args:
-        codes: Of :func:`quantize` or of this function.
-        weights: As in :func:`linear`.
-        offset: As there.
-        shift: ``float32 [N]`` array: the bias in units of a sum.
-        multiplier: ``float32 [N]`` array: a unit of a sum in units of the output.
-        zero_point: Of the output.
-        relu: Whether nothing is below ``zero_point``.
-
-    Returns:
-        ``uint8 [M, ceil(N / 4) 4]`` array. What fills it up meets weights of zero: it may be anything.
-    """
-    out = np.empty((codes.shape[0], (offset.shape[0] + 3) // 4 * 4), np.uint8)
-    lowest = np.float32(zero_point if relu else 0)
-    _to_codes(codes, weights, offset, shift, multiplier, np.float32(zero_point), lowest, out)
-    return out
-
-
-def to_values(codes: Any, weights: Any, offset: Any, unit: Any, bias: Any, *, relu: bool) -> Tensor:
-    """From codes to values, as at the end of a chain.
-
-    Args:
-        codes: As in :func:`to_codes`.
-        weights: As in :func:`linear`, as all others.
-        offset: As there.
-        unit: As there.
-        bias: As there.
-        relu: Whether nothing is below zero.
-
-    Returns:
-        ``float32 [M, N]``.
-    """
-    values = np.empty((codes.shape[0], offset.shape[0]), np.float32)
-    _to_values(codes, weights, offset, unit, bias, np.float32(0.0 if relu else -np.inf), values)
-    return torch.from_numpy(values)
+    rows, inner = x.shape
+    out = torch.empty(rows, (inner + 3) // 4 * 4, dtype=torch.uint8)
+    finite = _quantize_rows(x.data_ptr(), rows, inner, np.float32(reciprocal), np.float32(zero_point), out.data_ptr())
+    return out if finite else None

@@ -121,6 +121,19 @@ def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
     return worst
 
 
+def refusal(one: Candidate, found: Accuracy, config: DispatchConfig) -> str:
+    """Why a candidate cannot be taken for its accuracy; empty where it can.
+
+    Args:
+        one: The candidate.
+        found: Its accuracy.
+        config: Bounds.
+    """
+    if found.sqnr_db < config.sqnr_db or found.median_relative > config.median_relative:
+        return f"{found.sqnr_db:.1f} dB, median relative error {found.median_relative:.2g}"
+    return "emulated here: no time to go by" if one.emulated else ""
+
+
 def try_all(
     product: Product, candidates: Sequence[Candidate], config: DispatchConfig, timed_rows: Sequence[int] | None = None
 ) -> dict[int, list[Trial]]:
@@ -145,10 +158,8 @@ def try_all(
             continue
         kernels[one.name] = one.pack(product.weight, product.bias, product.calibration)
         accuracy[one.name] = found = judge(product, kernels[one.name], config)
-        if found.sqnr_db < config.sqnr_db or found.median_relative > config.median_relative:
-            refused[one.name] = f"{found.sqnr_db:.1f} dB, median relative error {found.median_relative:.2g}"
-        elif one.emulated:
-            refused[one.name] = "emulated here: no time to go by"
+        if reason := refusal(one, found, config):
+            refused[one.name] = reason
     if "fp32" not in kernels:
         raise NumericsError("fp32 must be among the candidates", where="dispatch")
     refused.pop("fp32", None)
@@ -370,12 +381,6 @@ class DispatchedLinear(nn.Module):
         choices = sorted((c for c in plan.choices if (c.site, c.of) == (name, "forward")), key=lambda c: c.rows)
         packed: dict[str, Kernel] = {}
         for choice in choices:
-            if (choice.outputs, choice.inputs) != tuple(linear.weight.shape):
-                raise NumericsError(
-                    f"{name} is {tuple(linear.weight.shape)}, the plan's {(choice.outputs, choice.inputs)}",
-                    where="plan",
-                    remedy="make the plan anew for this model",
-                )
             if choice.kernel not in packed:
                 one = candidate(choice.kernel)
                 packed[choice.kernel] = one.pack(
@@ -397,6 +402,30 @@ class DispatchedLinear(nn.Module):
         return kernel(rows).reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
+def planned_sites(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Linear]:
+    """A model's linear layers, if they are those of a plan.
+
+    Args:
+        model: Any.
+        plan: For this model.
+
+    Raises:
+        NumericsError: the plan names a layer that the model does not have, or has of another size.
+    """
+    own = sites(model)
+    for choice in plan.choices:
+        if choice.site not in own:
+            raise NumericsError(f"the model has no layer {choice.site!r}", where="plan", remedy="make the plan anew")
+        here = tuple(own[choice.site].weight.shape)
+        if (choice.outputs, choice.inputs) != here:
+            raise NumericsError(
+                f"{choice.site} is {here}, the plan's {(choice.outputs, choice.inputs)}",
+                where="plan",
+                remedy="make the plan anew for this model",
+            )
+    return own
+
+
 def planned(
     model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tensor | None] | None = None
 ) -> dict[str, nn.Module]:
@@ -408,12 +437,10 @@ def planned(
         calibration: Rows that each layer was given, for kernels with static ranges.
 
     Raises:
-        NumericsError: the plan names a layer that the model does not have, or has of another size.
+        NumericsError: the plan is for training, or names a layer that the model does not have, or has of another size.
     """
-    own = sites(model)
-    missing = [name for name in plan.sites if name not in own]
-    if missing:
-        raise NumericsError(f"the model has no layer {missing[0]!r}", where="plan", remedy="make the plan anew")
+    plan.check_purpose("scoring")
+    own = planned_sites(model, plan)
     return {name: DispatchedLinear(own[name], name, plan, (calibration or {}).get(name)) for name in plan.sites}
 
 

@@ -1,17 +1,12 @@
-"""The whole pipeline of a layer in one kernel, for few rows; around torch's own there are ten microseconds."""
+"""The whole pipeline of a layer in one kernel; around torch's own there are ten microseconds."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cordillera.kernels import vnni_linear
+from cordillera.kernels import vnni_linear, vnni_tiles
 from cordillera.numerics.integer_linear import LinearWeight
-
-_MOST_PRODUCTS = 1 << 24  # that one thread makes sooner than torch's kernel does with one
-_MANY_WEIGHTS = 1 << 20  # they come from a shared cache, which one thread alone cannot read at its full speed
 
 
 class FusedLinear:
@@ -24,16 +19,14 @@ class FusedLinear:
     """
 
     def __init__(self, weight: LinearWeight, input: tuple[float, int] | None, *, relu: bool) -> None:
-        self._relu, self._products, self._dynamic = relu, weight.codes.numel(), input is None
-        scale, self._zero_point = input or (1.0, 1)
-        single = torch.tensor(scale)
+        self._relu, self._weight, self._dynamic = relu, weight, input is None
+        self._scale, self._zero_point = input or (1.0, 1)
+        single = torch.tensor(self._scale)
         self._reciprocal = float(1.0 / single)
-        bias = torch.zeros_like(weight.scale) if weight.bias is None else weight.bias
-        unit = weight.scale * single
-        self._weights = vnni_linear.pack(weight.codes)
-        self._unit, self._bias, self._shift = unit.numpy(), bias.numpy(), (bias / unit).numpy()
-        self._offset = (self._zero_point * weight.column_offset).int().numpy()
-        self._multipliers: dict[float, Any] = {}
+        self._unit = weight.scale * single
+        self._bias = torch.zeros_like(weight.scale) if weight.bias is None else weight.bias
+        self._layer = vnni_linear.Layer(weight.codes, weight.scale, self._bias)
+        self._to_codes: dict[float, vnni_linear.Layer] = {}
 
     @staticmethod
     def suits(weight: LinearWeight) -> bool:
@@ -42,15 +35,7 @@ class FusedLinear:
         Args:
             weight: Of the layer.
         """
-        return vnni_linear.available() and weight.zero_point is None and bool(weight.codes.numel())
-
-    def most_rows(self) -> int:
-        """Rows up to which this is the faster kernel, beside torch's with the threads that are set now."""
-        threads = torch.get_num_threads()
-        if threads > 1 and self._products >= _MANY_WEIGHTS:
-            return 0
-        # What two threads share is done in half the time, and what they start with is a larger part of it.
-        return _MOST_PRODUCTS // threads**2 // self._products
+        return vnni_tiles.available() and weight.zero_point is None and bool(weight.codes.numel())
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """From values to values.
@@ -62,38 +47,36 @@ class FusedLinear:
             ``float32 [M, N]``; None if ``x`` is not finite, or its own range overflows float32.
         """
         if self._dynamic:
-            return vnni_linear.dynamic_linear(x, self._weights, self._offset, self._unit, self._bias, relu=self._relu)
-        return vnni_linear.linear(
-            x, self._reciprocal, self._zero_point, self._weights, self._offset, self._unit, self._bias, relu=self._relu
-        )
+            return self._layer.dynamic(x, relu=self._relu)
+        return self._layer.values(x, self._scale, self._reciprocal, self._zero_point, relu=self._relu)
 
-    def codes(self, x: Tensor) -> Any | None:
-        """The input quantised; None if it is not finite.
+    def codes(self, x: Tensor) -> Tensor | None:
+        """The input quantised, ``uint8`` of at least K columns; None if it is not finite.
 
         Args:
             x: ``float32 [M, K]``, contiguous.
         """
         return vnni_linear.quantize(x, self._reciprocal, self._zero_point)
 
-    def requantized(self, codes: Any, scale: float, zero_point: int) -> Any:
-        """From codes to codes, an array of at least N columns.
+    def requantized(self, x: Tensor, scale: float, zero_point: int) -> Tensor | None:
+        """From values or codes to codes, ``uint8`` of at least N columns; None if values are not finite.
 
         Args:
-            codes: Of :meth:`codes`, or of this method of the layer before.
+            x: ``float32 [M, K]``, contiguous, or of :meth:`codes`, or of this method of the layer before.
             scale: Of the output.
             zero_point: Of the output.
         """
-        multiplier = self._multipliers.get(scale)
-        if multiplier is None:
-            multiplier = self._multipliers[scale] = (torch.from_numpy(self._unit) / torch.tensor(scale)).numpy()
-        return vnni_linear.to_codes(
-            codes, self._weights, self._offset, self._shift, multiplier, zero_point, relu=self._relu
-        )
+        layer = self._to_codes.get(scale)
+        if layer is None:
+            factor, term = self._unit / torch.tensor(scale), self._bias / self._unit
+            layer = vnni_linear.Layer(self._weight.codes, factor, term, self._layer.weights)
+            self._to_codes[scale] = layer
+        return layer.codes(x, self._reciprocal, self._zero_point, zero_point, relu=self._relu)
 
-    def values(self, codes: Any) -> Tensor:
+    def values(self, codes: Tensor) -> Tensor:
         """From codes to values, ``float32 [M, N]``.
 
         Args:
             codes: Of :meth:`codes`, or of :meth:`requantized` of the layer before.
         """
-        return vnni_linear.to_values(codes, self._weights, self._offset, self._unit, self._bias, relu=self._relu)
+        return self._layer.values_of_codes(codes, self._scale, self._zero_point, relu=self._relu)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,7 +16,9 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.candidates import CANDIDATES, Shape
 from cordillera.run import describe_environment, write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
+_READ = (1, SCHEMA)  # plans of version 1 are all for scoring
+Purpose = Literal["scoring", "training"]
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
@@ -89,6 +91,7 @@ class PrecisionPlan:
         bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
         seed: Of the inputs that were drawn.
         weights: Digest of the weights that it was made for; empty for any.
+        purpose: ``scoring``, where weights are packed once, or ``training``, where packing is part of every product.
         statistics: Digest of the statistics that ranges are drawn from; empty for any.
     """
 
@@ -97,6 +100,7 @@ class PrecisionPlan:
     bound: dict[str, float]
     seed: int = 0
     weights: str = ""
+    purpose: Purpose = "scoring"
     statistics: str = ""
 
     def find(self, site: str, of: Pass, rows: int) -> Choice | None:
@@ -152,6 +156,7 @@ class PrecisionPlan:
             "bound": {key: value if math.isfinite(value) else str(value) for key, value in self.bound.items()},
             "seed": self.seed,
             "weights": self.weights,
+            "purpose": self.purpose,
             "statistics": self.statistics,
             "choices": [asdict(choice) for choice in self.choices],
         }
@@ -175,7 +180,7 @@ class PrecisionPlan:
         try:
             content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
             digest = content.pop("digest")
-            if content["schema"] != SCHEMA:
+            if content["schema"] not in _READ:
                 raise NumericsError(
                     f"is a plan of version {content['schema']}, this library reads {SCHEMA}", where=where,
                     remedy="make it anew",
@@ -186,9 +191,12 @@ class PrecisionPlan:
             bound = {key: float(value) for key, value in content["bound"].items()}
             if any(math.isnan(value) for value in bound.values()):
                 raise ValueError("a bound is NaN")
+            purpose: Purpose = content["purpose"] if content["schema"] > 1 else "scoring"
+            if purpose not in get_args(Purpose):
+                raise ValueError(f"for {purpose}")
             found = cls(
-                choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]),
-                str(content["statistics"]),
+                choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]), purpose,
+                str(content["statistics"] if content["schema"] > 1 else ""),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error
@@ -202,6 +210,22 @@ class PrecisionPlan:
         if not allow_stale:
             found.check_machine(device, where)
         return found
+
+    def check_purpose(self, purpose: Purpose) -> None:
+        """Refuse to be used for something else.
+
+        Args:
+            purpose: What it shall be used for.
+
+        Raises:
+            NumericsError: the plan is for another.
+        """
+        if self.purpose != purpose:
+            raise NumericsError(
+                f"is for {self.purpose}, not for {purpose}",
+                where="plan",
+                remedy="cordillera probe RUN makes plans for scoring, cordillera probe RUN --training for training",
+            )
 
     def check_machine(self, device: torch.device | str, where: str = "plan") -> None:
         """Refuse to be used elsewhere than where it was made.

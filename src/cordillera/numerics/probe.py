@@ -35,6 +35,9 @@ class ProbeConfig(BaseModel):
         rows: Of a layer's input that are taken in at one look, at most; evenly chosen where there are more.
         weights: Whether weights are followed too.
         momentum: Of the averages over weights.
+        gradients: Whether the gradients of layers' outputs are followed too, in steps that have a backward pass.
+        marginals: Whether quantiles of each input are kept too, so that what is drawn has the tails, the point masses
+            at zero and the signs of what was seen; of layers of up to 2048 inputs.
         only: Patterns of the layers' names to follow; none for all.
     """
 
@@ -44,6 +47,8 @@ class ProbeConfig(BaseModel):
     rows: int = Field(4096, ge=2)
     weights: bool = True
     momentum: float = Field(0.99, ge=0, lt=1)
+    gradients: bool = False
+    marginals: bool = False
     only: tuple[str, ...] = ()
 
 
@@ -56,6 +61,7 @@ class Probe:
     Attributes:
         inputs: Of each layer.
         weights: Likewise; empty where weights are not followed.
+        gradients: Of each layer's output; empty where gradients are not followed.
         looks: Steps at which it looked.
 
     Args:
@@ -68,12 +74,18 @@ class Probe:
         self._modules = sites(model, self.config.only)
         if not self._modules:
             raise NumericsError("the model has no linear layer", where="Probe")
-        self.inputs = {name: RowStatistics(module.in_features) for name, module in self._modules.items()}
+        self.inputs = {
+            name: RowStatistics(module.in_features, marginals=self.config.marginals)
+            for name, module in self._modules.items()
+        }
         self.weights: dict[str, WeightStatistics] = {}
         if self.config.weights:
             m = self.config.momentum
             for name, module in self._modules.items():
                 self.weights[name] = WeightStatistics(module.out_features, module.in_features, m, m)
+        self.gradients: dict[str, RowStatistics] = {}
+        if self.config.gradients:
+            self.gradients = {name: RowStatistics(module.out_features) for name, module in self._modules.items()}
         self.looks = self._steps = 0
         self._hooks: list[Any] = []
         self._writer: threading.Thread | None = None
@@ -88,18 +100,28 @@ class Probe:
             self.looks += 1
             for name, module in self._modules.items():
                 self._hooks.append(
-                    module.register_forward_pre_hook(lambda _, given, name=name: self._take(name, given[0]))
+                    module.register_forward_pre_hook(
+                        lambda _, given, name=name: self._take(self.inputs[name], given[0])
+                    )
                 )
+                if self.gradients:
+                    self._hooks.append(
+                        module.register_forward_hook(lambda _, given, made, name=name: self._await(name, made))
+                    )
                 if self.weights:
                     self.weights[name].update(module.weight)
         return looking
 
-    def _take(self, name: str, given: Tensor) -> None:
+    def _await(self, name: str, made: Tensor) -> None:
+        if made.requires_grad:
+            made.register_hook(lambda gradient: self._take(self.gradients[name], gradient))
+
+    def _take(self, statistics: RowStatistics, given: Tensor) -> None:
         rows = given.detach().reshape(-1, given.shape[-1])
         if len(rows) > self.config.rows:
             rows = rows[:: -(-len(rows) // self.config.rows)]
         if len(rows):
-            self.inputs[name].update(rows)
+            statistics.update(rows)
 
     def _stop_listening(self) -> None:
         for hook in self._hooks:
@@ -132,12 +154,14 @@ class Probe:
             group: Of ranks that see different samples; None for all.
         """
         states: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(states, {name: s.state_dict() for name, s in self.inputs.items()}, group)
-        for name, own in self.inputs.items():
-            merged = RowStatistics(own.features, own.tier)
-            for state in states:
-                merged.merge(RowStatistics.from_state_dict(state[name]))
-            self.inputs[name] = merged
+        followed = (self.inputs, self.gradients)
+        dist.all_gather_object(states, [{name: s.state_dict() for name, s in one.items()} for one in followed], group)
+        for kind, statistics in enumerate(followed):
+            for name, own in statistics.items():
+                merged = RowStatistics(own.features, own.tier)
+                for state in states:
+                    merged.merge(RowStatistics.from_state_dict(state[kind][name]))
+                statistics[name] = merged
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, to go on with after a stop."""
@@ -146,6 +170,7 @@ class Probe:
             "looks": self.looks,
             "inputs": {name: one.state_dict() for name, one in self.inputs.items()},
             "weights": {name: one.state_dict() for name, one in self.weights.items()},
+            "gradients": {name: one.state_dict() for name, one in self.gradients.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,7 +182,7 @@ class Probe:
         Raises:
             NumericsError: the layers or what is followed of them are others.
         """
-        if set(state["inputs"]) != set(self.inputs):
+        if set(state["inputs"]) != set(self.inputs) or set(state.get("gradients", {})) != set(self.gradients):
             raise NumericsError(
                 f"statistics of {sorted(state['inputs'])}, not of {sorted(self.inputs)}", where="Probe.load_state_dict"
             )
@@ -176,6 +201,7 @@ class Probe:
             )  # fmt: skip
         self._steps, self.looks = int(state["steps"]), int(state["looks"])
         self.inputs, self.weights = inputs, weights
+        self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
 
     def save(self, path: Path, background: bool = False) -> None:
         """Write statistics to a file; they are copied at once, so that gathering may go on.
@@ -217,6 +243,7 @@ class Probed:
     Attributes:
         inputs: By layer.
         weights: Likewise; may be empty.
+        gradients: Of outputs, likewise; may be empty.
         looks: Steps at which the probe looked.
 
     Args:
@@ -232,6 +259,9 @@ class Probed:
             self.looks = int(state["looks"])
             self.inputs = {name: RowStatistics.from_state_dict(one) for name, one in state["inputs"].items()}
             self.weights = {name: WeightStatistics.from_state_dict(one) for name, one in state["weights"].items()}
+            self.gradients = {
+                name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()
+            }
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise NumericsError(f"holds no statistics: {error!r}", where=str(path), remedy=_REMEDY) from error
 

@@ -18,7 +18,7 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.fixed_dtypes import FixedDtypes
 from cordillera.numerics.fused_linear import FusedLinear
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
-from cordillera.numerics.linear_engines import all_finite, make_engine, saturates
+from cordillera.numerics.linear_engines import Int8Engine, all_finite, make_engine, saturates
 from cordillera.numerics.quantizers import AffineParameters, check_finite, check_parameters
 
 _FLOAT_BELOW_FUSED = 1 << 13
@@ -162,7 +162,7 @@ class QuantizedLinear(FixedDtypes):
             check_parameters(self.input_scale, self.input_zero_point, UINT8, where="input")
             self._input = (float(self.input_scale), int(self.input_zero_point))
         weight = self.weight
-        self._engine = make_engine(weight, self.config.backend, seven_bits=self.config.narrow)
+        self._made_engine: Int8Engine | None = None
         self._fused: FusedLinear | None = None
         wide = self._input is not None or not self.config.narrow
         if wide and self.config.backend == "auto" and FusedLinear.suits(weight):
@@ -170,11 +170,17 @@ class QuantizedLinear(FixedDtypes):
         # What every call asks for is read here: attributes of modules are slow.
         self.out_features, self.in_features = self.codes.shape
         weights = self.codes.numel()
-        self._few_rows = self._fused.most_rows() if self._fused is not None else 0
         float_below = (
             min(self.config.float_below, _FLOAT_BELOW_FUSED) if self._fused is not None else self.config.float_below
         )
         self._float_rows = float_below // weights if self.float_weight is not None and weights else -1
+
+    @property
+    def _engine(self) -> Int8Engine:
+        """What multiplies where no kernel of our own does; packed when it is asked for first."""
+        if self._made_engine is None:
+            self._made_engine = make_engine(self.weight, self.config.backend, seven_bits=self.config.narrow)
+        return self._made_engine
 
     def verify(self) -> None:
         """Compare codes and scales with the SHA-256 that was made with them.
@@ -227,7 +233,7 @@ class QuantizedLinear(FixedDtypes):
                 check_finite(x, "x")
             y = F.linear(x, self.float_weight, self.bias)
             return y.relu_() if self.relu else y
-        if 0 < rows <= self._few_rows and self._fused is not None:
+        if rows and self._fused is not None:
             fused = self._fused(plain(x))
             if fused is not None:
                 return fused

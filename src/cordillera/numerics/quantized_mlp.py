@@ -52,7 +52,8 @@ class QuantizedMLP(FixedDtypes):
             if layer.out_features != following.in_features:
                 message = f"{layer.out_features} outputs for {following.in_features} inputs"
                 raise NumericsError(message, where=f"layers {i} and {i + 1}")
-        if len({type(layer._engine) for layer in chain}) > 1:  # codes must be in one form
+        # Codes must be in one form.
+        if any(layer._fused is None for layer in chain) and len({type(layer._engine) for layer in chain}) > 1:
             for layer in chain:
                 layer.config = replace(layer.config, backend="reference")
                 layer.pack()
@@ -64,9 +65,8 @@ class QuantizedMLP(FixedDtypes):
 
     def _read_scales(self) -> None:
         self._scales = [layer._input for layer in self._chain if layer._input is not None]
-        self._fused = [layer._fused for layer in self._chain if layer._fused is not None]
-        whole = len(self._fused) == len(self._chain)
-        self._few_rows = min(layer._few_rows for layer in self._chain) if whole else 0
+        fused = [layer._fused for layer in self._chain if layer._fused is not None]
+        self._fused = fused if len(fused) == len(self._chain) else []
         self._output: tuple[float, int] | None = None
         if self.output_scale is not None and self.output_zero_point is not None:
             check_parameters(self.output_scale, self.output_zero_point, UINT8, where="output")
@@ -115,18 +115,22 @@ class QuantizedMLP(FixedDtypes):
         return self._chain[-1]._engine.plain(self._codes(x, [*self._scales, self._output]))
 
     def _fuse(self, x: Tensor, to_values: bool) -> Tensor | None:
-        """The chain in kernels for few rows: codes or values; None where rows are many or not finite."""
-        if not 0 < x.shape[0] <= self._few_rows:
-            return None
-        codes = self._fused[0].codes(x)
-        if codes is None:
+        """The chain in kernels of our own: codes or values; None where there are none or something is not finite."""
+        if not self._fused or not x.shape[0]:
             return None
         scales = self._scales[1:] if self._output is None else [*self._scales[1:], self._output]
+        if not scales:
+            return self._fused[0](x)
+        y = x
         for layer, scale in zip(self._fused, scales, strict=False):
-            codes = layer.requantized(codes, *scale)
-        return (
-            self._fused[-1].values(codes) if to_values else torch.from_numpy(codes)[:, : self._chain[-1].out_features]
-        )
+            codes = layer.requantized(y, *scale)
+            if codes is None:
+                return None
+            y = codes
+        if to_values:
+            return self._fused[-1].values(y)
+        outputs = self._chain[-1].out_features
+        return y if y.shape[1] == outputs else y[:, :outputs]
 
     def _codes(self, x: Tensor, scales: list[tuple[float, int]]) -> Tensor:
         """What the layers make of ``x``: the first scale is its own, each further one that of a layer's output."""

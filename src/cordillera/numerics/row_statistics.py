@@ -8,13 +8,16 @@ over ranks.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cordillera.errors import NumericsError
+from cordillera.numerics.marginals import Marginals, QuantileSketch
 
 FULL_UP_TO, BLOCK, BLOCKS_UP_TO = 2048, 512, 16_384
 SKETCH = 64  # columns
@@ -61,18 +64,32 @@ class RowStatistics:
         count: Rows so far.
         skipped: Batches that were left out because they held NaN, infinity, or float64 beyond 2^450.
         mean: ``float64 [K]``.
+        seconds: Spent on taking batches in, by this process.
+        marginals: Quantiles of each feature, or None; with them rows are drawn by a Gaussian copula.
 
     Args:
         features: ``K``, columns of a row.
         tier: What to keep of the covariance; None for what its size allows.
         device: Where statistics are kept.
+        marginals: Whether to keep quantiles too; of more than 2048 features, or less than a full covariance, none are.
     """
 
-    def __init__(self, features: int, tier: Tier | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        features: int,
+        tier: Tier | None = None,
+        device: torch.device | str = "cpu",
+        marginals: bool = False,
+    ) -> None:
         if features < 1:
             raise NumericsError(f"rows of {features} features", where="RowStatistics")
         self.features, self.tier = features, Tier(tier) if tier else Tier.of(features)
         self.count = self.skipped = 0
+        self.seconds = 0.0
+        self.marginals: QuantileSketch | None = None
+        self._copula: tuple[int, Marginals, Tensor] | None = None
+        if marginals and self.tier is Tier.full and features <= FULL_UP_TO:
+            self.marginals = QuantileSketch(features)
         self.mean = torch.zeros(features, dtype=torch.float64, device=device)
         self._scatter = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in self._shapes()]
 
@@ -107,7 +124,8 @@ class RowStatistics:
     def update(self, rows: Tensor) -> bool:
         """Take a batch in; whether it was taken: one with NaN or infinity is left out whole and counted.
 
-        So is one with numbers whose squares float64 cannot sum.
+        So is one with numbers whose squares float64 cannot sum. Autocast and number formats that are emulated around
+        it are not for these sums.
 
         Args:
             rows: ``[..., K]``, any floating-point dtype.
@@ -115,6 +133,13 @@ class RowStatistics:
         Raises:
             NumericsError: rows have another number of features.
         """
+        began = time.perf_counter()
+        with _disable_current_modes(), torch.autocast(rows.device.type, enabled=False):
+            taken = self._update(rows)
+        self.seconds += time.perf_counter() - began
+        return taken
+
+    def _update(self, rows: Tensor) -> bool:
         rows = rows.detach().reshape(-1, rows.shape[-1])
         if rows.shape[1] != self.features:
             raise NumericsError(f"rows of {rows.shape[1]} features, not {self.features}", where="RowStatistics.update")
@@ -132,17 +157,23 @@ class RowStatistics:
             shift = centred.mean(0, dtype=torch.float64)
             centred = centred - shift.to(centred.dtype)
             self._absorb(len(part), origin + shift, [p.double() for p in self._products(centred, centred)])
+        if self.marginals is not None:
+            self.marginals.update(rows)
         return True
 
     def merge(self, other: RowStatistics) -> None:
-        """Take in what was gathered elsewhere.
+        """Take in what was gathered elsewhere; what has seen nothing yet takes over quantiles from it.
 
         Args:
-            other: Of the same features and tier.
+            other: Of the same features and tier; with quantiles where this has them.
 
         Raises:
             NumericsError: it is not.
         """
+        if (self.marginals is None) != (other.marginals is None):
+            if self.count or other.marginals is None:
+                raise NumericsError("statistics with and without quantiles do not merge", where="RowStatistics.merge")
+            self.marginals = QuantileSketch(self.features)
         if (other.features, other.tier) != (self.features, self.tier):
             raise NumericsError(
                 f"statistics of {other.features} features ({other.tier.value}) do not merge with those of "
@@ -150,6 +181,8 @@ class RowStatistics:
                 where="RowStatistics.merge",
             )
         self.skipped += other.skipped
+        if self.marginals is not None and other.marginals is not None:
+            self.marginals.merge(other.marginals)
         if other.count:
             device = self.mean.device
             self._absorb(other.count, other.mean.to(device), [part.to(device) for part in other._scatter])
@@ -197,7 +230,7 @@ class RowStatistics:
         return factor, rest
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Rows drawn from the normal distribution of these statistics.
+        """Rows drawn from the normal distribution of these statistics, or from the copula of their quantiles.
 
         Args:
             count: How many.
@@ -219,6 +252,8 @@ class RowStatistics:
         def normal(columns: int) -> Tensor:
             return torch.randn(count, columns, generator=generator, dtype=torch.float64).to(device)
 
+        if self.marginals is not None:
+            return self._sample_copula(normal(self.features))
         if self.tier is Tier.diagonal:
             drawn = normal(self.features) * self.variance().sqrt()
         elif self.tier is Tier.sketch:
@@ -229,13 +264,23 @@ class RowStatistics:
             drawn = torch.cat([normal(len(root)) @ root.T for root in roots], 1)
         return (drawn + self.mean).float()
 
+    def _sample_copula(self, normal: Tensor) -> Tensor:
+        assert self.marginals is not None
+        values = Marginals(self.marginals)
+        root = square_root(values.correlations_of_normals(self.covariance().cpu()))
+        root = root / root.square().sum(1, keepdim=True).sqrt().clamp(
+            min=1e-300
+        )  # what clipping took from the diagonal
+        return values(normal.cpu() @ root.T).to(self.mean.device)
+
     def memory_bytes(self) -> int:
-        """Of the mean and of what is kept of the covariance."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in [self.mean, *self._scatter])
+        """Of the mean and of what is kept of the covariance, and of quantiles."""
+        own = sum(tensor.numel() * tensor.element_size() for tensor in [self.mean, *self._scatter])
+        return own + (0 if self.marginals is None else self.marginals.memory_bytes())
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors and plain numbers."""
-        return {
+        state: dict[str, Any] = {
             "features": self.features,
             "tier": self.tier.value,
             "count": self.count,
@@ -243,6 +288,7 @@ class RowStatistics:
             "mean": self.mean.clone(),
             "scatter": [part.clone() for part in self._scatter],
         }
+        return state if self.marginals is None else {**state, "marginals": self.marginals.state_dict()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> RowStatistics:
@@ -264,6 +310,8 @@ class RowStatistics:
                     where="RowStatistics",
                 )
             own.copy_(part)
+        if "marginals" in state:
+            found.marginals = QuantileSketch.from_state_dict(state["marginals"])
         return found
 
 

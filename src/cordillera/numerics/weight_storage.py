@@ -10,7 +10,9 @@ from torch import Tensor
 
 from cordillera.errors import CheckpointError, NumericsError
 from cordillera.numerics.emulation import EmulationConfig
+from cordillera.numerics.mx import round_to_blocks
 from cordillera.numerics.rounding import Rounding, random_bits, round_to
+from cordillera.numerics.scaling import round_scaled, scale_of
 
 
 @torch.no_grad()
@@ -48,12 +50,15 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 class WeightStorage:
     """Keeps weights as :attr:`EmulationConfig.weights` says, around an optimizer that knows nothing of it.
 
-    Between updates the given tensors hold what is computed with: numbers of the format. For an update they get their
-    full precision back (:meth:`before_update`) and lose it again (:meth:`after_update`)::
+    Between updates the given tensors hold what is computed with: numbers of the format, times a scale of their row or
+    block where the format has scales. For an update they get their full precision back (:meth:`before_update`) and lose
+    it again (:meth:`after_update`)::
 
         storage.before_update()
         optimizer.step()
         storage.after_update(step)
+
+    With scales a float32 master is what the given tensors hold all the time: each product scales and rounds it anew.
 
     Args:
         config: Format, policy and rounding.
@@ -76,7 +81,8 @@ class WeightStorage:
         self.config = config
         self.weights = {name: weight.detach() for name, weight in weights.items()}
         self._kept: dict[str, Tensor] = {}
-        if config.weights == "master":
+        self._is_rounded = config.weights != "master" or config.scale == "none"
+        if config.weights == "master" and self._is_rounded:
             self._kept = {name: torch.empty_like(weight) for name, weight in self.weights.items()}
         elif config.weights == "split":
             self._kept = {name: torch.empty_like(weight, dtype=torch.int16) for name, weight in self.weights.items()}
@@ -89,6 +95,8 @@ class WeightStorage:
         Args:
             rows: For some weights the rows that will change, int64; all others change whole.
         """
+        if not self._is_rounded:
+            return
         for name, weight in self.weights.items():
             at = _where(rows, name)
             if self.config.weights == "master":
@@ -104,6 +112,8 @@ class WeightStorage:
             step: Number of the update; only stochastic rounding looks at it.
             rows: As :meth:`before_update` got it.
         """
+        if not self._is_rounded:
+            return
         for number, (name, weight) in enumerate(self.weights.items()):
             at = _where(rows, name)
             updated = weight[at]
@@ -163,7 +173,15 @@ class WeightStorage:
             index = torch.arange(x.shape[0], device=x.device) if rows is None else rows
             columns = torch.arange(row_size, device=x.device)
             random = random_bits(self.config.seed, number, index[:, None], columns, step).view(x.shape)
-        return round_to(x, self.config.target, rounding, flush_subnormals=self.config.flush_subnormals, random=random)
+        config = self.config
+        if config.scale == "block":
+            return round_to_blocks(x, config.target, rounding, random=random)
+        how: dict[str, Any] = {"rounding": rounding, "flush_subnormals": config.flush_subnormals, "random": random}
+        if config.scale == "none":
+            return round_to(x, config.target, **how)
+        # a scale a row, whatever products have: updating some rows leaves the others as they are
+        scale = scale_of(x, config.target, -1, power_of_two=config.power_of_two)
+        return round_scaled(x, scale, config.target, **how) * scale
 
 
 def _where(rows: Mapping[str, Tensor] | None, name: str) -> Tensor | Any:

@@ -8,6 +8,7 @@ gradients are added up over microbatches and over ranks in 32 bits).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import zlib
@@ -16,15 +17,16 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from cordillera.data.text_batches import PackedTokens
 from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.mesh import ProcessMesh
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.pipeline import PipelineRunner
 from cordillera.distributed.sharding import SHARDINGS
+from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import IGNORED
 from cordillera.errors import DataError, PlanError, TrainingError
 from cordillera.models.language.llama import LlamaConfig
@@ -35,8 +37,12 @@ from cordillera.models.language.parallelize import (
     reduce_after,
     reduce_now,
 )
+from cordillera.models.language.plain_attention import plain_attention
 from cordillera.models.language.stages import cut_model
+from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.self_test import self_test
+from cordillera.numerics.weight_storage import WeightStorage
 from cordillera.planning.schedules import Action, Kind
 from cordillera.training.language_gradients import StageGradients
 from cordillera.training.optimizers import build_adamw
@@ -59,6 +65,7 @@ class LanguageConfig(BaseModel):
         loss_rows: Tokens whose logits exist at a time.
         compile: Whether blocks are compiled by ``torch.compile``, once for all numbers of tokens; it takes a compiler
             of the device's, and a schedule that does not split backwards.
+        emulate: Compute as hardware with another number format would; needs ``precision = "fp32"`` and one process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +78,13 @@ class LanguageConfig(BaseModel):
     precision: Precision = "fp32"
     loss_rows: int = Field(1024, ge=1)
     compile: bool = False
+    emulate: EmulationConfig | None = None
+
+    @model_validator(mode="after")
+    def _emulates_from_float32(self) -> LanguageConfig:
+        if self.emulate is not None:
+            self.emulate.check(self.precision, self.compile)
+        return self
 
 
 class StepReport(NamedTuple):
@@ -87,6 +101,33 @@ class StepReport(NamedTuple):
     gradient_norm: float
     targets: int
     is_skipped: bool
+
+
+def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
+    """Refuse to emulate a number format where sums over processes would not be those of the format.
+
+    Args:
+        emulate: The format; None is never refused.
+        parallel: The mesh.
+
+    Raises:
+        PlanError: It has more than one process, or computes forwards again.
+    """
+    if emulate is None:
+        return
+    where = "training.emulate"
+    if parallel.world > 1:
+        raise PlanError(
+            f"a number format is emulated in one process, the mesh has {parallel.world}",
+            where=where,
+            remedy="leave [parallel] out, or train without emulation",
+        )
+    if parallel.recompute != "none":
+        raise PlanError(
+            "what a backward computes again would be rounded otherwise than at first",
+            where=where,
+            remedy="set parallel.recompute = 'none'",
+        )
 
 
 def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
@@ -110,7 +151,7 @@ class LanguageEngine:
     """A Llama's weights and optimizer in many processes, and what changes them.
 
     Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed;
-    those of a checkpoint are put in by :meth:`LlamaStage.fill` of each of :attr:`stages`.
+    those of a checkpoint are put in by :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
 
     Args:
         config: How weights are changed.
@@ -123,6 +164,8 @@ class LanguageEngine:
         mesh: Likewise.
         stages: That this process holds, by number.
         optimizer: Of their weights.
+        storage: What is kept of weights beside those that are computed with, where a number format is emulated.
+        loss_scale: As it stands, where gradients have one.
         ledger: This rank's traffic, since the engine was made: of weights, sequences, matrices, stages.
         steps: That were begun.
         skipped: Of these, those that left the weights as they were.
@@ -136,6 +179,7 @@ class LanguageEngine:
     def __init__(self, config: LanguageConfig, model: LlamaConfig, mesh: ProcessMesh, seed: int = 0) -> None:
         parallel = mesh.config
         check_fit(model, parallel)
+        check_emulated(config.emulate, parallel)
         self.config, self.model, self.mesh = config, model, mesh
         self._schedule = parallel.make_schedule(4 * parallel.stages)
         self._splits_backward = self._schedule.splits_backward
@@ -155,6 +199,13 @@ class LanguageEngine:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
+        self.storage: WeightStorage | None = None
+        self._overflowed = False
+        if config.emulate is not None:
+            self_test(mesh.device_type)
+            named = {name: local(weight) for name, weight in self.stages[0].named_parameters() if weight.dim() >= 2}
+            self.storage = WeightStorage(config.emulate, named)
+        self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
         self._gradients = StageGradients(self.stages, mesh, self.ledger)
         self.steps = self.skipped = 0
         self._context = ContextParallelConfig(transport=parallel.transport, deadline_s=parallel.deadline_s)
@@ -196,7 +247,9 @@ class LanguageEngine:
         own, targets = self._take(microbatches, "training")
         self.steps += 1
         self._left = Counter(dict.fromkeys(self.stages, len(own)))
-        loss = self._run(own, targets)
+        with self._emulated(self.steps) as products:
+            loss = self._run(own, targets)
+        self._overflowed = products is not None and products.overflowed
         if self._splits_backward:
             for stage in self.stages.values():
                 reduce_now(stage)
@@ -219,7 +272,8 @@ class LanguageEngine:
             PeerError: As in :meth:`step`.
         """
         own, targets = self._take(microbatches, "evaluation")
-        loss = self._run(own, None)
+        with self._emulated(0):
+            loss = self._run(own, None)
         for stage in self.stages.values():
             free_weights(stage)
         return float(self._exchange([loss]).sum()), targets
@@ -240,7 +294,9 @@ class LanguageEngine:
         # every rank adds up the same numbers in the same order, so all of them come to the same decision
         loss, square = self._exchange([loss, self._gradients.square()]).sum(0).tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
-        is_skipped = not (math.isfinite(norm) and math.isfinite(loss))
+        is_skipped = not (math.isfinite(norm) and math.isfinite(loss)) or self._overflowed
+        if self.loss_scale is not None:
+            self.loss_scale.update(is_skipped)
         if is_skipped:
             self.skipped += 1
         else:
@@ -248,9 +304,24 @@ class LanguageEngine:
                 self._gradients.scale(self.config.clip / norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * self.config.learning_rate
+            if self.storage is not None:
+                self.storage.before_update()
             self.optimizer.step()
+            if self.storage is not None:
+                self.storage.after_update(self.steps)
         self.optimizer.zero_grad()
         return StepReport(loss, norm, targets, is_skipped)
+
+    def take_weights(self) -> None:
+        """Take what the stages hold for weights in full precision: after they were filled from outside."""
+        if self.storage is not None:
+            self.storage.after_update(0)
+
+    def _emulated(self, step: int) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
+        if self.config.emulate is None:
+            return contextlib.nullcontext()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return EmulatedProducts(self.config.emulate, step, scale)
 
     def _check_compile(self) -> None:
         from cordillera.models.language.compiling import check_compiler
@@ -339,13 +410,14 @@ class LanguageEngine:
             assert labels is not None
             if parallel.context == 1:
                 inputs.append(tokens.to(device))
-                arguments.append((offsets, None, labels.to(device), None))
+                core = None if self.config.emulate is None else plain_attention
+                arguments.append((offsets, None, labels.to(device), core))
                 continue
             # one for each microbatch: of a pipeline several are under way, and a backward may compute its forward again
-            core = ContextParallelAttention(self._context, self.mesh.context_group, self.ledger)
-            core.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
-            inputs.append(core.shard(tokens.to(device)))
-            arguments.append((offsets, core.positions().to(device), core.shard(labels.to(device)), core))
+            parts = ContextParallelAttention(self._context, self.mesh.context_group, self.ledger)
+            parts.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
+            inputs.append(parts.shard(tokens.to(device)))
+            arguments.append((offsets, parts.positions().to(device), parts.shard(labels.to(device)), parts))
         ranks = parallel.tensor if parallel.sequence else 1
         return inputs, arguments, [-(-len(tokens) // ranks) for tokens in inputs]
 

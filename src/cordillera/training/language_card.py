@@ -49,6 +49,9 @@ def card(records: LanguageRecords) -> str:
         sizes = [f"{name} {getattr(mesh, name)}" for name in DIMENSIONS if getattr(mesh, name) > 1]
         parallel = [("Processes", f"{mesh.world:,}"), ("Mesh", " \u00d7 ".join(sizes) or "one process")]
         parallel.append(("Precision of blocks", plain(records.setting("training", "precision"))))
+        emulate = records.setting("training", "emulate")
+        if isinstance(emulate, dict):
+            parallel += [(f"Emulated {key.replace('_', ' ')}", plain(value)) for key, value in emulate.items()]
         if mesh.pipeline > 1:
             parallel += [("Schedule", mesh.schedule), ("Stages", f"{mesh.stages}")]
         if mesh.context > 1:

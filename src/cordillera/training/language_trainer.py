@@ -365,6 +365,8 @@ class LanguageTrainer:
         progress.stale += 1
         if self.run is not None:
             found = {"loss": report.loss, "gradient_norm": report.gradient_norm}
+            if self.engine.loss_scale is not None:
+                found["loss_scale"] = self.engine.loss_scale.value
             self.run.log({"kind": "skipped", **self._place(), **found})
         if progress.stale >= config.max_skipped:
             raise TrainingError(

@@ -43,6 +43,7 @@ from cordillera.models.language.checkpoints.sharded import (
     part_file,
 )
 from cordillera.models.language.checkpoints.source import check_architecture
+from cordillera.numerics.weight_storage import WeightStorage
 from cordillera.run import RunError, disk_errors, remove_folder, write_atomically
 from cordillera.training.checkpoints import flush, folder_of, steps, write_tensors
 from cordillera.training.language import LanguageEngine
@@ -95,7 +96,9 @@ class ShardedCheckpoints:
             PeerError: As :meth:`wait`.
         """
         self.wait()
-        engine_state = {"steps": engine.steps, "skipped": engine.skipped}
+        engine_state: dict[str, Any] = {"steps": engine.steps, "skipped": engine.skipped}
+        if engine.loss_scale is not None:
+            engine_state["loss_scale"] = engine.loss_scale.state_dict()
         content = {"state": state, "engine": engine_state, "world": self.mesh.config.world}
         texts = {STATE: json.dumps(content), MODEL: engine.model.model_dump_json(indent=2)}
         parts = list(_own_parts(engine))
@@ -178,6 +181,8 @@ class ShardedCheckpoints:
         opened = self._together(lambda: self._verified(path))
         content = self._together(lambda: _load(engine, opened))
         engine.steps, engine.skipped = content["engine"]["steps"], content["engine"]["skipped"]
+        if engine.loss_scale is not None and "loss_scale" in content["engine"]:
+            engine.loss_scale.load_state_dict(content["engine"]["loss_scale"])
         self.last = chosen
         state: dict[str, Any] = content["state"]
         return state
@@ -374,6 +379,7 @@ def _offsets(tensor: DTensor) -> tuple[int, ...]:
 def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
     """What this rank writes: of parts that several ranks hold, one does, and they take turns."""
     sizes, place = engine.mesh.config, engine.mesh.place
+    kept = {} if engine.storage is None else engine.storage.state_dict()
     for turn, (number, name, parameter) in enumerate(_tensors(engine)):
         if number > 0 and name == "embedding.weight":
             continue  # the last stage's copy of a tied one
@@ -387,6 +393,9 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
             continue
         offsets = _offsets(parameter)
         yield _OwnPart(WEIGHTS, name, offsets, parameter.to_local().detach())
+        if name in kept:
+            # in float32 like all that is in these files, which holds the 16 bits of a lower half exactly
+            yield _OwnPart(OPTIMIZER, _of_kept(engine.storage, name), offsets, kept[name].float())
         state = engine.optimizer.state.get(parameter)
         if not state:  # no step was made yet
             continue
@@ -398,6 +407,11 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
 
 def _of_optimizer(name: str, key: str) -> str:
     return f"optimizer.{name}.{key}"
+
+
+def _of_kept(storage: WeightStorage | None, name: str) -> str:
+    assert storage is not None
+    return _of_optimizer(name, storage.config.weights)
 
 
 def _read(parts: Parts, name: str, out: DTensor) -> None:
@@ -412,7 +426,8 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
     content = folder.read_json(STATE)
     weights, moments = folder.parts(WEIGHTS), folder.parts(OPTIMIZER)
     check_weights(weights, engine.model)
-    has_moments = bool(moments.shapes)  # a model that never made a step has none
+    # a model that never made a step has none
+    has_moments = any(name.rpartition(".")[2] in _MOMENTS for name in moments.shapes)
     for name, shape in weights.shapes.items() if has_moments else ():
         for key in (*_MOMENTS, "step"):
             own, wanted = _of_optimizer(name, key), () if key == "step" else shape
@@ -429,4 +444,18 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
             for key in _MOMENTS:
                 state[key] = torch.zeros_like(parameter)
                 _read(moments, _of_optimizer(name, key), state[key])
+    if engine.storage is not None:
+        _load_kept(engine.storage, moments)
     return content
+
+
+def _load_kept(storage: WeightStorage, parts: Parts) -> None:
+    """What is kept beside weights in a short format; it is emulated in one process, where parts are whole."""
+    kept = {}
+    for name, tensor in storage.state_dict().items():
+        own = _of_kept(storage, name)
+        if own in parts.shapes:
+            values = torch.empty_like(tensor, dtype=torch.float32)
+            parts.read(own, (0,) * tensor.dim(), values)
+            kept[name] = values.to(tensor.dtype)
+    storage.load_state_dict(kept)

@@ -29,12 +29,17 @@ from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.probe import Probe, ProbeConfig
+from cordillera.numerics.scaling import LossScale
 from cordillera.numerics.self_test import self_test
 from cordillera.numerics.weight_storage import WeightStorage
-from cordillera.run import Run
+from cordillera.run import Run, disk_errors
 from cordillera.training import checkpoints
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+
+TRAINING_PROBE = "training-probe.safetensors"
+"""In a run's folder: what its linear layers were given while it was trained."""
 
 
 class TrainingConfig(BaseModel):
@@ -63,6 +68,10 @@ class TrainingConfig(BaseModel):
         progressive: Predict every batch before training on it and report those predictions' metrics (for streams).
         progressive_window: Samples a window of the progressive metrics.
         compile: Compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+        probe_every: Steps from one look at what linear layers are given to the next, for ``cordillera probe``; 0 for
+            none. What is kept takes 8 bytes for each pair of a layer's inputs, in checkpoints too.
+        probe_marginals: Keep quantiles of each input too, from which ``cordillera probe`` draws inputs with tails and
+            zeros as they were; of layers of up to 2048 inputs.
         emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
     """
 
@@ -87,18 +96,16 @@ class TrainingConfig(BaseModel):
     progressive: bool = False
     progressive_window: int = Field(10_000, ge=1)
     compile: bool = False
+    probe_every: int = Field(0, ge=0)
+    probe_marginals: bool = False
     emulate: EmulationConfig | None = None
 
     @model_validator(mode="after")
     def _emulates_from_float32(self) -> TrainingConfig:
-        if self.emulate is None:
-            return self
-        if self.precision != "fp32":
-            raise ValueError("emulate rounds what float32 computes: set precision = 'fp32'")
-        if self.compile:
-            raise ValueError("compiled code cannot be emulated: set compile = false")
-        if self.emulate.weights == "split" and self.emulate.format != "bf16":
-            raise ValueError("halves of float32 are bf16: set emulate.format = 'bf16', or emulate.weights = 'master'")
+        if self.probe_every and self.compile:
+            raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
+        if self.emulate is not None:
+            self.emulate.check(self.precision, self.compile)
         return self
 
 
@@ -142,11 +149,13 @@ class Report:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
         progress: Where it stood.
         seconds: Wall time of this process's share.
+        probing_seconds: Of it, spent on statistics of what layers are given.
     """
 
     ended: Literal["finished", "early", "interrupted"]
     progress: Progress
     seconds: float
+    probing_seconds: float = 0.0
 
 
 @dataclass
@@ -189,14 +198,19 @@ def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractC
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def emulated(emulate: EmulationConfig | None, step: int = 0) -> contextlib.AbstractContextManager[Any]:
+def emulated(
+    emulate: EmulationConfig | None, step: int = 0, loss_scale: LossScale | None = None
+) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
     """The region in which products are emulated: that of a config, or nothing without one.
 
     Args:
         emulate: The format, or None.
         step: Number of the training step.
+        loss_scale: As it stands, or None.
     """
-    return contextlib.nullcontext() if emulate is None else EmulatedProducts(emulate, step)
+    if emulate is None:
+        return contextlib.nullcontext()
+    return EmulatedProducts(emulate, step, 1.0 if loss_scale is None else loss_scale.value)
 
 
 def scorer(
@@ -296,6 +310,11 @@ class Trainer:
         if config.emulate is not None:
             self_test(device.type)
             self.storage = WeightStorage(config.emulate, self._stored_weights())
+        self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
+        self.probe: Probe | None = None
+        if config.probe_every:
+            looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
+            self.probe = Probe(model, looks)
         self.progress = Progress()
         self._window = _Window()
         epochs = config.epochs * len(training)
@@ -330,6 +349,11 @@ class Trainer:
             tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
         tensors |= checkpoints.random_state()
         state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        if self.probe is not None:
+            state["probe"], more = checkpoints.pack(self.probe.state_dict(), "probe")
+            tensors |= more
         if self.progressive is not None:
             state["progressive"], more = checkpoints.pack(self.progressive.state_dict(), "progressive")
             tensors |= more
@@ -370,6 +394,10 @@ class Trainer:
             )
         self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
         self._window = _Window(**checkpoint.state["window"])
+        if self.loss_scale is not None and "loss_scale" in checkpoint.state:
+            self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
+        if self.probe is not None and "probe" in checkpoint.state:
+            self.probe.load_state_dict(checkpoints.unpack(checkpoint.state["probe"], checkpoint.tensors))
         if self.progressive is not None and "progressive" in checkpoint.state:
             self.progressive.load_state_dict(checkpoints.unpack(checkpoint.state["progressive"], checkpoint.tensors))
         checkpoints.restore_random_state(checkpoint.tensors)
@@ -419,7 +447,20 @@ class Trainer:
                 self.restore(checkpoints.load(best), weights_only=True)
             if self.progressive is not None:
                 self.run.write_json("progressive.json", self.progressive.compute())
-        return Report(ended, self.progress, time.perf_counter() - began)
+            probing = self._write_probe(finished=ended != "interrupted")
+        return Report(ended, self.progress, time.perf_counter() - began, probing)
+
+    def _write_probe(self, finished: bool) -> float:
+        """Write what the probe gathered when training has ended; seconds that gathering took this process."""
+        if self.probe is None:
+            return 0.0
+        seconds = sum(statistics.seconds for statistics in self.probe.inputs.values())
+        if finished:
+            with disk_errors(self.run.folder / TRAINING_PROBE):
+                self.probe.save(self.run.folder / TRAINING_PROBE)
+        place = {"step": self.progress.step, "epoch": self.progress.epoch}
+        self.run.log({"kind": "probe", **place, "looks": self.probe.looks, "seconds": seconds})
+        return seconds
 
     def _epochs(self, board: Any) -> Literal["finished", "early", "interrupted"]:
         config, progress = self.config, self.progress
@@ -484,7 +525,9 @@ class Trainer:
         )
         moved = batch.to(self.device, non_blocking=True)
         assert moved.labels is not None
-        with emulated(config.emulate, progress.step):
+        if self.probe is not None:
+            self.probe.step()
+        with emulated(config.emulate, progress.step, self.loss_scale) as products:
             with autocast(self.device, config.precision):
                 logits = self.model(moved)
             loss, weight = weighted_loss(logits, moved.labels, moved.weights, self._task_weights)
@@ -492,17 +535,10 @@ class Trainer:
             if not math.isfinite(value):
                 self._refuse(value, batch)
             loss.backward()
-        if config.gradient_clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
-            window.gradient_norm = float(norm)
-        elif (progress.step + 1) % config.log_every == 0:
-            window.gradient_norm = float(
-                torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None])
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * factor
-        self._update(factor)
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.probe is not None:
+            self.probe.close()
+        if self.loss_scale is None or products is None or not self._overflows(products, value):
+            self._change_weights(factor, window)
         progress.step += 1
         progress.batch += 1
         progress.examples += len(batch)
@@ -510,6 +546,32 @@ class Trainer:
         window.weight += weight
         window.examples += len(batch)
         window.timed += len(batch)
+
+    def _overflows(self, products: EmulatedProducts, loss: float) -> bool:
+        """Adapt the loss scale; whether gradients are infinite with it, in which case they are forgotten."""
+        assert self.loss_scale is not None
+        if products.overflowed:
+            place = {"step": self.progress.step + 1, "epoch": self.progress.epoch}
+            self.run.log({"kind": "skipped", **place, "loss": loss, "loss_scale": self.loss_scale.value})
+            self.optimizer.zero_grad(set_to_none=True)
+            for tables in self.tables.values():
+                tables.discard()
+        self.loss_scale.update(products.overflowed)
+        return products.overflowed
+
+    def _change_weights(self, factor: float, window: _Window) -> None:
+        config = self.config
+        if config.gradient_clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
+            window.gradient_norm = float(norm)
+        elif (self.progress.step + 1) % config.log_every == 0:
+            window.gradient_norm = float(
+                torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None])
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * factor
+        self._update(factor)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _update(self, factor: float) -> None:
         rows = None

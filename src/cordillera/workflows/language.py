@@ -43,7 +43,7 @@ from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run, RunError, next_folder, write_atomically
 from cordillera.serving.language_model import find_model
 from cordillera.training.checkpoints import steps
-from cordillera.training.language import LanguageEngine
+from cordillera.training.language import LanguageEngine, check_emulated
 from cordillera.training.language_report import write_language_report
 from cordillera.training.language_trainer import (
     LanguageEvaluation,
@@ -217,6 +217,7 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
         remedy = "write device = 'cuda'; CUDA_VISIBLE_DEVICES chooses among GPUs"
         raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
     check_fit(recipe.model, recipe.parallel)
+    check_emulated(recipe.training.emulate, recipe.parallel)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
     recipe.parallel.make_schedule(-(-count // recipe.parallel.copies))
@@ -285,6 +286,8 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
         + (f", from {recipe.training.start}" if recipe.training.start else "")
     )
     say(f"mesh:  {_mesh_text(recipe.parallel)}")
+    if recipe.training.emulate is not None:
+        say(f"emulated: products in {recipe.training.emulate.format}, which takes several times as long")
     return run
 
 
@@ -475,3 +478,4 @@ def _start_from(engine: LanguageEngine, source: Source) -> None:
 
     for stage in engine.stages.values():
         stage.fill(read)
+    engine.take_weights()

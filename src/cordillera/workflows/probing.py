@@ -1,9 +1,10 @@
-"""Where a trained ranking model can be computed in lower precision: probed, profiled, planned, checked."""
+"""Where a trained ranking model can be computed or trained in lower precision: probed, profiled, planned, checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +12,24 @@ from pathlib import Path
 import torch
 
 from cordillera.data.datasets import prepare
-from cordillera.errors import DependencyError, NumericsError
+from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile, weights_digest
 from cordillera.numerics.precision_plan import Choice, PrecisionPlan
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.selection import Change, check_budget
 from cordillera.numerics.self_test import self_test
-from cordillera.numerics.sites import replace, replaced
-from cordillera.run import Run
-from cordillera.training.trainer import scorer, select_device
+from cordillera.numerics.sites import replace, replaced, sites
+from cordillera.numerics.training_products import profile_training, trained_layers
+from cordillera.run import Run, disk_errors
+from cordillera.training.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
 from cordillera.workflows.quantization import BUDGET
 from cordillera.workflows.ranking import load_model, recipe_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
+GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "training-plan.json"
 
 
 def _silent(text: str) -> None:
@@ -57,6 +61,8 @@ def probe(
     budget: float = BUDGET,
     *,
     samples: int = 16_384,
+    anew: bool = False,
+    marginals: bool = False,
     say: Callable[[str], object] = _silent,
 ) -> Probing:
     """Gather what a model's layers see, and choose the fastest kernel for each that is accurate enough.
@@ -68,7 +74,10 @@ def probe(
         run: A trained ranking run.
         config: Bounds, sizes and counts.
         budget: Largest relative rise of NE.
-        samples: Of the training split that are probed.
+        samples: Of the training split that are probed, where training has gathered nothing (``training.probe_every``).
+        anew: Probe them although it has.
+        marginals: Draw inputs from a Gaussian copula with the quantiles of each feature, instead of from a normal
+            distribution; training must have gathered them (``training.probe_marginals``), or samples are probed.
         say: Told of what is going on.
 
     Raises:
@@ -86,14 +95,18 @@ def probe(
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         check_weights(model)
-        score = scorer(model, torch.device("cpu"), "fp32")
-        batches = some_batches(splits.train, recipe, samples)
-        with Probe(model, ProbeConfig(interval=1)) as gathered:
-            for batch in batches:
-                gathered.step()
-                score(batch)
-        say(f"probed {len(gathered.inputs)} layers on {sum(map(len, batches)):,} samples")
-        products = forward_products(model, gathered.inputs)
+        inputs = None if anew else _gathered_by_training(run, model, marginals, say)
+        gathered = None
+        if inputs is None:
+            score = scorer(model, torch.device("cpu"), "fp32")
+            batches = some_batches(splits.train, recipe, samples)
+            with Probe(model, ProbeConfig(interval=1, marginals=marginals)) as gathered:
+                for batch in batches:
+                    gathered.step()
+                    score(batch)
+            inputs = gathered.inputs
+            say(f"probed {len(inputs)} layers on {sum(map(len, batches)):,} samples")
+        products = forward_products(model, inputs)
         found = profile(products, config)
         rows = {product.site: product.calibration for product in products}
         split = splits.validation if len(splits.validation) else splits.train
@@ -111,10 +124,107 @@ def probe(
             returned.append(worst)
             plan = plan.with_reference(worst, "costs more NE than the budget")
         # Both at the end: whoever ends this earlier keeps the plan and the statistics that he had.
-        gathered.save(run.folder / PROBE_FILE)
+        if gathered is None:
+            _copy(run.folder / TRAINING_PROBE, run.folder / PROBE_FILE)
+        else:
+            gathered.save(run.folder / PROBE_FILE)
         plan = dataclasses.replace(plan, statistics=_digest(run.folder / PROBE_FILE))
         plan.save(run.folder / PLAN_FILE)
         return Probing(run.folder / PROBE_FILE, run.folder / PLAN_FILE, Profile(plan, found.trials), change, returned)
+
+
+@dataclass(frozen=True)
+class TrainingProbing:
+    """What :func:`probe_training` found.
+
+    Attributes:
+        statistics: The file of what layers saw, forwards and backwards.
+        plan_file: The file of the plan.
+        profile: The plan with all that was tried for it.
+    """
+
+    statistics: Path
+    plan_file: Path
+    profile: Profile
+
+
+def probe_training(
+    run: Run | Path | str,
+    config: DispatchConfig | None = None,
+    *,
+    samples: int = 16_384,
+    say: Callable[[str], object] = _silent,
+) -> TrainingProbing:
+    """Choose the fastest kernels that are accurate enough for all three products of a training step.
+
+    Gradients are those of the run's loss at its weights; no update is made. Every product keeps the bounds alone: what
+    a plan does to the quality of a training, only trainings tell. Packing is part of every time.
+
+    Args:
+        run: A trained ranking run.
+        config: Bounds, sizes and counts.
+        samples: Of the training split that are probed.
+        say: Told of what is going on.
+
+    Raises:
+        DependencyError: the run is of a device other than a CPU.
+        NumericsError: a weight is not finite.
+        TrainingError: the loss is not finite.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    config = config or DispatchConfig()
+    self_test()
+    recipe = recipe_of(run)
+    if select_device(recipe.device).type != "cpu":
+        raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
+    with with_threads(recipe.threads):
+        splits = prepare(recipe.data)
+        _, model = load_model(run, splits.features, torch.device("cpu"))
+        tasks = recipe.training.task_weights
+        task_weights = None if tasks is None else torch.tensor([tasks.get(t, 1.0) for t in splits.features.tasks])
+        check_weights(model)
+        model.train()
+        with Probe(model, ProbeConfig(interval=1, weights=False, gradients=True)) as gathered:
+            for batch in some_batches(splits.train, recipe, samples):
+                assert batch.labels is not None
+                gathered.step()
+                loss, _ = weighted_loss(model(batch), batch.labels, batch.weights, task_weights)
+                if not torch.isfinite(loss):
+                    raise TrainingError(f"the loss is {float(loss)}", where=str(run.folder))
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+            gathered.save(run.folder / GRADIENT_PROBE_FILE)
+        say(f"probed {len(gathered.inputs)} layers and their gradients: {run.folder / GRADIENT_PROBE_FILE}")
+        found = profile_training(trained_layers(model, gathered.inputs, gathered.gradients), config)
+        found.plan.save(run.folder / TRAINING_PLAN_FILE)
+        return TrainingProbing(run.folder / GRADIENT_PROBE_FILE, run.folder / TRAINING_PLAN_FILE, found)
+
+
+def _gathered_by_training(
+    run: Run, model: RankingModel, marginals: bool, say: Callable[[str], object]
+) -> dict[str, RowStatistics] | None:
+    """What training has gathered of every layer, or None."""
+    path = run.folder / TRAINING_PROBE
+    if not path.is_file():
+        return None
+    found = Probed(path)
+    lacking = [name for name in sites(model) if name not in found.inputs or found.inputs[name].count < 2]
+    if lacking:
+        say(f"training has gathered nothing of {', '.join(lacking)}: probing anew")
+        return None
+    if marginals and all(statistics.marginals is None for statistics in found.inputs.values()):
+        say("training has gathered no quantiles (training.probe_marginals): probing anew")
+        return None
+    rows = max(statistics.count for statistics in found.inputs.values())
+    say(f"{len(found.inputs)} layers were probed in training, at {found.looks:,} steps, {rows:,} rows: {path}")
+    return found.inputs
+
+
+def _copy(source: Path, target: Path) -> None:
+    beside = target.parent / f".{target.name}.tmp"
+    with disk_errors(beside):
+        shutil.copyfile(source, beside)
+        beside.replace(target)
 
 
 def _ratio(choice: Choice) -> float:

@@ -8,13 +8,14 @@ from pydantic import Field
 
 from cordillera.data.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.models.ranking.base import RankingModel
+from cordillera.models.ranking.base import DeepConfig, RankingModel
 from cordillera.models.ranking.dcn import DCN, DCNConfig
 from cordillera.models.ranking.dhen import DHEN, DHENConfig
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
 from cordillera.models.ranking.dnn import DNN, DNNConfig
 from cordillera.models.ranking.fm import FM, FMConfig
 from cordillera.models.ranking.lr import LR, LRConfig
+from cordillera.models.ranking.mods import apply_mods, weights_sum
 from cordillera.models.ranking.wukong import Wukong, WukongConfig
 
 MODELS: dict[str, type[Any]] = {
@@ -35,7 +36,9 @@ __all__ = ["MODELS", "ModelConfig", "RankingModel", "build"]
 
 
 def build(config: ModelConfig, features: FeatureSpec, tables: TablesConfig) -> RankingModel:
-    """Make the model that a Config names, freshly initialised from torch's global random state.
+    """Make the model that a Config names, freshly initialised from torch's global random state, with its mods.
+
+    Weights do not depend on the mods: what models with and without them share begins with the same numbers.
 
     Args:
         config: Any model's Config; its ``name`` chooses the model.
@@ -44,5 +47,10 @@ def build(config: ModelConfig, features: FeatureSpec, tables: TablesConfig) -> R
 
     Raises:
         DataError: ``features`` holds no feature or no task.
+        NumericsError: a mod of the Config finds nothing to change.
     """
-    return MODELS[config.name](config, features, tables)
+    model: RankingModel = MODELS[config.name](config, features, tables)
+    model.built = weights_sum(model)
+    if isinstance(config, DeepConfig) and config.mods:
+        apply_mods(model, config.mods, config.norm_block)
+    return model

@@ -15,6 +15,7 @@ from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import RowsMLP
+from cordillera.models.ranking.mods import ModName
 
 Size = Annotated[int, Field(ge=1)]
 Sizes = tuple[Size, ...]
@@ -37,12 +38,18 @@ class DeepConfig(RankingConfig):
             within ``sqrt(1 / rows of the table)`` of zero.
         head_mlp: Hidden widths of each task's tower on the shared representation; empty for one linear layer a task.
         dropout: Probability with which activations of hidden layers are zeroed while training.
+        mods: LoKA's changes for low precision: ``no-bias`` (no biases but the prediction layers'), ``block-norm``
+            (root-mean-square norms over blocks, without weights, in place of layer norms), ``hard-swish`` (in place of
+            ReLU).
+        norm_block: Features of a block of ``block-norm``; where a width is no multiple the last block is smaller.
     """
 
     embedding_dim: int = Field(16, ge=1)
     embedding_init: EmbeddingInit = 0.05
     head_mlp: Sizes = ()
     dropout: Probability = 0.0
+    mods: tuple[ModName, ...] = ()
+    norm_block: int = Field(256, ge=1)
 
 
 class RankingModel(nn.Module):
@@ -54,12 +61,16 @@ class RankingModel(nn.Module):
     Args:
         features: Names and sizes of the inputs.
 
+    Attributes:
+        built: :func:`~cordillera.models.ranking.mods.weights_sum` as ``build`` left it; None if another made the model.
+
     Raises:
         DataError: there is no feature, or no task.
     """
 
     tables: EmbeddingTables
     heads: nn.Module
+    built: float | None = None
 
     def __init__(self, features: FeatureSpec) -> None:
         super().__init__()

@@ -419,12 +419,13 @@ class EmbeddingCross(nn.Module):
     def __init__(self, outputs: int, embedding_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, embedding_dim))
-        self.bias = nn.Parameter(torch.zeros(outputs, embedding_dim))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(outputs, embedding_dim))
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         projected = F.linear(x, self.weight)  # [B, n, m]
-        return batched_matmul(projected.mT, x) + self.bias  # [B, m, d]
+        crossed = batched_matmul(projected.mT, x)  # [B, m, d]
+        return crossed if self.bias is None else crossed + self.bias
 
 
 class Convolution(nn.Module):
