@@ -95,6 +95,13 @@ def test_a_file_that_was_cut_is_missing_or_is_another_one_is_refused_with_what_t
         KINDS[kind].read(tmp_path)
 
 
+def test_layers_keep_their_order_in_a_file(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(12)])
+    with Probe(model, ProbeConfig(interval=1)) as probe:
+        probe.save(tmp_path / "file")
+    assert Probed(tmp_path / "file").layers == [str(i) for i in range(12)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_beside_it(
     kind: str, tmp_path: Path, monkeypatch: Any

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cordillera.errors import Interrupted
+from cordillera.errors import Interrupted, NumericsError
 
 
 def probe(
@@ -32,6 +33,8 @@ def probe(
     ] = False,
 ) -> None:
     """Gather what a model's layers see, and plan the fastest kernels that are accurate enough for it."""
+    if not math.isfinite(decibels):
+        raise NumericsError(f"must be a number of decibels, got {decibels}", where="--db", remedy="for instance 30")
     from cordillera.cli._show import console, plan_table
     from cordillera.numerics.dispatch import DispatchConfig
     from cordillera.workflows.probing import probe as work
@@ -59,7 +62,9 @@ def probe(
             run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text, markup=False)
         )
     except KeyboardInterrupt:
-        raise Interrupted("no plan was written", where=str(run), remedy="give the same command again") from None
+        raise Interrupted(
+            "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
+        ) from None
     out.print(plan_table(found.profile))
     for name in found.returned:
         out.print(f"back to fp32: {name}, which cost more NE than the budget", markup=False)

@@ -33,6 +33,8 @@ def quantize(
     try:
         outcome = work(run, budget / 100, smallest=smallest, say=say)
     except KeyboardInterrupt:
-        raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
+        raise Interrupted(
+            "no model was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
+        ) from None
     for table in quantized_tables(outcome, budget / 100):
         out.print(table)

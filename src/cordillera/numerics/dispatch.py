@@ -304,8 +304,10 @@ def forward_products(
     found = []
     for name, module in sites(model, only, without).items():
         if name not in statistics or statistics[name].count < 2:
+            skipped = statistics[name].skipped if name in statistics else 0
+            why = f": {skipped} batches held NaN or infinity" if skipped else ""
             raise NumericsError(
-                f"{name} was not probed", where="forward_products", remedy="probe the model on its own data first"
+                f"{name} was not probed{why}", where="forward_products", remedy="probe the model on its own data first"
             )
         if statistics[name].features != module.in_features:
             raise NumericsError(

@@ -31,7 +31,7 @@ def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content:
         NumericsError: It cannot be written.
         RunError: The disk is full or does not let itself be written to.
     """
-    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    text = json.dumps(content, allow_nan=False)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -26,7 +26,7 @@ from cordillera.run import Run, disk_errors
 from cordillera.training.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
 from cordillera.workflows.quantization import BUDGET
 from cordillera.workflows.ranking import load_model, recipe_of, with_threads
-from cordillera.workflows.scores import scored, some_batches
+from cordillera.workflows.scores import check_weights, scored, some_batches
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
 GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "training-plan.json"
@@ -94,6 +94,7 @@ def probe(
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
+        check_weights(model)
         inputs = None if anew else _gathered_by_training(run, model, marginals, say)
         gathered = None
         if inputs is None:
@@ -167,10 +168,12 @@ def probe_training(
 
     Raises:
         DependencyError: the run is of a device other than a CPU.
+        NumericsError: a weight is not finite.
         TrainingError: the loss is not finite.
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or DispatchConfig()
+    self_test()
     recipe = recipe_of(run)
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
@@ -179,6 +182,7 @@ def probe_training(
         _, model = load_model(run, splits.features, torch.device("cpu"))
         tasks = recipe.training.task_weights
         task_weights = None if tasks is None else torch.tensor([tasks.get(t, 1.0) for t in splits.features.tasks])
+        check_weights(model)
         model.train()
         with Probe(model, ProbeConfig(interval=1, weights=False, gradients=True)) as gathered:
             for batch in some_batches(splits.train, recipe, samples):

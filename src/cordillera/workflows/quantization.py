@@ -39,7 +39,7 @@ from cordillera.run import Run, write_atomically
 from cordillera.serving import quantized_model
 from cordillera.training.trainer import autocast, scorer, select_device
 from cordillera.workflows.ranking import load_model, model_of, recipe_of, with_threads
-from cordillera.workflows.scores import scored, some_batches
+from cordillera.workflows.scores import check_weights, scored, some_batches
 
 BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
@@ -139,6 +139,7 @@ def quantize(
         splits = prepare(recipe.data)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         model.eval()
+        check_weights(model)
         seen = _probed(model, splits, recipe, say)
         trials = _try_layers(model, seen, least_db, _SMALLEST_KERNELS if smallest else _LAYER_KERNELS, say)
         parts = _parts(model, trials, seen, some_batches(splits.train, recipe, _BATCH)[0], smallest)

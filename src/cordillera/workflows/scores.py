@@ -16,6 +16,7 @@ from cordillera.data.loader import Loader
 from cordillera.errors import DataError, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.quantizers import check_finite
 from cordillera.numerics.selection import Change
 from cordillera.recipe import Recipe
 from cordillera.training.metrics import cross_entropy
@@ -119,6 +120,19 @@ def scored(
     if arrays["losses"] is None:
         raise DataError("the split holds no samples", where="quantize")
     return Losses(arrays["losses"], arrays["labels"], arrays["weights"], arrays["groups"], tail)  # type: ignore[arg-type]
+
+
+def check_weights(model: RankingModel) -> None:
+    """Refuse a model whose weights hold NaN or infinity, before anything is made of it.
+
+    Args:
+        model: Trained.
+
+    Raises:
+        NumericsError: one does; weight and element are named.
+    """
+    for name, parameter in model.named_parameters():
+        check_finite(parameter.detach(), name)
 
 
 def some_batches(dataset: ClickDataset, recipe: Recipe, rows: int) -> list[RankingBatch]:

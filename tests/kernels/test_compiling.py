@@ -1,0 +1,66 @@
+"""Compiled code is fresh only as long as all files that it was made of are the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cordillera.kernels import numba_mixed_rows, numba_rows
+from cordillera.kernels.compiling import digest_of_imports
+
+CALLEE = """
+from cordillera.kernels.compiling import compiled
+
+@compiled()
+def number():
+    return {number}
+"""
+CALLER = """
+import importlib.util, sys
+
+def module(name):
+    spec = importlib.util.spec_from_file_location("cordillera.kernels." + name, __file__.replace("caller", name))
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+
+module("callee")
+from cordillera.kernels.callee import number
+from cordillera.kernels.compiling import compiled
+
+@compiled()
+def twice():
+    return 2 * number()
+
+print(twice(), sum(twice.stats.cache_hits.values()))
+"""
+
+
+def test_a_function_that_changed_is_compiled_anew_into_those_that_call_it(tmp_path: Path) -> None:
+    """Numba itself would go on with the old number, for the caller's file did not change."""
+    (tmp_path / "caller.py").write_text(CALLER)
+    printed = []
+    for number in (3, 3, 4):
+        (tmp_path / "callee.py").write_text(CALLEE.format(number=number))
+        done = subprocess.run([sys.executable, tmp_path / "caller.py"], capture_output=True, text=True, check=True)
+        printed.append(done.stdout.split())
+    assert printed == [["6", "0"], ["6", "1"], ["8", "0"]]
+
+
+def test_files_count_that_are_imported_through_others(tmp_path: Path) -> None:
+    for name, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "absent")):
+        (tmp_path / f"{name}.py").write_text(f"from cordillera.kernels.{imported} import x\n")
+    digest_of_imports.cache_clear()
+    before = {name: digest_of_imports(tmp_path / f"{name}.py") for name in "abcd"}
+    (tmp_path / "c.py").write_text("from cordillera.kernels.a import y\n")
+    digest_of_imports.cache_clear()
+    after = {name: digest_of_imports(tmp_path / f"{name}.py") for name in "abcd"}
+    assert [before[name] != after[name] for name in "abcd"] == [True, True, False, False]
+    assert before["d"] == ""
+
+
+def test_kernels_of_rows_depend_on_how_a_row_is_decoded() -> None:
+    kernel = numba_mixed_rows._lookup
+    assert kernel._cache._cache_file._source_stamp[1] == digest_of_imports(Path(numba_mixed_rows.__file__))
+    assert "from cordillera.kernels.numba_rows import" in Path(numba_mixed_rows.__file__).read_text()
+    assert Path(numba_rows.__file__).is_file()
