@@ -57,6 +57,14 @@ def test_the_outcome_keeps_the_budget_and_is_smaller(trained):
     assert any("int" in kernel for kernel in record["layers"].values())
     report = json.loads((folder / "quantized" / "report.json").read_text())
     assert report["options"] == outcome.selection.options
+    for name, (before, now) in outcome.tables.items():
+        assert report["tables"][name]["bytes"] == {"fp32": before, "quantized": now}
+        assert now < before
+    page = outcome.page.read_text(encoding="utf-8")
+    assert outcome.page == folder / "quantized" / "report.html"
+    for text in (*tables, *record["layers"], f"{outcome.bytes[1]:,} of {outcome.bytes[0]:,} bytes", "budget"):
+        assert text in page
+    assert page.count('class="whisker') >= len(outcome.selection.evaluated) + len(tables)
 
 
 def test_the_reported_change_is_that_of_the_written_model(trained):

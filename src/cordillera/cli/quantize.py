@@ -38,3 +38,4 @@ def quantize(
         ) from None
     for table in quantized_tables(outcome, budget / 100):
         out.print(table)
+    out.print(f"report: {outcome.page}", markup=False)

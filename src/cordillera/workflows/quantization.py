@@ -20,7 +20,7 @@ from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
-from cordillera.embeddings.quantized_tables import encoded
+from cordillera.embeddings.quantized_tables import QuantizedTables, encoded
 from cordillera.errors import DataError, DependencyError, Interrupted, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.accuracy import Accuracy
@@ -37,6 +37,7 @@ from cordillera.numerics.stored_linear import StoredLinear
 from cordillera.recipe import Recipe
 from cordillera.run import Run, write_atomically
 from cordillera.serving import quantized_model
+from cordillera.training.quantization_report import quantization_page
 from cordillera.training.trainer import autocast, scorer, select_device
 from cordillera.workflows.ranking import load_model, model_of, recipe_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches
@@ -47,7 +48,7 @@ _SMALLEST_ROW_KINDS = ("int2", *_ROW_KINDS)
 _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _REST = "rest of the model"
-_REPORT = "report.json"
+_REPORT, _PAGE = "report.json", "report.html"
 _LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
@@ -88,6 +89,8 @@ class Quantized:
         layers: Layer by layer.
         seconds: Of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
         sweep: Evaluations that a sweep over all options alone would have taken.
+        tables: Bytes of each table, in fp32 and as it is kept now.
+        page: The report to look at.
     """
 
     folder: Path
@@ -99,6 +102,8 @@ class Quantized:
     layers: list[LayerReport]
     seconds: tuple[float, float]
     sweep: int
+    tables: dict[str, tuple[int, int]]
+    page: Path
 
 
 def quantize(
@@ -173,7 +178,8 @@ def quantize(
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
-        (target / _REPORT).unlink(missing_ok=True)  # it would speak of another model
+        for name in (_REPORT, _PAGE):
+            (target / name).unlink(missing_ok=True)  # it would speak of another model
         quantized_model.save(target, quantized, watched, facts, precision)
     with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
@@ -184,10 +190,18 @@ def quantize(
             confirmed, ne = exact.beside(ours), exact.ne_beside(ours)
         layers = _layer_by_layer(model, loaded, trials, splits, recipe, precision)
         seconds = _timed(model, loaded, splits, precision)
+        assert isinstance(loaded.tables, QuantizedTables)
+        tables = {
+            name: (4 * model.tables.table(name).numel(), loaded.tables.rows_of(name).nbytes)
+            for name in model.tables.features.tables
+        }
         outcome = Quantized(
-            target, selection, searched, confirmed, ne, sizes, layers, seconds, sweep_evaluations(parts)
-        )
-        write_atomically(target / _REPORT, json.dumps(_plain(outcome), indent=1) + "\n")
+            target, selection, searched, confirmed, ne, sizes, layers, seconds, sweep_evaluations(parts), tables,
+            target / _PAGE,
+        )  # fmt: skip
+        content = {"run": run.folder.name, "budget": budget, **_plain(outcome)}
+        write_atomically(target / _REPORT, json.dumps(content, indent=1) + "\n")
+        write_atomically(target / _PAGE, quantization_page(content))
         return outcome
 
 
@@ -367,6 +381,14 @@ def _plain(outcome: Quantized) -> dict[str, Any]:
     selection = outcome.selection
     return {
         "options": selection.options,
+        "full_cost": selection.full_cost,
+        "tables": {
+            name: {
+                "rows": selection.options.get(f"table {name}", "fp32"),
+                "bytes": {"fp32": sizes[0], "quantized": sizes[1]},
+            }
+            for name, sizes in outcome.tables.items()
+        },
         "evaluations": [
             {"options": e.options, "change": change(e.change), "cost": e.cost} for e in selection.evaluated
         ],
