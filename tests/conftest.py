@@ -8,6 +8,7 @@ one process and thus run one after another, from the beginning on, as they take 
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,12 @@ BENCHMARKS = ROOT / "benchmarks"
 TALKING = "processes that talk"
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))
+
+
+def pytest_configure() -> None:
+    """Tests send themselves Ctrl-C, which a shell that runs something in the background has told it to ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
