@@ -93,19 +93,16 @@ def _quantize(x: Any, reciprocal: Any, zero_point: Any, codes: Any) -> Any:
 
 
 @compiled()
-def _to_values(sums: Any, offset: Any, shift: Any, factor: Any, scale: Any, term: Any, lowest: Any, out: Any) -> None:
+def _to_values(sums: Any, shift: Any, factor: Any, term: Any, lowest: Any, out: Any) -> None:
     for j in range(out.size):
-        value = np.float32(sums[j] - shift * offset[j])
-        out[j] = max(_fused_multiply_add(value, factor[j] * scale, term[j]), lowest)
+        out[j] = max(_fused_multiply_add(np.float32(sums[j] - shift[j]), factor[j], term[j]), lowest)
 
 
 @compiled()
-def _to_codes(
-    sums: Any, offset: Any, shift: Any, factor: Any, term: Any, lowest: Any, zero_point: Any, out: Any
-) -> None:
+def _to_codes(sums: Any, shift: Any, factor: Any, term: Any, lowest: Any, zero_point: Any, out: Any) -> None:
     most = np.float32(255.0)
     for j in range(out.size):
-        value = np.rint((np.float32(sums[j] - shift * offset[j]) + term[j]) * factor[j]) + zero_point
+        value = np.rint((np.float32(sums[j] - shift[j]) + term[j]) * factor[j]) + zero_point
         out[j] = np.uint8(min(max(value, lowest), most))
 
 
@@ -119,8 +116,11 @@ def _part(
 
     The result is codes of the zero point ``given``, or values where that is negative.
     """
-    stride, shift = (inner + 3) // 4 * 4, np.int32(zero_point)
-    tile = np.empty((ROWS, WIDTH), np.int32)
+    single, inverse, zero = np.float32(scale), np.float32(reciprocal), np.float32(zero_point)
+    least, new_zero = np.float32(lowest), np.float32(given)
+    stride, to_codes = (inner + 3) // 4 * 4, given >= 0
+    tile, shift = np.empty((ROWS, WIDTH), np.int32), np.empty(WIDTH, np.int32)
+    scaled = np.empty(WIDTH, np.float32)
     panel = max(ROWS, min(_PANEL_ROWS, _PANEL_BYTES // stride // ROWS * ROWS))
     made = np.empty((min(panel, end - begin) if from_values else 0, stride), np.uint8)
     for top in range(begin, end, panel):
@@ -130,23 +130,26 @@ def _part(
             codes = made.ctypes.data
             for i in range(height):
                 row = _singles(x + (top + i) * inner * 4, inner)
-                if _quantize(row, reciprocal, zero_point, made[i]) >= _INFINITY:
+                if _quantize(row, inverse, zero, made[i]) >= _INFINITY:
                     return False
         for column in range(first, last, WIDTH):
             width = min(WIDTH, last - column)
             offsets, factors = _words(offset + 4 * column, width), _singles(factor + 4 * column, width)
             terms = _singles(term + 4 * column, width)
+            for j in range(width):
+                shift[j] = np.int32(zero) * offsets[j]
+                scaled[j] = factors[j] * single
             for i in range(0, height, ROWS):
                 rows = min(ROWS, height - i)
                 sums_of_tile(rows, codes + i * stride, stride, weights + column * stride, stride // 4, tile.ctypes.data)
                 for j in range(rows):
                     row = top + i + j
-                    if given >= 0:
+                    if to_codes:
                         to = _bytes(out + row * ((outputs + 3) // 4 * 4) + column, width)
-                        _to_codes(tile[j], offsets, shift, factors, terms, lowest, given, to)
+                        _to_codes(tile[j], shift, scaled, terms, least, new_zero, to)
                     else:
                         to = _singles(out + (row * outputs + column) * 4, width)
-                        _to_values(tile[j], offsets, shift, factors, scale, terms, lowest, to)
+                        _to_values(tile[j], shift, scaled, terms, least, to)
     return True
 
 
@@ -278,19 +281,18 @@ class Layer:
     ) -> bool:  # fmt: skip
         self._check(x, self.inner if from_values else self._padded)
         rows = x.shape[0]
-        threads = threads_for(rows * self._products) if rows * self._products >= _PARALLEL_PRODUCTS else 1
+        products = rows * self._products
+        threads = threads_for(products) if products >= _PARALLEL_PRODUCTS else 1
         if threads == 1:
             return bool(_part(
-                x.data_ptr(), from_values, 0, rows, self.inner, np.float32(scale), np.float32(reciprocal),
-                np.float32(zero_point), *self._constant, 0, self.outputs, self.outputs, out.data_ptr(),
-                np.float32(given), np.float32(lowest),
+                x.data_ptr(), from_values, 0, rows, self.inner, scale, reciprocal, zero_point, *self._constant,
+                0, self.outputs, self.outputs, out.data_ptr(), given, lowest,
             ))  # fmt: skip
         with started():
             numba.set_num_threads(threads)
             return bool(_parts(
-                threads, x.data_ptr(), from_values, rows, self.inner, np.float32(scale), np.float32(reciprocal),
-                np.float32(zero_point), *self._constant, self.outputs, out.data_ptr(),
-                np.float32(given), np.float32(lowest),
+                threads, x.data_ptr(), from_values, rows, self.inner, scale, reciprocal, zero_point, *self._constant,
+                self.outputs, out.data_ptr(), given, lowest,
             ))  # fmt: skip
 
     def values(self, x: Tensor, scale: float, reciprocal: float, zero_point: int, *, relu: bool) -> Tensor | None:
@@ -346,8 +348,8 @@ class Layer:
             not finite.
         """
         out = torch.empty(x.shape[0], (self.outputs + 3) // 4 * 4, dtype=torch.uint8)
-        lowest = given if relu else 0.0
-        fine = self._run(x, x.dtype == torch.float32, 1.0, reciprocal, zero_point, out, given, lowest)
+        lowest = float(given) if relu else 0.0
+        fine = self._run(x, x.dtype == torch.float32, 1.0, reciprocal, zero_point, out, float(given), lowest)
         return out if fine else None
 
     def values_of_codes(self, codes: Tensor, scale: float, zero_point: int, *, relu: bool) -> Tensor:

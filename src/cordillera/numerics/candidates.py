@@ -170,7 +170,8 @@ def _load_int8_onednn(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel
 
 
 def _load_int8_weights(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
-    return partial(Int8Weights(_int8_weight(stored, bias)), relu=relu)
+    weights = Int8Weights(_int8_weight(stored, bias))
+    return lambda x: weights(x.bfloat16(), relu).float()
 
 
 def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
@@ -179,7 +180,8 @@ def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
 
 
 def _load_int4(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
-    return partial(Int4Weights(unpack_codes(stored["weight"], 4), stored["scale"].float(), bias), relu=relu)
+    weights = Int4Weights(unpack_codes(stored["weight"], 4), stored["scale"].float(), bias)
+    return lambda x: weights(x.bfloat16(), relu).float()
 
 
 def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
@@ -238,7 +240,7 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate("int8 dynamic", _int8, _load_int8, partial(_with_engine, "x86")),
         Candidate("int8 dynamic onednn", _int8, _load_int8_onednn, partial(_with_engine, "onednn")),
         Candidate("int8 static", _int8, _load_int8, partial(_with_engine, "x86"), calibrated=True),
-        Candidate("int8 weights", _int8, _load_int8_weights, _on_cpu),
+        Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
         Candidate("int4 weights", _int4, _load_int4, _in_groups),
         Candidate("fp8 rows", _store_fp8, then_relu(load_fp8), _on_cpu, emulated=True),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.fixed_dtypes import refuse_double
@@ -88,14 +89,22 @@ class Int8Weights:
             relu: Whether negative results become zero.
         """
         weight = self.weight
-        outputs, inner = weight.codes.shape
-        if x.dtype == torch.bfloat16 and (outputs % 16 or inner % 32):
-            # torch 2.13's kernel for bfloat16 reads past the end of such weights; the one for float32 does not.
-            return self(x.float(), relu).bfloat16()
-        y = torch._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scale.to(x.dtype))
+        if x.dtype == torch.bfloat16 and self.takes(weight.codes):
+            y = torch._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scale.bfloat16())
+        else:  # torch's kernel for float32 takes a hundred times as long as widening all codes
+            y = (F.linear(x.float(), weight.codes.float()) * weight.scale).to(x.dtype)
         if weight.bias is not None:
             y += weight.bias
         return y.relu_() if relu else y
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether torch's kernel takes a shape; of torch 2.13 it reads past the end of others.
+
+        Args:
+            weight: ``[N, K]``.
+        """
+        return weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
 
 
 class Int4Weights:
