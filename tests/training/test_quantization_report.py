@@ -46,7 +46,7 @@ CONTENT: dict[str, Any] = {
 def test_the_page_says_size_quality_speed_and_what_was_chosen() -> None:
     page = quantization_page(CONTENT)
     for text in (
-        "17.4%", "+0.0200 %", "-0.0100 % to +0.0600 %", "2.00 times", "a sweep of all options: 12",
+        "17.4 %", "+0.0200", "-0.0100 % to +0.0600 %", ">2.00<", "a sweep of all options: 12",
         "everything at its cheapest", "small &amp; new", "33.2", "29.5", "9,000",
         "its interval does not",
     ):  # fmt: skip

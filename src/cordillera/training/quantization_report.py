@@ -44,7 +44,9 @@ def quantization_page(content: dict[str, Any]) -> str:
         _how(content, budget),
     ]
     share = content["bytes"]["quantized"] / max(content["bytes"]["fp32"], 1)
-    lede = f"{share:.1%} of the size of fp32, NE {_percent(change['mean'])} beside a budget of {100 * budget:g} %"
+    lede = (
+        f"{100 * share:.1f} % of the size of fp32, NE {_percent(change['mean'])} beside a budget of {100 * budget:g} %"
+    )
     return report_page.page(f"{content['run']}: fewer bits", lede, sections)
 
 
@@ -67,19 +69,19 @@ def _tiles(content: dict[str, Any], change: dict[str, Any]) -> str:
     tiles = [
         report_page.tile(
             "size",
-            f"{sizes['quantized'] / max(sizes['fp32'], 1):.1%}",
+            f"{100 * sizes['quantized'] / max(sizes['fp32'], 1):.1f} %",
             f"{sizes['quantized']:,} of {sizes['fp32']:,} bytes",
             "weights, tables, scales",
         ),
         report_page.tile(
-            "rise of NE",
-            _percent(change["mean"]),
+            "rise of NE, %",
+            f"{100 * _number(change['mean']):+.4f}",
             f"{_percent(change['low'])} to {_percent(change['high'])}",
             f"{where}, 95 % interval of paired differences",
         ),
         report_page.tile(
-            "speed",
-            f"{seconds['fp32'] / seconds['quantized']:.2f} times",
+            "times as fast",
+            f"{seconds['fp32'] / seconds['quantized']:.2f}",
             f"{1e3 * seconds['quantized']:.2f} ms, fp32 {1e3 * seconds['fp32']:.2f} ms",
             "a batch of 256 on this machine, medians",
         ),
@@ -124,17 +126,15 @@ def _search(content: dict[str, Any], budget: float) -> str:
     chart.dots(xs, means)
     most = max(len(step["options"]) for step in steps)
     rows = "".join(
-        f"<tr><th>{escape(_parts(list(step['options']), most))}</th><td>{point[0]:.1f} %</td>"
-        f"<td>{_percent(step['change']['mean'])}</td>"
-        f"<td>{_percent(step['change']['low'])} to {_percent(step['change']['high'])}</td></tr>"
+        f"<tr><th>{escape(_parts(list(step['options']), most))}</th><td>{point[0]:.1f}</td>"
+        f"<td>{point[1]:+.4f}</td><td>{point[2]:+.4f} to {point[3]:+.4f}</td></tr>"
         for step, point in zip(steps, points, strict=True)
     )
-    head = "".join(f"<th>{text}</th>" for text in ("in fewer bits", "cost", "rise of NE", "95 % interval"))
+    head = "".join(f"<th>{text}</th>" for text in ("in fewer bits", "cost, %", "rise of NE, %", "95 % interval"))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return (
-        f"<section><h2>The search</h2><figure>{chart.svg(0)}<figcaption>{escape(caption)}</figcaption></figure>"
-        f"{report_page.scroll('Evaluations in order', table)}</section>"
-    )
+    figure = f"<figure>{chart.svg(0)}<figcaption>{escape(caption)}</figcaption></figure>"
+    scroll = report_page.scroll("Evaluations in order", table)
+    return f'<section><h2>The search</h2><div class="charts">{figure}<div>{scroll}</div></div></section>'
 
 
 def _tables(tables: dict[str, dict[str, Any]]) -> str:
