@@ -65,7 +65,7 @@ def test_ctrl_c_before_a_model_is_whole_leaves_the_earlier_one(cli, run, monkeyp
     after = content_of(run / "quantized")
     assert after.pop("model.safetensors") == before.pop("model.safetensors")
     assert after.pop("quantized.json") == before.pop("quantized.json")
-    assert set(after) <= {"report.json"}
+    assert set(after) <= {"report.json", "report.html"}
     loaded(run)
 
 
