@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ BENCHMARKS = ROOT / "benchmarks"
 TALKING = "processes that talk"
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Fuzzers take a few inputs in each run of the tests, and as many as wanted when asked."""
+    parser.addoption("--fuzz", type=int, default=0, metavar="N", help="inputs of each fuzzer (default: its own number)")
+
+
+@pytest.fixture
+def fuzz_inputs(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """Number of inputs of a fuzzer: its own number, or that of ``--fuzz N``."""
+    return lambda default: request.config.getoption("--fuzz") or default
 
 
 def pytest_configure() -> None:

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# Controls of terminals (C0, C1, DEL), marks that change the direction of text, and halves of surrogate pairs.
+_NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object, *, lines: bool = False) -> str:
+    """Text that a terminal shows as it is: characters that would steer the terminal are written as escapes.
+
+    Args:
+        text: A name, path or message that may come from outside; anything else is taken as ``str(text)``.
+        lines: Keep line breaks and tabs; for texts of our own that hold several lines.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        mark = match[0]
+        return mark if lines and mark in "\n\t" else mark.encode("unicode_escape").decode("ascii")
+
+    return _NOT_PRINTABLE.sub(escape, str(text))
 
 
 class CordilleraError(Exception):
@@ -12,9 +31,13 @@ class CordilleraError(Exception):
         what: One sentence that says what was wrong.
         where: The place: a file with its row and column, an argument, a recipe path.
         remedy: What to do about it.
+
+    Characters that would steer a terminal are written as escapes (:func:`printable`).
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        what, remedy = printable(what, lines=True), remedy and printable(remedy, lines=True)
+        where = where and printable(where)
         self.what, self.where, self.remedy = what, where, remedy
         lines = [f"{where}: {what}" if where else what]
         if remedy:

@@ -1,0 +1,206 @@
+"""Text, JSON and TOML files that somebody else wrote, read under limits.
+
+A file from outside may be of any size, encoding and depth. Everything that reads one goes through these functions,
+so that the answer is either its content or one error that names the file and the place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cordillera.errors import CordilleraError, DataError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+JSON_BYTES = 128 << 20
+"""Size of a JSON file that is still read, in bytes: four times that of the largest tokenizers."""
+
+TOML_BYTES = 1 << 20
+"""Size of a TOML file that is still read, in bytes."""
+
+TOML_DEPTH = 16
+"""Parts of a dotted key, and levels of brackets, that a TOML file may have: parsing costs their square."""
+
+_STRINGS = re.compile(r'"""(?s:.*?)"""|\'\'\'(?s:.*?)\'\'\'|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
+_DOTTED = re.compile(r'(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' + f"{TOML_DEPTH}" + "}")
+
+
+def read_text(
+    path: Path | str,
+    *,
+    error: type[CordilleraError] = DataError,
+    limit: int = JSON_BYTES,
+    remedy: str | None = None,
+) -> str:
+    """Text of a UTF-8 file, without a byte order mark.
+
+    Args:
+        path: An ordinary file; pipes and devices are refused, as they may never end.
+        error: Class of the error that is raised.
+        limit: Largest size, in bytes.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        CordilleraError: of class ``error``: the file is missing, too large, or not UTF-8; the line and column of the
+            first wrong byte are named.
+    """
+    path = Path(path)
+    try:
+        if not path.exists():
+            raise error("does not exist", where=str(path), remedy=remedy)
+        if not path.is_file():
+            raise error("is not an ordinary file", where=str(path), remedy=remedy)
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except (OSError, ValueError) as cause:  # ValueError: a null byte in the name
+        reason = getattr(cause, "strerror", None) or cause
+        raise error(f"cannot be read ({reason})", where=str(path), remedy=remedy) from cause
+    if len(content) > limit:
+        raise error(f"is larger than {limit:,} bytes", where=str(path), remedy=remedy)
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as cause:
+        before = content[: cause.start]
+        line = before.count(b"\n") + 1
+        column = len(before[before.rfind(b"\n") + 1 :].decode("utf-8")) + 1
+        raise error(
+            f"is not UTF-8 text (byte 0x{content[cause.start]:02x})",
+            where=f"{path}, line {line}, column {column}",
+            remedy=remedy,
+        ) from cause
+
+
+def parse_json(
+    text: str | bytes, where: str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
+) -> Any:
+    """Value of a JSON text.
+
+    Args:
+        text: JSON; NaN, infinity and numbers beyond float64 are refused.
+        where: Place that errors name.
+        error: Class of the error that is raised.
+        remedy: What to do about it.
+
+    Raises:
+        CordilleraError: of class ``error``: it is not JSON, or nested too deeply.
+    """
+
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    def number(digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            raise ValueError(f"{digits[:40]} is beyond float64")
+        return value
+
+    try:
+        return json.loads(text, parse_constant=constant, parse_float=number)
+    except RecursionError as cause:
+        raise error("is not usable JSON: it is nested too deeply", where=where, remedy=remedy) from cause
+    except ValueError as cause:  # of JSON, of UTF-8, of numbers of thousands of digits
+        raise error(f"is not JSON: {cause}", where=where, remedy=remedy) from cause
+
+
+def read_json(
+    path: Path | str,
+    *,
+    error: type[CordilleraError] = DataError,
+    limit: int = JSON_BYTES,
+    remedy: str | None = None,
+) -> Any:
+    """Value of a JSON file; see :func:`read_text` and :func:`parse_json`.
+
+    Args:
+        path: An ordinary file.
+        error: Class of the error that is raised.
+        limit: Largest size, in bytes.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        CordilleraError: of class ``error``.
+    """
+    return parse_json(read_text(path, error=error, limit=limit, remedy=remedy), str(path), error=error, remedy=remedy)
+
+
+def read_json_object(
+    path: Path | str,
+    *,
+    error: type[CordilleraError] = DataError,
+    limit: int = JSON_BYTES,
+    remedy: str | None = None,
+) -> dict[str, Any]:
+    """Object of a JSON file; see :func:`read_json`.
+
+    Args:
+        path: An ordinary file.
+        error: Class of the error that is raised.
+        limit: Largest size, in bytes.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        CordilleraError: of class ``error``; also if the file holds another value than an object.
+    """
+    content = read_json(path, error=error, limit=limit, remedy=remedy)
+    if not isinstance(content, dict):
+        raise error("is not a JSON object", where=str(path), remedy=remedy)
+    return content
+
+
+def parse_toml(
+    text: str, where: str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
+) -> dict[str, Any]:
+    """Table of a TOML text.
+
+    Args:
+        text: TOML.
+        where: Place that errors name.
+        error: Class of the error that is raised.
+        remedy: What to do about it.
+
+    Raises:
+        CordilleraError: of class ``error``: it is not TOML, too large, or nested too deeply.
+    """
+    if len(text) > TOML_BYTES:
+        raise error(f"is larger than {TOML_BYTES:,} characters", where=where, remedy=remedy)
+    bare = _STRINGS.sub('""', text)
+    if _DOTTED.search(bare) or _depth(bare) > TOML_DEPTH:
+        raise error(f"is nested more than {TOML_DEPTH} levels deep", where=where, remedy=remedy)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as cause:  # of TOML, of dates, of numbers of thousands of digits
+        raise error(f"is not TOML: {cause}", where=where, remedy=remedy) from cause
+
+
+def read_toml(
+    path: Path | str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
+) -> dict[str, Any]:
+    """Table of a TOML file; see :func:`read_text` and :func:`parse_toml`.
+
+    Args:
+        path: An ordinary file.
+        error: Class of the error that is raised.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        CordilleraError: of class ``error``.
+    """
+    text = read_text(path, error=error, limit=TOML_BYTES, remedy=remedy)
+    return parse_toml(text, str(path), error=error, remedy=remedy)
+
+
+def _depth(text: str) -> int:
+    """Deepest level of brackets, where strings and comments are left out already."""
+    level = deepest = 0
+    for mark in re.findall(r"[\[\]{}]", text):
+        level += 1 if mark in "[{" else -1
+        deepest = max(deepest, level)
+    return deepest
