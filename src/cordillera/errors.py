@@ -9,17 +9,20 @@ from collections.abc import Sequence
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: object, *, lines: bool = False) -> str:
+def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str:
     """Text that a terminal shows as it is: characters that would steer the terminal are written as escapes.
 
     Args:
         text: A name, path or message that may come from outside; anything else is taken as ``str(text)``.
         lines: Keep line breaks and tabs; for texts of our own that hold several lines.
+        quoted: Write escapes as the strings of JSON and TOML take them.
     """
 
     def escape(match: re.Match[str]) -> str:
         mark = match[0]
-        return mark if lines and mark in "\n\t" else mark.encode("unicode_escape").decode("ascii")
+        if lines and mark in "\n\t":
+            return mark
+        return f"\\u{ord(mark):04x}" if quoted else mark.encode("unicode_escape").decode("ascii")
 
     return _NOT_PRINTABLE.sub(escape, str(text))
 

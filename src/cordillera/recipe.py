@@ -191,7 +191,7 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
         content: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(name, [("file", f"is not TOML: {error}")]) from error
-    content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem) or "run")
+    content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-") or "run")
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
         _apply(content, key, value)

@@ -4,30 +4,53 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from typing import Any
+
+import typer
 
 from cordillera.cli.app import app
-from cordillera.errors import CordilleraError, Interrupted
+from cordillera.errors import CordilleraError, Interrupted, printable
 
 __all__ = ["app", "main"]
+
+_format_warning = warnings.formatwarning
 
 
 def main() -> None:
     """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
+    warnings.formatwarning = _printable_warning
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # characters that the terminal's encoding lacks are escaped too
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(standalone_mode=True)
+        sys.exit(app(standalone_mode=False))
     except CordilleraError as error:
         if os.environ.get("CORDILLERA_DEBUG"):
             raise
-        from rich.console import Console
+        from rich.text import Text
 
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        first, *rest = str(error).splitlines()
-        console.print("interrupted: " if isinstance(error, Interrupted) else "[bold red]error:[/] ", end="")
-        console.print(first, markup=False)
-        for line in rest:
-            console.print(line, markup=False)
+        from cordillera.cli._show import console
+
+        ended = "interrupted:" if isinstance(error, Interrupted) else Text("error:", "bold red")
+        console(stderr=True).print(ended, str(error))
         sys.exit(130 if isinstance(error, Interrupted) else 2)
     except BrokenPipeError:
         # The reader (head, less) went away: not an error of ours. Keep Python from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a mistake on the command line
+            raise
+        from typer import rich_utils
+
+        said = printable(error.format_message(), lines=True)
+        error.format_message = lambda: said
+        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+        sys.exit(getattr(error, "exit_code", 2))
+
+
+def _printable_warning(*args: Any, **options: Any) -> str:
+    return printable(_format_warning(*args, **options), lines=True)

@@ -8,9 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from cordillera.errors import printable
 
 if TYPE_CHECKING:
     from cordillera.numerics.dispatch import Profile
@@ -20,12 +24,33 @@ if TYPE_CHECKING:
     from cordillera.workflows.quantization import Quantized
 
 
-def console() -> Console:
-    """The console of all commands: no automatic colouring of numbers and paths, no lines cut when piped.
+class _PlainConsole(Console):
+    """Shows every string as it is: square brackets are no markup, and what would steer the terminal is escaped."""
 
-    Of processes that a launcher started, only the first draws and prints.
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, lines=True), **options)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The console of all commands: no markup, no automatic colouring of numbers and paths, no lines cut when piped.
+
+    Of processes that a launcher started, only the first draws and prints results.
+
+    Args:
+        stderr: Print to standard error, in every process.
     """
-    return Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    silent = not stderr and os.environ.get("RANK", "0") != "0"
+    return _PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=silent)
+
+
+def echo(text: object, *, json: bool = False) -> None:
+    """Print a text to standard output, its escapes written so that a terminal shows them.
+
+    Args:
+        text: Lines of text, or of JSON or TOML.
+        json: Escapes are those of JSON and TOML.
+    """
+    typer.echo(printable(text, lines=True, quoted=json))
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -41,7 +66,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     for task, values in evaluation.metrics().items():
         share = values["positives"] / values["examples"] if values["examples"] else math.nan
         cells = [number(values.get(key, math.nan)) for key in ("ne", "auc", "gauc", "log_loss", "calibration")]
-        table.add_row(task, *cells, "undefined" if math.isnan(share) else f"{share:.1%}")
+        table.add_row(printable(task), *cells, "undefined" if math.isnan(share) else f"{share:.1%}")
     return table
 
 
@@ -64,10 +89,10 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
         What :func:`cordillera.workflows.train` takes as ``watch`` and ``say``.
     """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
@@ -85,7 +110,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
 
         def say(text: str) -> None:
             if not quiet:
-                bar.print(text, markup=False)
+                bar.print(text)
 
         yield watch, say
 
@@ -154,7 +179,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
         What :func:`cordillera.workflows.injection.inject` takes as ``watch`` and ``say``.
     """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -168,7 +193,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
 
         def say(text: str) -> None:
             if not quiet:
-                bar.print(text, markup=False)
+                bar.print(text)
 
         yield watch, say
 

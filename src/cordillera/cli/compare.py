@@ -15,12 +15,12 @@ def compare(
 ) -> None:
     """Compare runs: runs of one recipe with several seeds become one row with confidence intervals."""
     from cordillera import workflows
-    from cordillera.cli._show import console
+    from cordillera.cli._show import console, echo
 
     comparison = workflows.compare(runs)
     if json:
-        typer.echo(comparison.to_json())
+        echo(comparison.to_json(), json=True)
     elif markdown:
-        typer.echo(comparison.to_markdown())
+        echo(comparison.to_markdown())
     else:
         console().print(comparison.to_table())

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from cordillera.cli._show import console
-from cordillera.errors import DataError
+from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
     from cordillera.data.assets import Asset
@@ -57,7 +57,7 @@ def get(
             raise DataError(f"'{name}' is a {ASSETS[name].kind}: it has no rows", where="--path, --export, --rows")
         file = fetch_asset(name)
         _asset_terms(ASSETS[name])
-        out.print(f"fetched {file}", soft_wrap=True)
+        out.print(f"fetched {file}")
         return
     config = configure(name, path)
     splits = prepare(config)
@@ -150,11 +150,12 @@ def _feature_table(splits: Splits) -> Table:
             heading, justify="right" if heading in ("rows", "blank", "unseen") else "left", overflow="fold"
         )
     for dense in schema.dense:
-        table.add_row(dense.name, "dense", dense.transform, "", "", _share(facts["blanks"].get(dense.name)), "")
+        blank = _share(facts["blanks"].get(dense.name))
+        table.add_row(printable(dense.name), "dense", dense.transform, "", "", blank, "")
     encodings = {feature.name: feature.encoding for feature in (*schema.categorical, *schema.lists)}
     for feature in features.sparse:
         table.add_row(
-            feature.name,
+            printable(feature.name),
             f"list, {feature.pooling}" if feature.is_list else "id",
             encodings[feature.name],
             feature.table,

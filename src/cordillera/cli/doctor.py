@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from cordillera.cli._show import console, echo
 from cordillera.kernels.host_memory import keep_freed_memory
 
 Status = Literal["usable", "limited", "absent", "broken"]
@@ -397,7 +397,7 @@ def doctor(
     """
     findings = examine()
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        echo(json.dumps([asdict(finding) for finding in findings], indent=2), json=True)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "state", "found"):
@@ -408,5 +408,5 @@ def doctor(
         text = finding.detail + (f"\n-> {finding.remedy}" if finding.remedy else "")
         shown = finding.area if finding.area != area else ""
         area = finding.area
-        table.add_row(shown, finding.name, f"[{colour}]{finding.status}[/]", escape(text))
-    Console().print(table)
+        table.add_row(shown, finding.name, Text(finding.status, colour), text)
+    console().print(table)

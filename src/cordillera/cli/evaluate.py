@@ -27,7 +27,7 @@ def evaluate(
     """Evaluate a run on one split of its data."""
     try:
         from cordillera import workflows
-        from cordillera.cli._show import console, evaluation_table, language_line
+        from cordillera.cli._show import console, echo, evaluation_table, language_line
         from cordillera.training.evaluation import Evaluation
 
         evaluation = workflows.evaluate(run, split, tokens=tokens)
@@ -37,10 +37,10 @@ def evaluate(
         if json:
             import json as encoder
 
-            typer.echo(encoder.dumps(evaluation._asdict()))
+            echo(encoder.dumps(evaluation._asdict()), json=True)
         else:
-            typer.echo(f"held-out text: {language_line(evaluation)}")
+            echo(f"held-out text: {language_line(evaluation)}")
     elif json:
-        typer.echo(evaluation.to_json())
+        echo(evaluation.to_json(), json=True)
     else:
         console().print(evaluation_table(evaluation))

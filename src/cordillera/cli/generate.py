@@ -113,9 +113,11 @@ def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool,
     if as_json:
         import json
 
+        from cordillera.cli._show import echo
+
         for prompt, one in zip(texts, found, strict=True):
             entry = {"prompt": prompt, "text": one.text, "tokens": one.tokens, "finish": one.finish}
-            typer.echo(json.dumps(entry, ensure_ascii=False))
+            echo(json.dumps(entry, ensure_ascii=False), json=True)
     elif len(texts) == 1:
         _write("" if found[0].text.endswith("\n") else "\n")
     else:

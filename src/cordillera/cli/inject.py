@@ -34,7 +34,8 @@ def inject(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Flip bits in a run's weights and report what they do: which parts and bits are worth protecting."""
-    from cordillera.cli._show import console, injection_progress, injection_table
+    from cordillera.cli._show import console, echo, injection_progress, injection_table
+    from cordillera.files import read_json
     from cordillera.numerics.faults import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
 
@@ -47,15 +48,15 @@ def inject(
     if json:
         import json as encoder
 
-        typer.echo(encoder.dumps(encoder.loads(outcome.files[0].read_text(encoding="utf-8"))))
+        echo(encoder.dumps(read_json(outcome.files[0])), json=True)
     else:
         out.print(injection_table(outcome.content))
         for line in outcome.content["advice"]:
-            out.print(f"- {line}", markup=False)
+            out.print(f"- {line}")
     if outcome.interrupted:
         # the exit code tells scripts; the text is for people
-        out.print("interrupted: this is what was found so far, with wider intervals", style="bold", markup=False)
+        out.print("interrupted: this is what was found so far, with wider intervals", style="bold")
     if not json:
-        out.print(f"report: {outcome.files[1]}", markup=False)
+        out.print(f"report: {outcome.files[1]}")
     if outcome.interrupted:
         raise typer.Exit(130)

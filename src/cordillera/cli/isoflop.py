@@ -47,5 +47,5 @@ def isoflop(
             say=say,
         )
     out.print(result.study.to_table())
-    out.print(result.study.summary, markup=False)
-    out.print(f"plot: {result.plot}", markup=False)
+    out.print(result.study.summary)
+    out.print(f"plot: {result.plot}")

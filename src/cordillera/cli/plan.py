@@ -83,12 +83,10 @@ def plan(
     if measure is not None:
         _measure(commands.products_needed(workload, cluster, set_ or ()), measure)
         return
-    from rich.console import Console
-
     from cordillera.cli._show import console
 
     out = console()
-    with Console(stderr=True).status("searching") as status:
+    with console(stderr=True).status("searching") as status:
         planned = commands.plan(
             workload,
             cluster,
@@ -236,14 +234,13 @@ def _calibrate(fitted: object) -> None:
 
 
 def _measure(shapes: Sequence[Shape], path: Path) -> None:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from cordillera.cli._show import console
     from cordillera.kernels.products import measure_table
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=len(shapes))
 
         def watch(shape: Shape, done: int, total: int) -> None:

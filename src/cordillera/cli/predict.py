@@ -24,6 +24,7 @@ def predict(
 ) -> None:
     """Score a file of samples; scores are written beside the samples' ids."""
     from cordillera import workflows
+    from cordillera.cli._show import echo
 
     written, rows = workflows.predict(run, file, out, batch_size=batch_size, quantized=quantized, planned=planned)
-    typer.echo(f"{rows:,} scores: {written}")
+    echo(f"{rows:,} scores: {written}")

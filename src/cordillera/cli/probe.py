@@ -48,29 +48,25 @@ def probe(
     config = DispatchConfig(rows=tuple(sorted(set(rows or [256]))), sqnr_db=decibels)
     try:
         if training:
-            planned = probe_training(run, config, say=lambda text: out.print(text, markup=False))
+            planned = probe_training(run, config, say=lambda text: out.print(text))
             out.print(plan_table(planned.profile))
             lowered = sum(choice.kernel != "fp32" for choice in planned.profile.plan.choices)
             out.print(
                 f"{lowered} of {len(planned.profile.plan.choices)} products in lower precision; the linear layers' "
                 f"share of a step {planned.profile.geometric_mean():.2f} times as fast in geometric mean",
-                markup=False,
             )
-            out.print(f"plan: {planned.plan_file}; the recipe key training.plan uses it", markup=False)
+            out.print(f"plan: {planned.plan_file}; the recipe key training.plan uses it")
             return
-        found = work(
-            run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text, markup=False)
-        )
+        found = work(run, config, budget / 100, anew=anew, marginals=marginals, say=lambda text: out.print(text))
     except KeyboardInterrupt:
         raise Interrupted(
             "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
         ) from None
     out.print(plan_table(found.profile))
     for name in found.returned:
-        out.print(f"back to fp32: {name}, which cost more NE than the budget", markup=False)
+        out.print(f"back to fp32: {name}, which cost more NE than the budget")
     out.print(
         f"NE {100 * found.change.mean:+.4f} % ({100 * found.change.low:+.4f} to {100 * found.change.high:+.4f}); "
         f"linear layers {found.profile.geometric_mean():.2f} times as fast as fp32 in geometric mean",
-        markup=False,
     )
-    out.print(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it", markup=False)
+    out.print(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it")

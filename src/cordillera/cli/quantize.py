@@ -28,7 +28,7 @@ def quantize(
 
     def say(text: str) -> None:
         if not quiet:
-            out.print(text, markup=False)
+            out.print(text)
 
     try:
         outcome = work(run, budget / 100, smallest=smallest, say=say)
@@ -38,4 +38,4 @@ def quantize(
         ) from None
     for table in quantized_tables(outcome, budget / 100):
         out.print(table)
-    out.print(f"report: {outcome.page}", markup=False)
+    out.print(f"report: {outcome.page}")

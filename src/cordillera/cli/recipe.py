@@ -30,6 +30,7 @@ def show(
     comments: Annotated[bool, typer.Option(help="Explain every key.")] = True,
 ) -> None:
     """Print a recipe with every default written out; the output is a recipe again."""
+    from cordillera.cli._show import echo
     from cordillera.recipe import dump, load
 
-    typer.echo(dump(load(recipe, set_ or []), comments=comments))
+    echo(dump(load(recipe, set_ or []), comments=comments), json=True)

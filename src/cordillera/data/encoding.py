@@ -752,6 +752,6 @@ class Encoder:
                 where=str(path),
                 remedy="delete the folder and prepare the data again",
             )
-        frame = pl.read_parquet(path)
+        frame = pl.read_parquet(path, glob=False)
         vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}
         return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"])

@@ -88,7 +88,7 @@ def schema() -> Schema:
 
 def _atomic(path: Path) -> pl.DataFrame:
     """A tab-separated file whose header reads ``name:type``, all columns as text."""
-    frame = pl.read_csv(path, separator="\t", quote_char=None, infer_schema=False)
+    frame = pl.read_csv(path, separator="\t", quote_char=None, infer_schema=False, glob=False)
     return frame.rename(lambda name: name.split(":")[0])
 
 

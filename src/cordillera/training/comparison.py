@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import scipy
-from rich.markup import escape
 from rich.table import Table
 
 from cordillera.errors import DataError
@@ -154,11 +153,11 @@ def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
         lines: Texts of the cells.
         notes: Sentences.
     """
-    table = Table(caption="\n".join(escape(note) for note in notes), caption_justify="left")
+    table = Table(caption="\n".join(notes), caption_justify="left")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in NAMED else "right")
     for line in lines:
-        table.add_row(*(escape(cell) for cell in line))
+        table.add_row(*line)
     return table
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy
 from numpy.typing import NDArray
-from rich.markup import escape
 from rich.table import Table
 
 from cordillera.errors import DataError
@@ -378,9 +377,7 @@ class ScalingStudy:
         for model, law in self.laws.items():
             rows = zip(law.x, law.y, law.repetitions, law.residuals, strict=True)
             for x, y, count, residual in rows:
-                table.add_row(
-                    escape(model), f"{x:,.0f}", f"{y:.5f}", str(count), f"{y - residual:.5f}", f"{residual:+.5f}"
-                )
+                table.add_row(model, f"{x:,.0f}", f"{y:.5f}", str(count), f"{y - residual:.5f}", f"{residual:+.5f}")
         return table
 
     @property

@@ -1,0 +1,127 @@
+"""Names from outside are printed as they are: brackets are no markup, and nothing in them steers the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.table import Table
+
+from cordillera.cli._show import console, echo
+from cordillera.errors import printable
+from tests.fuzzing import CONTROLS
+
+from .conftest import RECIPE, write_log
+
+NASTY = [
+    "[/x]",
+    "[bold]",
+    "[/nope]",
+    "[red]a[/red]",
+    "\\[b]",
+    "a\x1b[2J",
+    "b\x07",
+    "c\u202e",
+    "d\x9b",
+    "e\x7f",
+    ":smile:",
+]
+STEERS = frozenset(chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))) | CONTROLS
+
+
+def safe(text: str) -> bool:
+    return not STEERS & set(text)
+
+
+@pytest.mark.parametrize("name", [*NASTY, "two\nlines", "half \ud800"])
+def test_strings_are_printed_as_they_are(name, capsys):
+    out = console()
+    table = Table(name, title=name, caption=name)
+    table.add_row(printable(name))
+    out.print(table)
+    out.print(name)
+    echo(name)
+    console(stderr=True).print(name)
+    found = capsys.readouterr()
+    shown = printable(name, lines=True)
+    assert all(found.out.count(line) >= 5 for line in shown.splitlines())
+    assert shown in found.err
+    assert safe(found.out + found.err)
+    echo(json.dumps(name, ensure_ascii=False), json=True)
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == name
+    assert safe(printed)
+
+
+def test_labels_and_categories_of_any_name_go_through_every_command(cli, tmp_path):
+    label, feature, segment = "click[/x]", "pri[bold]ce\x1b[2J", "dev\u202eice[/nope]"
+    log = write_log(tmp_path / "[red]log.csv", rows=600)
+    lines = log.read_text().replace("phone", "[/nope]").replace("tablet", "t\x1b[2J\x07").split("\n")
+    lines[0] = f"id,time,user,{segment},{feature},seen,{label}"
+    log.write_text("\n".join(lines))
+    path = tmp_path / "[b]small.toml"
+    text = RECIPE.replace("epochs = 6", "epochs = 1").format(path=str(log))
+    for old, new in (('"price"', feature), ('"device"', segment), ('"click"', label)):
+        text = text.replace(old, json.dumps(new))
+    path.write_text(text)
+    run = "runs/[bold]r"
+    shown = []
+    for arguments in (
+        ["train", path, "--run", run],
+        ["evaluate", run],
+        ["evaluate", run, "--json"],
+        ["predict", run, log, "--out", "[i]s.csv"],
+        ["report", run],
+        ["compare", run],
+        ["compare", run, "--markdown"],
+        ["recipe", "show", run],
+        ["inject", run, "-n", "32", "--samples", "32"],
+        ["watch", run, log],
+        ["train", run],
+    ):
+        done = cli(*arguments)
+        assert done.code == (2 if arguments[0] == "watch" or arguments == ["train", run] else 0), done.err
+        assert safe(done.out + done.err), arguments
+        assert "Traceback" not in done.err
+        shown.append(done.out + done.err)
+    assert label in shown[1]
+    assert "[bold]r" in shown[5]
+    (tmp_path / "again.toml").write_text(shown[7])
+    assert cli("recipe", "show", "again.toml").out == shown[7]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "[/x]\x1b[2J"],
+        ["train", "\udcff"],
+        ["[/x]\x1b[2J"],
+        ["predict", "--\x1b[2J[/x]=3", "a"],
+        ["predict", "run", "file", "--batch-size", "[/x]\x1b[2J"],
+        ["data", "describe", "[/x]\x07"],
+        ["evaluate", "[/x]\x07\u202e"],
+        ["train", "movielens-wukong", "--set", "[/x]\x1b[2J=1"],
+        ["plan", "[/x]\x1b[2J", "[/y]\x07"],
+    ],
+)
+def test_mistakes_on_the_command_line_are_quoted_as_they_are(cli, arguments):
+    done = cli(*arguments)
+    assert done.code == 2
+    assert safe(done.out + done.err)
+    assert any(word in done.err for word in ("[/x]", "\\udcff", "valid integer"))
+
+
+def test_a_terminal_of_another_encoding_gets_escapes_and_warnings_are_escaped():
+    code = (
+        "import sys, warnings; sys.argv = ['cordillera', 'data', 'describe', 'caf\\xe9[/x]']\n"
+        "from cordillera.cli import main\n"
+        "try:\n    main()\nfinally:\n    warnings.warn('of \\x1b[2J[/y]')\n"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "caf\\xe9[/x]" in done.stderr
+    assert "of \\x1b[2J[/y]" in done.stderr
