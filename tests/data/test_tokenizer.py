@@ -195,7 +195,7 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         ("tokenizer.model", b"\n".join(lines[:200]), "56 of the 256 bytes"),
         ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>\x15", "no tokenizer"),
         ("tokenizer.model", b"", "no tokenizer"),
-        ("tokenizer.json", good["tokenizer.json"][:-9], "not valid JSON"),
+        ("tokenizer.json", good["tokenizer.json"][:-9], "is not JSON"),
         ("tokenizer.json", unigram.encode(), "its model is Unigram"),
         (
             "tokenizer.json",

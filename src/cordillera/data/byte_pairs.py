@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from cordillera.data.chat import ChatFormat, JinjaChat, guess_format
 from cordillera.data.tokenizer import Tokenizer
+from cordillera.data.tokenizer_rules import check_ids, check_rules
 from cordillera.errors import DataError
 
 LLAMA3_WORDS = (
@@ -66,13 +68,13 @@ class BytePairs:
     def _ids(self) -> dict[str, int]:
         """Of all tokens that are not special; added words only keep their ids there."""
         plain = {name: token for name, token in self.vocabulary.items() if name not in self.special}
-        return plain | {name: int(word["id"]) for name, word in self.words.items()}
+        return plain | {name: word["id"] for name, word in self.words.items()}
 
     @cached_property
     def _source(self) -> str:
         """As ``tokenizer.json``."""
         hidden = self.special.keys()
-        words = sorted(self.words.values(), key=lambda word: int(word["id"]))
+        words = sorted(self.words.values(), key=lambda word: word["id"])
         model = {
             "type": "BPE",
             "ignore_merges": self.ignore_merges,
@@ -115,6 +117,7 @@ class BytePairs:
         Raises:
             DataError: the vocabulary is damaged, or most text cannot be written in it.
         """
+        self._check()
         chat: ChatFormat | None = guess_format(self.special)
         if template is not None:
             chat = JinjaChat(template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
@@ -139,6 +142,14 @@ class BytePairs:
             raise DataError("its ids do not give the text back", where=str(self.path))
         return made
 
+    def _check(self) -> None:
+        words = ((name, word.get("id")) for name, word in self.words.items())
+        check_ids(self.path, itertools.chain(self.vocabulary.items(), self.special.items(), words))
+        check_rules(self.path, self.normalizer, self.pre_tokenizer)
+        for number, pair in enumerate(self.merges):
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
+                raise DataError(f"merge {number} is not a pair of tokens", where=str(self.path))
+
     def _encoder(self) -> Any:
         from tokenizers import Tokenizer as Library
 
@@ -148,15 +159,24 @@ class BytePairs:
         unwritable = _unwritable(absent, self.path)
         try:
             library = Library.from_str(self._source)
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"the tokenizer is damaged ({error})", where=str(self.path)) from error
+        except BaseException as error:
+            raise self._failed(error, "the tokenizer is damaged") from error
 
         def encode(texts: Sequence[str]) -> list[list[int]]:
             if unwritable is not None:
                 texts = [unwritable.sub("\ufffd", text) for text in texts]
-            return [found.ids for found in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            try:
+                return [found.ids for found in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            except BaseException as error:
+                raise self._failed(error, "its rules do not get through this text") from error
 
         return encode
+
+    def _failed(self, error: BaseException, what: str) -> BaseException:
+        """The library raises plain ``Exception``, and what it did not foresee as a ``BaseException`` of its own."""
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            return error
+        return DataError(f"{what} ({str(error)[:200]})", where=str(self.path), remedy="use another file of the model")
 
     def _token_bytes(self) -> list[bytes | None]:
         letters = byte_letters()

@@ -17,6 +17,9 @@ from cordillera.errors import DataError
 # Transformers marks what the assistant wrote by blocks of its own, which change no text.
 _MARKS = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 
+TEMPLATE = 1 << 18
+"""Characters of a template, at most."""
+
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
@@ -131,31 +134,32 @@ class JinjaChat(ChatFormat):
         eos: The token that it calls ``eos_token``.
         where: Its file, for errors.
 
+    The work of one rendering is bounded (:mod:`cordillera.data.chat_limits`).
+
     Raises:
-        DataError: the template is not valid Jinja.
+        DataError: the template is not valid Jinja, or too long.
     """
 
     def __init__(
         self, template: str, special_tokens: Iterable[str], *, bos: str | None, eos: str | None, where: str
     ) -> None:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from cordillera.data.chat_limits import BoundedEnvironment
 
+        if len(template) > TEMPLATE:
+            raise DataError(f"the chat template has more than {TEMPLATE:,} characters", where=where)
         self.source, self.bos, self.eos, self.where = template, bos, eos, where
         # A token of one character cannot be broken: templates cannot use it, it stays text.
         self.names = sorted((name for name in special_tokens if len(name) > 1), key=len, reverse=True)
         self._heads = tuple({name[:size] for name in self.names for size in range(1, len(name))})
         self._tails = tuple({name[size:] for name in self.names for size in range(1, len(name))})
         self._find = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        self._environment = BoundedEnvironment()
+        self._environment.add_filter("tojson", _to_json)
+        self._environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(_MARKS.sub(_condition, template))
-        except TemplateError as error:
-            raise DataError(f"the chat template is not valid ({error})", where=where) from error
+            self._template = self._environment.compiled(_MARKS.sub(_condition, template))
+        except Exception as error:  # Jinja's own errors, and what Python says of deep nesting
+            raise DataError(f"the chat template is not valid ({_short(error)})", where=where) from error
 
     def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[Piece]:
         """Render and take apart again; see :class:`ChatFormat`.
@@ -170,6 +174,7 @@ class JinjaChat(ChatFormat):
         mark = _unused(self.source, *self.names, *(message.content for message in messages))
         turns = [{"role": message.role, "content": self._broken(message.content, mark)} for message in messages]
         try:
+            self._environment.meter.begin("".join(message.content for message in messages))
             text = self._template.render(
                 messages=turns,
                 add_generation_prompt=answer,
@@ -179,7 +184,9 @@ class JinjaChat(ChatFormat):
                 documents=None,
             )
         except Exception as error:  # a template is a program of the model's publisher: it can fail in any way
-            raise DataError(f"the model's chat template refused the chat ({error})", where=self.where) from error
+            raise DataError(
+                f"the model's chat template refused the chat ({_short(error)})", where=self.where
+            ) from error
         return list(self._parts(text, mark))
 
     def _broken(self, content: str, mark: str) -> str:
@@ -210,6 +217,11 @@ class JinjaChat(ChatFormat):
 
 def _condition(mark: re.Match[str]) -> str:
     return f"{{%{mark[1]} {'endif' if mark[2] else 'if true'} {mark[3]}%}}"
+
+
+def _short(error: Exception) -> str:
+    said = str(error) or type(error).__name__
+    return said if len(said) < 400 else f"{said[:400]} ..."
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -15,6 +15,7 @@ from cordillera.data.gguf_files import read_gguf_tokenizer
 from cordillera.data.tokenizer import Tokenizer
 from cordillera.data.tokenizer_json import read_json_tokenizer
 from cordillera.errors import DataError
+from cordillera.files import JSON_BYTES
 
 MAX_CHARACTERS = 400_000
 """Llama 3 tokenises longer texts in blocks of so many characters (llama-models, ``llama3/tokenizer.py``)."""
@@ -43,12 +44,17 @@ _LLAMA3_SPECIAL_TOKENS = 256
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """What :func:`cordillera.data.tokenizer.load_tokenizer` does; see there."""
-    if not path.exists():
-        raise DataError("there is no such file or folder", where=str(path))
-    if path.is_dir():
-        path = _in_folder(path)
-    with open(path, "rb") as file:
-        head = file.read(256)
+    try:
+        if not path.exists():
+            raise DataError("there is no such file or folder", where=str(path))
+        if path.is_dir():
+            path = _in_folder(path)
+        if not path.is_file():
+            raise DataError("is not an ordinary file", where=str(path))
+        with open(path, "rb") as file:
+            head = file.read(256)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise DataError(f"cannot be read ({getattr(error, 'strerror', None) or error})", where=str(path)) from error
     if head.startswith(b"GGUF"):
         return read_gguf_tokenizer(path)
     if head.lstrip().startswith(b"{"):
@@ -97,6 +103,8 @@ def pieces(text: str) -> Iterator[str]:
 def _read_tiktoken(path: Path) -> Tokenizer:
     import tiktoken
 
+    if path.stat().st_size > JSON_BYTES:
+        raise DataError(f"is larger than {JSON_BYTES:,} bytes", where=str(path))
     content = path.read_bytes()
     ranks = _ranks(content, path)
     if len(ranks) > LLAMA3_BASE_TOKENS:

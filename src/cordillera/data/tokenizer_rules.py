@@ -1,0 +1,208 @@
+"""What of a tokenizer's file is passed on to the ``tokenizers`` library, checked before.
+
+The library takes rules that end the process, that need hours for a short text, or that make gigabytes of it: a table
+that is no table, an expression that tries every way to cut a run of letters, a replacement of every letter by a page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cordillera.errors import DataError
+
+TOKENS = 1 << 22
+"""Tokens of a vocabulary, at most: sixteen times those of the largest."""
+
+SPARE_IDS = 1 << 16
+"""Ids that may be left out, besides three for each token."""
+
+EXPRESSION = 4096
+"""Characters of an expression."""
+
+REPEATS = 3
+"""Parts of any length in one alternative of an expression: the time may grow with a power of them."""
+
+GROWTH = 64
+"""Characters that normalisation may make of one, by replacements."""
+
+_RULES, _DEPTH = 32, 4
+_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
+_SPLITTERS = frozenset(("ByteLevel", "Digits", "Punctuation", "UnicodeScripts"))
+_QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
+_CLASS_OR_LETTER = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)|\(\?(?:[a-z-]*[:)]|[=!>]|<[=!]|#[^)]*\))|.", re.DOTALL)
+
+
+def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
+    """See that ids are dense enough for a list of all.
+
+    Args:
+        path: The file, for errors.
+        names: Tokens with their ids.
+
+    Raises:
+        DataError: an id is not a whole number, or far beyond the number of tokens; there are too many tokens.
+    """
+    count, highest, last = 0, -1, ""
+    for name, token in names:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise DataError(f"token {name!r} has the id {str(token)[:40]!r}, not a whole number", where=str(path))
+        count += 1
+        if token > highest:
+            highest, last = token, name
+    if count > TOKENS:
+        raise DataError(f"it holds {count:,} tokens; at most {TOKENS:,} are read", where=str(path))
+    if highest >= 4 * count + SPARE_IDS:
+        raise DataError(
+            f"token {last!r} has the id {highest:,}, and there are {count:,} tokens: its table would be mostly empty",
+            where=str(path),
+            remedy="see whether the file is damaged",
+        )
+
+
+def check_rules(path: object, normalizer: Any, pre_tokenizer: Any) -> None:
+    """See that the rules of ``tokenizer.json`` are of known kinds and bounded.
+
+    Args:
+        path: The file, for errors.
+        normalizer: Its section, or None.
+        pre_tokenizer: Its section, or None.
+
+    Raises:
+        DataError: a rule of another kind, or one that could need far more time or memory than its text.
+    """
+    growth = 1
+    for rule in _flat(normalizer, "normalizers", f"{path}, normalizer"):
+        kind, where = str(rule.get("type")), f"{path}, normalizer"
+        if kind == "Prepend":
+            growth += len(_text(rule, "prepend", where))
+        elif kind == "Replace":
+            growth *= _replacement(rule, where)
+        elif kind not in _NORMALIZERS:
+            raise _unknown(kind, where, {*_NORMALIZERS, "Prepend", "Replace"})
+        if growth > GROWTH:
+            raise DataError(f"could make more than {GROWTH} characters of one", where=where)
+    for rule in _flat(pre_tokenizer, "pretokenizers", f"{path}, pre_tokenizer"):
+        kind, where = str(rule.get("type")), f"{path}, pre_tokenizer"
+        if kind == "Split":
+            _pattern(rule, where)
+        elif kind not in _SPLITTERS:
+            raise _unknown(kind, where, {*_SPLITTERS, "Split"})
+
+
+def _unknown(kind: str, where: str, known: Iterable[str]) -> DataError:
+    return DataError(
+        f"the rule {kind[:40]!r} is not supported: the text could not be given back",
+        where=where,
+        remedy=f"known are {', '.join(sorted(known))}",
+    )
+
+
+def _flat(rule: Any, key: str, where: str, depth: int = 0) -> list[Mapping[str, Any]]:
+    """Rules of a section in order, without the sequences that hold them."""
+    if rule is None and not depth:
+        return []
+    if not isinstance(rule, dict):
+        raise DataError("a rule is not an object", where=where)
+    if rule.get("type") != "Sequence":
+        return [rule]
+    parts = rule.get(key)
+    if not isinstance(parts, list) or depth == _DEPTH or len(parts) > _RULES:
+        raise DataError(f"a sequence needs up to {_RULES} rules under {key!r}, {_DEPTH} levels deep", where=where)
+    found = [one for part in parts for one in _flat(part, key, where, depth + 1)]
+    if len(found) > _RULES:
+        raise DataError(f"holds more than {_RULES} rules", where=where)
+    return found
+
+
+def _text(rule: Mapping[str, Any], key: str, where: str) -> str:
+    found = rule.get(key)
+    if not isinstance(found, str):
+        raise DataError(f"{key!r} is not text", where=where)
+    return found
+
+
+def _pattern(rule: Mapping[str, Any], where: str) -> tuple[str, bool]:
+    """What a rule looks for, and whether that is an expression."""
+    pattern = rule.get("pattern")
+    if isinstance(pattern, dict) and len(pattern) == 1:
+        ((kind, text),) = pattern.items()
+        if kind in ("String", "Regex") and isinstance(text, str) and 0 < len(text) <= EXPRESSION:
+            if kind == "Regex" and (problem := _problem(text)):
+                raise DataError(
+                    f"the expression {text[:80]!r} {problem}: its time could explode",
+                    where=where,
+                    remedy="use files whose expressions repeat plain letters and classes only",
+                )
+            return text, kind == "Regex"
+    raise DataError(f"a pattern is not a String or Regex of 1 to {EXPRESSION:,} characters", where=where)
+
+
+def _replacement(rule: Mapping[str, Any], where: str) -> int:
+    text, expression = _pattern(rule, where)
+    size = len(_text(rule, "content", where))
+    return max(1, size + 1 if expression else -(-size // len(text)))
+
+
+def _problem(expression: str) -> str | None:
+    """Why matching an expression could take time beyond any bound; None if it cannot.
+
+    Only what never branches inside, letters and classes and groups of these, may be repeated.
+    """
+    branching = [False]  # of every open group: whether it can match one text in several ways
+    repeats = [0]  # of every open group: parts of any length in its current alternative
+    within, item = 0, None  # depth in a class; whether the last item branches, None where there is none
+    place, quantified = 0, ""
+    while place < len(expression):
+        if not within and item is not None and (found := _QUANTIFIER.match(expression, place)):
+            place = found.end()
+            fixed = found[1] is not None and not found[2] and found[1] != ""
+            if quantified:
+                if quantified == "{" or found[0] not in ("?", "+"):
+                    if found[0] == "?":
+                        continue
+                    return "repeats a repetition"
+                continue
+            if item and found[0] != "?":
+                return "repeats what can match in several ways"
+            quantified = found[0][0]
+            branching[-1] |= not fixed
+            repeats[-1] += not fixed and found[0] != "?"
+            if repeats[-1] > REPEATS:
+                return f"has more than {REPEATS} parts of any length one after another"
+            continue
+        letter = _CLASS_OR_LETTER.match(expression, place)
+        assert letter is not None
+        text = letter[0]
+        place, quantified = letter.end(), ""
+        if text[0] == "\\" and len(text) > 1 and not within and text[1] in "123456789kgG":
+            return "refers to what it matched before"
+        if text.startswith("(?") and within:
+            place = letter.start() + 1
+            continue
+        if text == "[":
+            within += 1
+        elif text == "]" and within:
+            within -= 1
+        elif within:
+            continue
+        elif text.startswith("(") and not text.endswith(")"):
+            if text == "(" and expression[place : place + 1] in ("?", "*"):
+                return "has a group of an unknown kind"
+            branching.append(False)
+            repeats.append(0)
+            item = None
+            continue
+        elif text == ")":
+            if len(branching) == 1:
+                return "closes a group that is not open"
+            item = branching.pop()
+            branching[-1] |= item
+            repeats[-2:] = [repeats[-2] + repeats[-1]]
+            continue
+        elif text == "|":
+            branching[-1], repeats[-1], item = True, 0, None
+            continue
+        item = False
+    return None
