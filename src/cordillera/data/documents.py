@@ -90,7 +90,7 @@ def read_documents(
                 for row, line in _lines(path):
                     text = _utf8(line, path, row)
                     yield Document(text, str(path), row) if kind == "text" else _json(text, fields, path, row)
-        except (OSError, pa.ArrowInvalid) as error:
+        except (OSError, pa.ArrowException) as error:
             raise DataError(f"the file cannot be read ({error})", where=str(path)) from error
 
 

