@@ -7,7 +7,7 @@ is saved as JSON and Parquet with checksums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,15 @@ QUANTILES = 1024
 SAMPLE = 200_000
 """Rows from which quantiles are computed; all of them when there are fewer."""
 
-_FORMAT = 1
+WEIGHTS = (1e-30, 1e30)
+"""Smallest and largest sample weight besides 0: sums of them stay inside float32."""
+
+_FORMAT = 2
+
+_WHOLE = r"^(?:0|-?[1-9]\d*)$"
+_WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
+_BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,14 @@ class Place:
         """
         position = int(row) if self.kept is None else int(self.kept[row])
         return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
+
+    def of_rows(self, rows: np.ndarray) -> Place:
+        """The place of some of the rows.
+
+        Args:
+            rows: Their positions among the rows at hand, ``int64 [M]``.
+        """
+        return replace(self, kept=rows if self.kept is None else self.kept[rows])
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
@@ -269,6 +285,8 @@ def _first(mask: np.ndarray) -> int:
 
 def _numbers(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
     """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept, text that is no number is an error."""
+    if series.dtype in (pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
     if series.dtype == pl.String:
         trimmed = series.str.strip_chars()
         blank = trimmed.is_null() | (trimmed == "").fill_null(True)
@@ -319,33 +337,78 @@ def _dense(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np.n
             where=place.at(_first(blank), feature.name),
             remedy=f"fill it, or set missing = \"mean\" for dense feature '{feature.name}' in the schema",
         )
+    if feature.transform in ("none", "standardise"):
+        _refuse_large(values, values, feature.name, place)
     return values, blank
 
 
-def _text(series: pl.Series, name: str, place: Place) -> pl.Series:
-    """Ids as text, with blanks (null and empty) as null."""
+def _refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: Place) -> None:
+    """Refuse values whose results float32 does not hold."""
+    large = np.abs(results) > _LARGEST
+    if large.any():
+        row = _first(large)
+        raise DataError(
+            f"{values[row]:g} does not fit into 32 bits",
+            where=place.at(row, name),
+            remedy='correct the value, or use transform = "log" or "quantile"',
+        )
+
+
+def ids_of(
+    series: pl.Series, name: str, place: Place, rows: np.ndarray | None = None, *, whole: bool = False
+) -> pl.Series:
+    """A column of ids as text, with blanks (null and empty) as null.
+
+    Args:
+        series: Whole numbers, text, dates or truth values, ``N`` entries.
+        name: What errors call the column.
+        place: Where its rows stand, for errors.
+        rows: For entries of lists the row of each, ``int64 [N]``.
+        whole: Write text such as ``42.0`` as ``42``; columns of numbers are always written so.
+
+    Raises:
+        DataError: a number that is not whole or that its type does not hold exactly, or another type.
+    """
     dtype = series.dtype
     if dtype.is_float():
-        fraction = ((series != series.floor()) | ~series.is_finite()).fill_null(False).to_numpy()
-        if fraction.any():
-            row = _first(fraction)
+        values = series.fill_null(0.0).to_numpy()
+        exact = 2.0 ** (np.finfo(values.dtype).nmant + 1)
+        wrong = ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) > exact)
+        if wrong.any():
+            entry = _first(wrong)
+            large = np.isfinite(values[entry]) and abs(values[entry]) > exact
             raise DataError(
-                f"{series[row]!r} is not an id",
-                where=place.at(row, name),
-                remedy="ids are whole numbers or text; declare the column as dense, or leave blanks blank",
+                f"{float(values[entry])!r} is not an id" + (f": {dtype} does not hold its last digits" if large else ""),
+                where=place.at(entry if rows is None else rows[entry], name),
+                remedy="write ids as integers or text"
+                if large
+                else "ids are whole numbers or text; declare the column as dense, or leave blanks blank",
             )
-        series = series.cast(pl.Int64)
-    elif dtype.is_nested() or dtype == pl.Binary:
+        return series.cast(pl.Int64).cast(pl.String)
+    simple = (pl.String, pl.Boolean, pl.Null, pl.Categorical, pl.Enum, pl.Date, pl.Datetime, pl.Time)
+    if not (dtype.is_integer() or dtype.is_decimal() or dtype in simple):
         raise DataError(
             f"column '{name}' holds {dtype}, not one id a row",
             where=place.source,
             remedy="declare it as a list feature" if dtype == pl.List else "convert it to text or whole numbers",
         )
-    series = series.cast(pl.String)
-    return series.to_frame("x").select(pl.when(pl.col("x") != "").then(pl.col("x")).alias(series.name)).to_series()
+    text = series.cast(pl.String)
+    if dtype.is_decimal() or (whole and not dtype.is_integer()):
+        text = _without_point(text)
+    return text.to_frame("x").select(pl.when(pl.col("x") != "").then(pl.col("x")).alias(series.name)).to_series()
 
 
-def _flatten(series: pl.Series, feature: ListFeature, place: Place) -> tuple[pl.Series, np.ndarray]:
+def _without_point(text: pl.Series) -> pl.Series:
+    """Text in which whole numbers such as ``42.0`` are written as ``42``."""
+    # Most columns hold none, which the plain search tells quickly.
+    if not text.str.contains(".0", literal=True).any():
+        return text
+    return text.str.replace(_WHOLE_OR_POINT, "$1")
+
+
+def _flatten(
+    series: pl.Series, feature: ListFeature, place: Place, whole: bool = False
+) -> tuple[pl.Series, np.ndarray]:
     """A list column as its kept entries, row after row, and the number of them a row, ``int64 [N]``."""
     if series.dtype == pl.String:
         series = series.str.split(feature.separator)
@@ -363,15 +426,7 @@ def _flatten(series: pl.Series, feature: ListFeature, place: Place) -> tuple[pl.
     row = np.repeat(np.arange(len(series)), lengths)
     entries = series.filter(pl.Series(lengths > 0)).explode()
     # The place of an entry is that of its row.
-    if entries.dtype.is_float():
-        fraction = ((entries != entries.floor()) | ~entries.is_finite()).fill_null(False).to_numpy()
-        if fraction.any():
-            raise DataError(
-                f"{entries[_first(fraction)]!r} is not an id",
-                where=place.at(row[_first(fraction)], feature.name),
-                remedy="ids are whole numbers or text",
-            )
-    text = _text(entries, feature.name, place)
+    text = ids_of(entries, feature.name, place, row, whole=whole)
     keep = text.is_not_null().to_numpy()
     counts = np.bincount(row[keep], minlength=len(series)).astype(np.int64)
     ends = np.cumsum(counts)
@@ -396,12 +451,13 @@ def _labels(series: pl.Series, name: str, place: Place) -> np.ndarray:
 
 def _weights(series: pl.Series, name: str, place: Place) -> np.ndarray:
     values, blank = _numbers(series, name, place)
-    wrong = blank | ~np.isfinite(values) | (values < 0)
+    low, high = WEIGHTS
+    wrong = blank | ~((values == 0) | ((values >= low) & (values <= high)))
     if wrong.any():
         row = _first(wrong)
         shown = "blank" if blank[row] else f"{values[row]:g}"
         raise DataError(
-            f"a sample weight is {shown}, weights must be finite and at least 0",
+            f"a sample weight is {shown}, weights must be 0 or from {low:g} to {high:g}",
             where=place.at(row, name),
             remedy="give every row a weight, 1 for an ordinary one",
         )
@@ -417,26 +473,40 @@ def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
         place: Where its rows stand, for errors.
 
     Raises:
-        DataError: a blank, or a value that is no whole number.
+        DataError: a blank, or a value that is no whole number of 64 bits.
     """
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.dt.epoch("s")
+    if series.dtype in (pl.String, pl.Categorical, pl.Enum):
+        series = series.cast(pl.String).str.strip_chars()
+    # Float64 would lose the last digits of times in nanoseconds.
+    whole = series.cast(pl.Int64, strict=False) if series.dtype == pl.String or series.dtype.is_integer() else None
+    if whole is not None and whole.null_count() == 0:
+        return whole.to_numpy()
     values, blank = _numbers(series, name, place)
-    wrong = blank | ~np.isfinite(values) | (values != np.floor(values))
+    wrong = blank | ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) >= 2.0**63)
     if wrong.any():
         row = _first(wrong)
         raise DataError(
-            "a timestamp is blank" if blank[row] else f"{values[row]} is not a timestamp in whole seconds",
+            "a timestamp is blank" if blank[row] else f"{float(values[row])!r} is not a timestamp in whole seconds",
             where=place.at(row, name),
             remedy="give every row its time in seconds, or split by order or at random",
         )
-    return values.astype(np.int64)
+    times = values.astype(np.int64)
+    return times if whole is None else np.where(whole.is_null().to_numpy(), times, whole.fill_null(0).to_numpy())
 
 
-def _groups(series: pl.Series) -> np.ndarray:
-    if series.dtype.is_integer() and series.null_count() == 0:
-        return series.cast(pl.Int64).to_numpy()
-    return hash_strings(series.cast(pl.String).fill_null(""), "group").astype(np.int64)
+def _groups(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """Group numbers: integers as they are, anything else by a hash of its text; blanks are one group."""
+    blank = np.array(_BLANK_GROUP).astype(np.int64)
+    if series.dtype.is_integer():
+        # Numbers beyond 63 bits wrap, so that different groups stay different.
+        values = series.fill_null(0).to_numpy().astype(np.int64)
+        return np.where(series.is_null().to_numpy(), blank, values) if series.null_count() else values
+    text = ids_of(series, name, place, whole=True)
+    if series.dtype.is_float():
+        return np.where(text.is_null().to_numpy(), blank, text.cast(pl.Int64).fill_null(0).to_numpy())
+    return hash_strings(text.fill_null(""), "group").astype(np.int64)
 
 
 def _transformed(values: np.ndarray, transform: str) -> np.ndarray:
@@ -501,12 +571,18 @@ class _Counts:
     def total(self) -> pl.DataFrame:
         return pl.concat(self.parts).group_by("value").agg(pl.col("count").sum())
 
-    def vocabulary(self, min_count: int, limit: int | None) -> pl.Series:
+    def vocabulary(self, min_count: int, limit: int | None) -> tuple[pl.Series, bool]:
+        """The kept values by falling count, and whether all that were seen are whole numbers."""
         if not self.parts:
-            return pl.Series("value", [], dtype=pl.String)
-        often = self.total().filter(pl.col("count") >= min_count)
+            return pl.Series("value", [], dtype=pl.String), False
+        total = self.total()
+        plain = _without_point(total["value"])
+        whole = bool(plain.str.contains(_WHOLE).all())
+        if whole:
+            total = total.with_columns(plain).group_by("value").agg(pl.col("count").sum())
+        often = total.filter(pl.col("count") >= min_count)
         values = often.sort(["count", "value"], descending=[True, False])["value"]
-        return values if limit is None else values.head(max(limit - 1, 0))
+        return values if limit is None else values.head(max(limit - 1, 0)), whole
 
 
 class Encoder:
@@ -518,12 +594,20 @@ class Encoder:
         vocabularies: For each table with a vocabulary, its values; the value at position ``i`` has row ``i + 1``.
         dense_state: For each dense feature the numbers of its transform, and ``fill``, what a blank becomes.
         rows: Training rows that it was fitted on.
+        whole: Tables whose ids are whole numbers, by all training rows; text such as ``42.0`` is the id ``42`` there.
+            Tables without a vocabulary are among them.
     """
 
     def __init__(
-        self, schema: Schema, vocabularies: dict[str, pl.Series], dense_state: dict[str, dict[str, Any]], rows: int
+        self,
+        schema: Schema,
+        vocabularies: dict[str, pl.Series],
+        dense_state: dict[str, dict[str, Any]],
+        rows: int,
+        whole: Iterable[str],
     ) -> None:
         self.schema, self.vocabularies, self.dense_state, self.rows = schema, vocabularies, dense_state, rows
+        self.whole = frozenset(whole)
         tables: dict[str, int] = {}
         for feature in (*schema.categorical, *schema.lists):
             name = feature.table or feature.name
@@ -571,7 +655,7 @@ class Encoder:
                 dense[number.name].update(*_dense(_column(frame, number.name, place), number, place))
             for single in schema.categorical:
                 if single.encoding == "vocabulary":
-                    values = _text(_column(frame, single.name, place), single.name, place)
+                    values = ids_of(_column(frame, single.name, place), single.name, place)
                     counts.setdefault(single.table or single.name, _Counts()).update(values)
             for entries in schema.lists:
                 name = entries.table or entries.name
@@ -579,36 +663,36 @@ class Encoder:
                     flat, _ = _flatten(_column(frame, entries.name, place), entries, place)
                     counts.setdefault(name, _Counts()).update(flat)
             rows += len(frame)
-        vocabularies = {}
+        vocabularies, whole = {}, set()
         for feature in (*schema.categorical, *schema.lists):
             name = feature.table or feature.name
-            if feature.encoding == "vocabulary" and name not in vocabularies:
-                vocabularies[name] = counts.get(name, _Counts()).vocabulary(feature.min_count, feature.num_embeddings)
-        return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows)
+            if feature.encoding != "vocabulary":
+                whole.add(name)
+            elif name not in vocabularies:
+                seen = counts.get(name, _Counts())
+                vocabularies[name], numbers = seen.vocabulary(feature.min_count, feature.num_embeddings)
+                whole |= {name} if numbers else set()
+        return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)
 
     def encode(
         self,
         frame: pl.DataFrame,
         *,
-        where: str = "rows",
-        first_row: int = 1,
-        unit: str = "row",
+        where: str | Place = "rows",
         labels: bool = True,
     ) -> EncodedRows:
         """Encode rows.
 
         Args:
             frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
-            where: File or data set, for errors.
-            first_row: The number that people give to the frame's first row, for errors.
-            unit: What ``first_row`` counts: ``row`` or ``line``.
+            where: File or data set, or the place of the rows in it, for errors.
             labels: False to predict: labels and weights are not read, group and timestamp only if they are there.
 
         Raises:
             DataError: a missing column, a wrong type, a label outside {0, 1}, an infinite dense value, an id out of
-                range, a negative weight; with file, row, column and remedy.
+                range, a weight out of range; with file, row, column and remedy.
         """
-        place = Place(where, first_row, unit)
+        place = Place(where) if isinstance(where, str) else where
         schema, blanks = self.schema, {}
         dense = np.empty((len(frame), len(schema.dense)), dtype=np.float32)
         for index, number in enumerate(schema.dense):
@@ -621,7 +705,9 @@ class Encoder:
             ids[:, index], blanks[single.name] = self._rows(series, single, place)
         lists = []
         for feature in schema.lists:
-            flat, lengths = _flatten(_column(frame, feature.name, place), feature, place)
+            flat, lengths = _flatten(
+                _column(frame, feature.name, place), feature, place, (feature.table or feature.name) in self.whole
+            )
             blanks[feature.name] = int((lengths == 0).sum())
             entry_rows = np.repeat(np.arange(len(frame)), lengths)
             lists.append((self._rows(flat, feature, place, entry_rows)[0], offsets_of(lengths)))
@@ -633,10 +719,30 @@ class Encoder:
             if schema.weight is not None:
                 weights = _weights(_column(frame, schema.weight, place), schema.weight, place)
         if schema.group is not None and (labels or schema.group in frame.columns):
-            groups = _groups(_column(frame, schema.group, place))
+            groups = _groups(_column(frame, schema.group, place), schema.group, place)
         if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
             timestamps = timestamps_of(_column(frame, schema.timestamp, place), schema.timestamp, place)
         return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
+
+    def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
+        """Ids that share row 0 of a vocabulary, as they are blank or training did not keep them.
+
+        Args:
+            rows: Encoded rows.
+
+        Returns:
+            For each feature with a vocabulary the number of such ids, and of all; blank entries of lists are no ids.
+        """
+        found = {}
+        singles = [feature for feature in self.features.sparse if not feature.is_list]
+        for index, single in enumerate(singles):
+            if single.table in self.vocabularies:
+                found[single.name] = (int((rows.ids[:, index] == 0).sum()), len(rows))
+        lists = [feature for feature in self.features.sparse if feature.is_list]
+        for feature, (values, _) in zip(lists, rows.lists, strict=True):
+            if feature.table in self.vocabularies:
+                found[feature.name] = (int((values == 0).sum()), len(values))
+        return found
 
     def _dense_values(self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: Place) -> np.ndarray:
         state = self.dense_state[feature.name]
@@ -650,14 +756,7 @@ class Encoder:
             if feature.transform != "none":
                 result = (result - state["mean"]) / state["scale"]
         result = np.where(blank, state["fill"], result)
-        large = np.abs(result) > np.finfo(np.float32).max
-        if large.any():
-            row = _first(large)
-            raise DataError(
-                f"{values[row]:g} does not fit into 32 bits",
-                where=place.at(row, feature.name),
-                remedy='correct the value, or use transform = "log" or "quantile"',
-            )
+        _refuse_large(result, values, feature.name, place)
         return result
 
     def _rows(
@@ -667,7 +766,7 @@ class Encoder:
         table = feature.table or feature.name
         if feature.encoding == "identity":
             return self._identity(series, feature, place, entry_rows), 0
-        text = _text(series, feature.name, place)
+        text = ids_of(series, feature.name, place, entry_rows, whole=table in self.whole)
         if feature.encoding == "vocabulary":
             joined = text.to_frame("value").join(self._lookup[table], on="value", how="left", maintain_order="left")
             return joined["row"].fill_null(0).to_numpy(), text.null_count()
@@ -688,7 +787,7 @@ class Encoder:
         size = self.features.tables[feature.table or feature.name]
         remedy = f'ids must be whole numbers from 0 to {size - 1}; raise num_embeddings or use encoding = "vocabulary"'
         if not series.dtype.is_integer():
-            text = _text(series, feature.name, place).str.strip_chars()
+            text = _without_point(ids_of(series, feature.name, place, entry_rows).str.strip_chars())
             series = text.cast(pl.Int64, strict=False)
             wrong = (series.is_null() & text.is_not_null()).to_numpy()
             if wrong.any():
@@ -731,6 +830,7 @@ class Encoder:
             "rows": self.rows,
             "dense": self.dense_state,
             "tables": list(self.vocabularies),
+            "whole": sorted(self.whole),
             "vocabularies_sha256": checksum(path),
         }
         write_bytes(folder / "encoder.json", sealed(content))
@@ -744,7 +844,7 @@ class Encoder:
         """
         content = unsealed(folder / "encoder.json")
         path = folder / "vocabularies.parquet"
-        if content.get("format") != _FORMAT:
+        if content.get("format") not in (1, _FORMAT):
             raise DataError(f"encoder format {content.get('format')}, this version reads {_FORMAT}", where=str(folder))
         if not path.exists() or checksum(path) != content["vocabularies_sha256"]:
             raise DataError(
@@ -754,4 +854,8 @@ class Encoder:
             )
         frame = pl.read_parquet(path)
         vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}
-        return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"])
+        # Format 1 did not say which tables hold whole numbers.
+        whole = content["whole"] if "whole" in content else [
+            name for name, values in vocabularies.items() if len(values) and values.str.contains(_WHOLE).all()
+        ]
+        return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"], whole)

@@ -350,9 +350,7 @@ def predict(
         rows = 0
         with disk_errors(target), _Writer(temporary, target.suffix) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema):
-                encoded = encoder.encode(
-                    frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False
-                )
+                encoded = encoder.encode(frame, where=place, labels=False)
                 logits = []
                 for begin in range(0, len(encoded), batch_size):
                     part = np.arange(begin, min(begin + batch_size, len(encoded)))
