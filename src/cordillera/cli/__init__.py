@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 from cordillera.cli.app import app
-from cordillera.errors import CordilleraError, Interrupted
+from cordillera.errors import CordilleraError, Interrupted, printable
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
     """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
+    with_place = warnings.formatwarning
+
+    def for_people(message: Warning | str, category: type[Warning], *place: object) -> str:
+        if category is UserWarning:
+            return f"warning: {printable(message, lines=True)}\n"
+        return with_place(message, category, *place)  # type: ignore[arg-type]
+
+    warnings.formatwarning = for_people  # type: ignore[assignment]
     try:
         app(standalone_mode=True)
     except CordilleraError as error:

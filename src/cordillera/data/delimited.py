@@ -17,6 +17,7 @@ from cordillera.errors import DataError
 BLOCK_BYTES = 32 << 20
 """Size of the blocks that are parsed at a time, in bytes, and of the longest line."""
 
+_PIECE_BYTES = 1 << 17  # fits into a processor's second cache
 _BREAK, _QUOTE, _RETURN = b'\n"\r'
 _REMEDY = (
     "close the quotation mark in its line: a field cannot hold a line break, and a quotation mark inside a quoted "
@@ -183,16 +184,20 @@ class DelimitedFile:
 
     def _well_quoted(self, content: np.ndarray) -> bool:
         """Whether every quotation mark opens a field, closes one or stands doubled inside one."""
-        places = np.flatnonzero(content == _QUOTE)
-        if len(places) % 2:
-            return False
         before = np.zeros(256, dtype=bool)
         before[[_BREAK, _QUOTE, ord(self.separator)]] = True
         after = before.copy()
         after[_RETURN] = True
-        opening = places[2::2] if places[0] == 0 else places[::2]
-        # Every block ends in a line break, so there is a byte after each mark.
-        return bool(before[content[opening - 1]].all() and after[content[places[1::2] + 1]].all())
+        inside = 0
+        for start in range(0, len(content), _PIECE_BYTES):
+            places = np.flatnonzero(content[start : start + _PIECE_BYTES] == _QUOTE) + start
+            opening, closing = places[inside::2], places[1 - inside :: 2]
+            inside = (inside + len(places)) % 2
+            opening = opening[1:] if len(opening) and opening[0] == 0 else opening
+            # Every block ends in a line break, so a byte follows each mark.
+            if not (before.take(content.take(opening - 1)).all() and after.take(content.take(closing + 1)).all()):
+                return False
+        return not inside
 
     def _examine(self, content: bytes, line: int) -> None:
         """Raise the error of the first wrong line, if there is one."""
