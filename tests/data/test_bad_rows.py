@@ -332,3 +332,83 @@ def test_parquet_files_that_are_damaged_give_their_rows_or_one_error(
         found = survives(lambda: pl.concat([frame for frame, _ in log.chunks()]), f"input {number}")  # noqa: B023
         if isinstance(found, pl.DataFrame):
             assert len(found) == len(expected), number
+
+
+def _any_column(rng: random.Random, rows: int) -> pa.Array:
+    """A column of a random type with random values, extreme ones among them."""
+    floats = [0.0, 1.0, 42.0, 1.5, -0.0, 1e30, 1e300, float("inf"), float("nan"), 2.0**53, 5e-324]
+    integers = [0, 1, 2, 5, 127]
+    texts = ["", "a", "0", "1", "42.0", "nan", "inf", "1e39", " 7 ", "\0", "é|ü", "-1", "9" * 30, "True"]
+    few = rng.random() < 0.5
+    draw: dict[pa.DataType, Callable[[], object]] = {
+        pa.int8(): lambda: rng.choice(integers),
+        pa.uint64(): lambda: rng.choice([*integers, 2**64 - 1, 2**63]),
+        pa.int64(): lambda: rng.choice([*integers, -(2**63), 2**63 - 1]),
+        pa.float16(): lambda: np.float16(rng.choice([0.0, 1.0, 2048.0, float("nan")])),
+        pa.float32(): lambda: rng.choice([0.0, 1.0, 3e38, float("inf")]),
+        pa.float64(): lambda: rng.choice(floats[:2] if few else floats),
+        pa.string(): lambda: rng.choice(texts[2:4] if few else texts),
+        pa.large_string(): lambda: rng.choice(texts),
+        pa.binary(): lambda: rng.randbytes(3),
+        pa.bool_(): lambda: rng.random() < 0.5,
+        pa.date32(): lambda: rng.randrange(20_000),
+        pa.timestamp("ns", "Europe/Paris"): lambda: rng.randrange(10**18),
+        pa.timestamp("us", "Nowhere/Land"): lambda: rng.randrange(10**15),
+        pa.timestamp("ms"): lambda: rng.randrange(-(10**15), 10**15),
+        pa.time64("us"): lambda: rng.randrange(10**9),
+        pa.duration("s"): lambda: rng.randrange(10**9),
+        pa.decimal128(38, 10): lambda: Decimal(rng.choice([0, 1, 10**27])),
+        pa.decimal256(60, 2): lambda: Decimal(1),
+        pa.null(): lambda: None,
+        pa.list_(pa.int32()): lambda: [1] * rng.randrange(3),
+        pa.list_(pa.float64()): lambda: [rng.choice(floats)] * rng.randrange(3),
+        pa.list_(pa.list_(pa.string())): lambda: [["a"]],
+        pa.list_(pa.string(), 2): lambda: ["a", None],
+        pa.large_list(pa.string()): lambda: [rng.choice(texts), None],
+        pa.list_(pa.null()): list,
+        pa.struct([("a", pa.int8())]): lambda: {"a": 1},
+        pa.map_(pa.string(), pa.int8()): lambda: [("a", 1)],
+        pa.dictionary(pa.int8(), pa.string()): lambda: rng.choice(["0", "1", "x"]),
+    }
+    kind = rng.choice(list(draw))
+    blanks = rng.choice([0.0, 0.0, 0.1, 1.0])
+    return pa.array([None if rng.random() < blanks else draw[kind]() for _ in range(rows)], kind)
+
+
+@pytest.mark.filterwarnings("ignore:.*tells nothing")
+def test_columns_of_any_type_are_read_whole_or_refused(
+    tmp_path: Path, fuzz_inputs: Callable[[int], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    schema = Schema(
+        dense=(DenseFeature(name="x", transform="standardise"), DenseFeature(name="z", transform="quantile")),
+        categorical=(
+            CategoricalFeature(name="user"),
+            CategoricalFeature(name="shop", encoding="hash", num_embeddings=9),
+            CategoricalFeature(name="place", encoding="identity", num_embeddings=9),
+        ),
+        lists=(ListFeature(name="tags"), ListFeature(name="seen", table="user")),
+        labels=("click",),
+        weight="weight",
+        timestamp="time",
+        group="group",
+    )
+    rng, rows, kept = random.Random(2), 40, 0
+    good = {
+        **{name: pa.array(np.arange(rows) % 5) for name in ("x", "z", "user", "shop", "place", "group")},
+        **{name: pa.array([["a"], ["b", "c"]] * (rows // 2)) for name in ("tags", "seen")},
+        "click": pa.array(np.arange(rows) % 2),
+        "time": pa.array(np.arange(rows)),
+        "weight": pa.array(np.ones(rows)),
+    }
+    for number in range(fuzz_inputs(60)):
+        names = rng.sample(list(good), rng.randint(1, 2))
+        columns = {**good, **{name: _any_column(rng, rows) for name in names}}
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table(columns), path)
+        setting = config(path, schema, tmp_path, split=rng.choice(["time", "random"]), unordered="sort")
+        what = f"input {number}: {[(name, columns[name].type) for name in names]}"
+        found = survives(lambda: sum(prepare(setting, progress=False).facts["rows"].values()), what)  # noqa: B023
+        kept += found == rows
+        assert found == rows or isinstance(found, DataError), what
+    assert kept > number // 10
+    assert "panicked" not in capfd.readouterr().err

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet
+from polars.exceptions import PolarsError
 
 from cordillera.data.delimited import DelimitedFile
 from cordillera.data.encoding import Place, ids_of, timestamps_of
@@ -21,6 +22,8 @@ from cordillera.errors import DataError
 
 CHUNK_ROWS = 262_144
 """Rows of a Parquet or in-memory chunk."""
+
+_DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, MemoryError, PolarsError)
 
 Format = Literal["csv", "tsv", "parquet"]
 Chunk = tuple[pl.DataFrame, Place]
@@ -157,15 +160,15 @@ class FileLog:
             with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
                 columns = self._parquet_columns(path, file.schema_arrow, wanted)
                 for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
-                    batch = batch.select(columns)
-                    # Texts that are not UTF-8 and offsets out of range end the process where nobody checks them.
+                    # Metadata and texts that are not UTF-8, and offsets out of range, would end the process.
+                    batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
                     batch.validate(full=True)
                     frame = pl.from_arrow(batch)
                     assert isinstance(frame, pl.DataFrame)
                     yield frame, Place(str(path), row)
                     row += len(frame)
                 rows = file.metadata.num_rows
-        except (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
+        except _DAMAGE as error:
             if row == 1:
                 raise DataError(
                     f"this is not a whole Parquet file ({error})", where=str(path), remedy="write it again"
@@ -187,6 +190,8 @@ class FileLog:
             raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=str(path))
         self._missing(path, wanted or (), names)
         kinds = {name: schema.field(name).type for name in names}
+        # Raises UnicodeDecodeError for names inside of types that are not UTF-8.
+        str(kinds)
         needed = wanted if wanted is not None else [*self.schema.columns, *self.schema.ids]
         for name in needed:
             if name in kinds and not _is_readable(kinds[name]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from polars.exceptions import PolarsError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -539,7 +541,14 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
             if left == 0:
                 return
     if held:
-        joined = pl.concat(held, how="vertical_relaxed")
+        try:
+            joined = pl.concat(held, how="vertical_relaxed")
+        except PolarsError as error:
+            raise DataError(
+                f"the files of the log hold a column in several types ({error})",
+                where=config.label,
+                remedy="write the column in one type",
+            ) from error
         times = timestamps_of(joined[splitter.column], splitter.column, Place(config.label))
         joined = joined[np.argsort(times, kind="stable")]
         yield joined if rows is None else joined.head(rows)
@@ -565,14 +574,23 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
         raise DataError(f"cannot write '{kind}' files", where=str(path), remedy="end the name in .csv or .parquet")
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     writer: Any = None
+    table: pa.Table | None = None
     count = 0
     try:
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         for frame in raw_rows(config, split, rows):
             if kind == ".csv":
-                frame = _with_joined_lists(frame, open_schema(config))
-            table = frame.to_arrow()
+                frame = _with_joined_lists(frame, open_schema(config), config)
+            try:
+                # Files of one log may hold a column in several types; the first decides.
+                table = frame.to_arrow() if table is None else frame.to_arrow().cast(table.schema)
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"the files of the log hold a column in several types ({error})",
+                    where=config.label,
+                    remedy="write the column in one type",
+                ) from error
             with disk_errors(path):
                 if writer is None:
                     make = pa.csv.CSVWriter if kind == ".csv" else pa.parquet.ParquetWriter
@@ -586,7 +604,8 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
             os.replace(beside, path)
     finally:
         if writer is not None:
-            writer.close()
+            with contextlib.suppress(OSError):
+                writer.close()
         beside.unlink(missing_ok=True)
     return count
 
@@ -605,8 +624,17 @@ def open_schema(config: DataConfig) -> Schema:
     return made[config.dataset]()
 
 
-def _with_joined_lists(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
+def _with_joined_lists(frame: pl.DataFrame, schema: Schema, config: DataConfig) -> pl.DataFrame:
     lists = [f for f in schema.lists if isinstance(frame.schema[f.name], pl.List)]
+    for feature in lists:
+        entries = frame[feature.name].explode().drop_nulls().cast(pl.String)
+        held = entries.filter(entries.str.contains(feature.separator, literal=True))
+        if len(held):
+            raise DataError(
+                f"an entry of list '{feature.name}' holds the separator: {held[0]!r}",
+                where=config.label,
+                remedy="export to a .parquet file, or choose another separator in the schema",
+            )
     return frame.with_columns(pl.col(f.name).cast(pl.List(pl.String)).list.join(f.separator) for f in lists)
 
 

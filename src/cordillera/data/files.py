@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -30,24 +31,40 @@ def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
     """Files of a path, a folder (its files by name) or several of them, in order; ``~`` is the home folder.
 
     Raises:
-        DataError: a folder holds no files, or a pattern finds none.
+        DataError: a folder holds no files, or folders, which would be left out; a pattern finds none; a path cannot be
+            one.
     """
     files: list[Path] = []
     for name in [path] if isinstance(path, str) else path:
-        place = Path(name).expanduser()
-        if place.is_dir():
-            inside = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith((".", "_")))
-            if not inside:
-                raise DataError("the folder holds no files", where=str(place))
-            files += inside
-        elif any(mark in name for mark in "*?[") and not place.exists():
-            found = sorted(place.parent.glob(place.name))
-            if not found:
-                raise DataError("no file fits the pattern", where=str(place))
-            files += found
-        else:
-            files.append(place)
+        try:
+            files += _expand(name)
+        except (OSError, ValueError, RuntimeError) as error:  # null bytes, absent homes, folders that are closed
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"cannot be read ({reason})", where=name) from error
     return tuple(Path(os.path.abspath(file)) for file in files)
+
+
+def _expand(name: str) -> list[Path]:
+    place = Path(name).expanduser()
+    if place.is_dir():
+        seen = sorted(entry for entry in place.iterdir() if not entry.name.startswith((".", "_")))
+        inner = next((entry for entry in seen if entry.is_dir()), None)
+        if inner is not None:
+            raise DataError(
+                f"the folder holds the folder '{inner.name}', whose files would be left out",
+                where=str(place),
+                remedy=f"name the files by a pattern such as {place}/*.csv or {place}/*/*.parquet",
+            )
+        inside = [entry for entry in seen if entry.is_file()]
+        if not inside:
+            raise DataError("the folder holds no files", where=str(place))
+        return inside
+    if any(mark in name for mark in "*?[") and not place.exists():
+        found = sorted(Path(one) for one in glob.glob(str(place)))
+        if not found:
+            raise DataError("no file fits the pattern", where=str(place))
+        return found
+    return [place]
 
 
 def checksum(path: Path) -> str:
