@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -21,13 +18,13 @@ import pytest
 
 from cordillera.data.cache import SPLITS, open_splits
 from cordillera.data.click_logs import FileLog
-from cordillera.data.datasets import DataConfig, prepare, raw_rows, read_rows
-from cordillera.data.encoding import Encoder, Place
+from cordillera.data.datasets import prepare, raw_rows, read_rows
+from cordillera.data.encoding import Encoder
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.errors import DataError
 from tests.fuzzing import damaged, flips, survives
 
-from .conftest import config, make_frame, write
+from .conftest import config, write
 
 SMALL = Schema(
     dense=(DenseFeature(name="x", transform="standardise"),),
@@ -196,7 +193,9 @@ def test_ids_mean_the_same_with_and_without_a_point(tmp_path: Path, encoding: st
     ids = ["0", "7", "42", "40", "99"]
     other = [f"{one}.0" for one in ids]
     both = [pl.DataFrame({"user": one, "seen": ["|".join(one)] * 5, "click": [0, 1, 0, 1, 0]}) for one in (ids, other)]
-    numbers = both[0].with_columns(pl.col("user").cast(pl.Float64), pl.Series("seen", [[0.0, 7.0, 42.0, 40.0, 99.0]] * 5))
+    numbers = both[0].with_columns(
+        pl.col("user").cast(pl.Float64), pl.Series("seen", [[0.0, 7.0, 42.0, 40.0, 99.0]] * 5)
+    )
     Encoder.fit(schema, [both[trained == "42.0"]]).save(tmp_path)
     encoder = Encoder.load(tmp_path)
     rows = [encoder.encode(frame, labels=False) for frame in (*both, numbers)]

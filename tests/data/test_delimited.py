@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import polars as pl
 import pytest
 
 from cordillera.data import delimited
@@ -16,7 +14,23 @@ from cordillera.data.delimited import DelimitedFile
 from cordillera.errors import DataError
 from tests.fuzzing import damaged, survives
 
-WORDS = [b'"', b'""', b",", b"\t", b"\n", b"\r\n", b"\r", b"\0", b"\xff", b'","', b'"\n"', b"\n\n", b"nan", b"1e39", b"\xef\xbb\xbf"]
+WORDS = [
+    b'"',
+    b'""',
+    b",",
+    b"\t",
+    b"\n",
+    b"\r\n",
+    b"\r",
+    b"\0",
+    b"\xff",
+    b'","',
+    b'"\n"',
+    b"\n\n",
+    b"nan",
+    b"1e39",
+    b"\xef\xbb\xbf",
+]
 
 
 def reference(content: bytes, separator: str, quoted: bool, names: list[str] | None) -> list[list[str]] | None:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.encoding import Encoder, Place, hash_strings
+from cordillera.data.columns import Place, hash_strings
+from cordillera.data.encoding import Encoder
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.errors import DataError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 from cordillera.cli.app import app
 from cordillera.errors import CordilleraError, Interrupted, printable
@@ -12,16 +13,19 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 __all__ = ["app", "main"]
 
 
+_with_place = warnings.formatwarning
+
+
+def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    """A warning on standard error: those meant for people without the place in the code that gave it."""
+    if category is UserWarning:
+        return f"warning: {printable(message, lines=True)}\n"
+    return _with_place(message, category, *place)
+
+
 def main() -> None:
     """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
-    with_place = warnings.formatwarning
-
-    def for_people(message: Warning | str, category: type[Warning], *place: object) -> str:
-        if category is UserWarning:
-            return f"warning: {printable(message, lines=True)}\n"
-        return with_place(message, category, *place)  # type: ignore[arg-type]
-
-    warnings.formatwarning = for_people  # type: ignore[assignment]
+    warnings.formatwarning = _formatted  # type: ignore[assignment]
     try:
         app(standalone_mode=True)
     except CordilleraError as error:

@@ -357,9 +357,9 @@ class Splits:
         encoder: Turns further rows of the same kind into batches.
         folder: Where it is.
         facts: What is known of it: ``name``, ``source``, ``terms``, ``warnings``, ``positives`` (rate by split and
-            task), ``blanks`` (rate by column), ``unseen`` (rate of row 0 by split and feature, of a list among its entries), ``times`` (first and
-            last by split); of synthetic data ``bayes_ne``, the normalised entropy of the true probabilities on the
-            test split.
+            task), ``blanks`` (rate by column), ``unseen`` (rate of row 0 by split and feature; of lists among their
+            entries), ``times`` (first and last by split); of synthetic data ``bayes_ne``, the normalised entropy of the
+            true probabilities on the test split.
     """
 
     train: ClickDataset

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet
 from polars.exceptions import PolarsError
 
+from cordillera.data.columns import Place, ids_of, timestamps_of
 from cordillera.data.delimited import DelimitedFile
-from cordillera.data.encoding import Place, ids_of, timestamps_of
 from cordillera.data.features import CategoricalFeature, DenseFeature, Schema
 from cordillera.errors import DataError
 
@@ -204,9 +204,7 @@ class FileLog:
 
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
         # Published logs without a header hold raw text, in which a quotation mark means itself.
-        file = DelimitedFile(
-            path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header
-        )
+        file = DelimitedFile(path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header)
         self._missing(path, wanted or (), file.names)
         yield from file.frames(wanted)
 

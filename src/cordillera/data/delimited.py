@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 
-from cordillera.data.encoding import Place
+from cordillera.data.columns import Place
 from cordillera.errors import DataError
 
 BLOCK_BYTES = 32 << 20

@@ -203,7 +203,8 @@ def unsealed(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise DataError("the file is missing", where=str(path), remedy=remedy)
     outer = read_json_object(path, remedy=remedy)
-    content, expected = outer.get("content"), outer.get("sha256")
-    if hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
+    content: dict[str, Any] | None = outer.get("content")
+    expected = outer.get("sha256")
+    if content is None or hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
         raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=remedy)
     return content
