@@ -12,7 +12,8 @@ import torch
 
 from cordillera.data import click_logs
 from cordillera.data.cache import SPLITS, ClickDataset, open_splits
-from cordillera.data.datasets import DataConfig, configure, export, prepare, raw_rows, read_rows
+from cordillera.data.datasets import DataConfig, configure, prepare, raw_rows, read_rows
+from cordillera.data.exports import export
 from cordillera.data.features import RankingBatch, Schema
 from cordillera.errors import DataError
 

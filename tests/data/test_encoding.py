@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.encoding import Encoder, hash_strings
+from cordillera.data.columns import Place, hash_strings
+from cordillera.data.encoding import Encoder
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.errors import DataError
 
@@ -150,8 +151,8 @@ FAULTS = [
     ("price", math.inf, "infinite"),
     ("price", math.nan, "NaN"),
     ("price", "cheap", "'cheap' is not a number"),
-    ("weight", -0.5, "weights must be finite and at least 0"),
-    ("weight", math.nan, "weights must be finite"),
+    ("weight", -0.5, "weights must be 0 or from"),
+    ("weight", math.nan, "weights must be 0 or from"),
     ("time", None, "timestamp is blank"),
     ("time", 1.5, "not a timestamp"),
     ("place", -1, "id -1 is outside the table of 7 rows"),
@@ -175,7 +176,7 @@ def test_a_bad_value_is_named_with_file_line_column_and_remedy(
         pl.Series(column, values, strict=False) if not isinstance(value, str) else _text(column, values)
     )
     with pytest.raises(DataError, match=message) as caught:
-        encoder.encode(broken, where="clicks.csv", first_row=2, unit="line")
+        encoder.encode(broken, where=Place("clicks.csv", 2, "line"))
     assert f"clicks.csv, line 43, column '{column}'" in str(caught.value)
     assert caught.value.remedy
 

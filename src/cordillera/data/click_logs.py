@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +12,18 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet
+from polars.exceptions import PolarsError
 
-from cordillera.data.encoding import Place, timestamps_of
+from cordillera.data.columns import Place, ids_of, timestamps_of
+from cordillera.data.delimited import DelimitedFile
 from cordillera.data.features import CategoricalFeature, DenseFeature, Schema
 from cordillera.errors import DataError
 
 CHUNK_ROWS = 262_144
 """Rows of a Parquet or in-memory chunk."""
 
-_BLOCK_BYTES = 32 << 20
+_DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, MemoryError, PolarsError)
 
 Format = Literal["csv", "tsv", "parquet"]
 Chunk = tuple[pl.DataFrame, Place]
@@ -76,8 +77,7 @@ class FrameLog:
 class FileLog:
     """Rows in files, read as a stream.
 
-    Text is read as text and converted where the schema asks for numbers, so that every fault can name its line. Files
-    that end in ``.gz`` or ``.zst`` are read through decompression.
+    Text is read as text and converted where the schema asks for numbers, so that every fault can name its line.
 
     Attributes:
         schema: Which column is what.
@@ -99,9 +99,17 @@ class FileLog:
         if not self.paths:
             raise DataError("no file was given", where="data.path")
         for path in self.paths:
-            if not path.is_file():
+            try:
+                size = None
+                if path.is_file():
+                    with open(path, "rb") as file:
+                        size = file.seek(0, os.SEEK_END)
+            except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+                reason = getattr(error, "strerror", None) or error
+                raise DataError(f"cannot be read ({reason})", where=str(path), remedy="correct data.path") from error
+            if size is None:
                 raise DataError("there is no such file", where=str(path), remedy="correct data.path")
-            if path.stat().st_size == 0:
+            if size == 0:
                 raise DataError("the file is empty", where=str(path), remedy="give a file that holds rows")
 
     def fingerprint(self) -> str:
@@ -120,7 +128,8 @@ class FileLog:
         """Frames in the order of the files.
 
         Raises:
-            DataError: a file is not of the format, a row has too many or too few fields, a column is missing.
+            DataError: a file is not of the format, a row has too many or too few fields, a field is not closed in its
+                line, a column is missing or of a type that cannot be read.
         """
         # What prepare makes of other columns is not known here, so with it every column is read.
         wanted = None if self.prepare is not None or columns is None else list(columns)
@@ -146,95 +155,83 @@ class FileLog:
             )
 
     def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
-        try:
-            file = pyarrow.parquet.ParquetFile(path)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"this is not a whole Parquet file ({error})", where=str(path)) from error
-        self._missing(path, wanted or (), file.schema_arrow.names)
         row = 1
         try:
-            for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
-                frame = pl.from_arrow(batch)
-                assert isinstance(frame, pl.DataFrame)
-                yield frame, Place(str(path), row)
-                row += len(frame)
-        except (pa.ArrowException, OSError) as error:
+            with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+                columns = self._parquet_columns(path, file.schema_arrow, wanted)
+                for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
+                    # Metadata and texts that are not UTF-8, and offsets out of range, would end the process.
+                    batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
+                    batch.validate(full=True)
+                    frame = pl.from_arrow(batch)
+                    assert isinstance(frame, pl.DataFrame)
+                    yield frame, Place(str(path), row)
+                    row += len(frame)
+                rows = file.metadata.num_rows
+        except _DAMAGE as error:
+            if row == 1:
+                raise DataError(
+                    f"this is not a whole Parquet file ({error})", where=str(path), remedy="write it again"
+                ) from error
             raise DataError(
                 f"the Parquet file is damaged after row {row - 1} ({error})", where=str(path), remedy="write it again"
             ) from error
+        if row - 1 != rows:
+            raise DataError(
+                f"the Parquet file holds {row - 1} rows, its own count is {rows}",
+                where=str(path),
+                remedy="write it again",
+            )
+
+    def _parquet_columns(self, path: Path, schema: pa.Schema, wanted: list[str] | None) -> list[str]:
+        names: list[str] = schema.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=str(path))
+        self._missing(path, wanted or (), names)
+        kinds = {name: schema.field(name).type for name in names}
+        # Raises UnicodeDecodeError for names inside of types that are not UTF-8.
+        str(kinds)
+        needed = wanted if wanted is not None else [*self.schema.columns, *self.schema.ids]
+        for name in needed:
+            if name in kinds and not _is_readable(kinds[name]):
+                raise DataError(
+                    f"column '{name}' holds {kinds[name]}, which cannot be read",
+                    where=str(path),
+                    remedy="convert it to numbers of at most 64 bits, text, dates, or lists of these",
+                )
+        return wanted if wanted is not None else [name for name in names if _is_readable(kinds[name])]
 
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
-        first = 1 if self.header else 2
         # Published logs without a header hold raw text, in which a quotation mark means itself.
-        quote: str | Literal[False] = False if self.header else '"'
-        try:
-            names = list(self.header) if self.header else self._names(path, quote)
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise DataError(f"columns must differ, these stand twice: {twice}", where=f"{path}, line 1")
-            self._missing(path, wanted or (), names)
-            reader = pyarrow.csv.open_csv(
-                path,
-                # One thread, or ragged rows would not know their line.
-                read_options=pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=_BLOCK_BYTES, column_names=names, skip_rows=first - 1
-                ),
-                parse_options=self._parse_options(quote),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=dict.fromkeys(names, pa.string()),
-                    include_columns=wanted or [],
-                    null_values=[""],
-                    strings_can_be_null=True,
-                    quoted_strings_can_be_null=True,
-                ),
-            )
-            line = first
-            for batch in reader:
-                frame = pl.from_arrow(batch)
-                assert isinstance(frame, pl.DataFrame)
-                yield frame, Place(str(path), line, "line")
-                line += len(frame)
-        except (pa.ArrowException, OSError, EOFError) as error:
-            raise self._fault(path, str(error)) from error
+        file = DelimitedFile(path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header)
+        self._missing(path, wanted or (), file.names)
+        yield from file.frames(wanted)
 
-    def _parse_options(self, quote: str | Literal[False]) -> pyarrow.csv.ParseOptions:
-        return pyarrow.csv.ParseOptions(
-            delimiter="\t" if self.format == "tsv" else ",",
-            quote_char=quote,
-            double_quote=bool(quote),
-            newlines_in_values=False,
-            ignore_empty_lines=True,
-        )
 
-    def _names(self, path: Path, quote: str | Literal[False]) -> list[str]:
-        with pa.input_stream(str(path), compression="detect") as stream:
-            start = b""
-            while b"\n" not in start and (block := stream.read(1 << 16)):
-                start += block
-        line = start.split(b"\n", 1)[0].rstrip(b"\r") + b"\n"
-        most = line.count(b"\t") + line.count(b",") + 1
-        table = pyarrow.csv.read_csv(
-            pa.BufferReader(line),
-            read_options=pyarrow.csv.ReadOptions(autogenerate_column_names=True),
-            parse_options=self._parse_options(quote),
-            convert_options=pyarrow.csv.ConvertOptions(
-                null_values=[], column_types={f"f{index}": pa.string() for index in range(most)}
-            ),
-        )
-        return [str(column[0].as_py()).lstrip("\ufeff") for column in table.columns]
-
-    def _fault(self, path: Path, message: str) -> DataError:
-        ragged = re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", message)
-        if ragged:
-            row, expected, got = ragged.groups()
-            return DataError(
-                f"the row has {got} fields, {expected} are expected",
-                where=f"{path}, line {row}",
-                remedy="correct the line; a field that holds the separator must stand in quotation marks",
-            )
-        if "UTF8" in message or "utf8" in message.lower():
-            return DataError("the text is not UTF-8", where=str(path), remedy="convert the file to UTF-8")
-        return DataError(f"the file cannot be read as {self.format.upper()} ({message})", where=str(path))
+def _is_readable(kind: pa.DataType) -> bool:
+    """Whether a type of Arrow becomes a column of numbers, text, dates or lists of these."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _is_readable(kind.value_type)
+    if pa.types.is_dictionary(kind):
+        return _is_readable(kind.value_type) and not pa.types.is_nested(kind.value_type)
+    if pa.types.is_decimal(kind):
+        return bool(kind.bit_width <= 128)
+    simple = (
+        pa.types.is_boolean,
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_fixed_size_binary,
+        pa.types.is_date,
+        pa.types.is_timestamp,
+        pa.types.is_time,
+        pa.types.is_null,
+    )
+    return any(fits(kind) for fits in simple)
 
 
 def guess_format(path: Path) -> Format:
@@ -323,7 +320,7 @@ def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
     """
     if "hour" not in frame.columns:
         raise DataError(f"column 'hour' is missing; there are {frame.columns}", where=place.source)
-    hour = frame["hour"].cast(pl.String)
+    hour = ids_of(frame["hour"], "hour", place)
     time = (hour + "00").str.to_datetime("%y%m%d%H%M", strict=False, time_unit="us")
     wrong = time.is_null().to_numpy()
     if wrong.any():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from polars.exceptions import PolarsError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -36,9 +35,10 @@ from cordillera.data.click_logs import (
     guess_format,
     log_times,
 )
-from cordillera.data.encoding import Encoder, Place, splitmix64, timestamps_of
+from cordillera.data.columns import Place, splitmix64, timestamps_of
+from cordillera.data.encoding import Encoder
 from cordillera.data.features import Schema
-from cordillera.data.files import cache_folder, disk_errors, expand_paths, folder_beside
+from cordillera.data.files import cache_folder, expand_paths, folder_beside
 from cordillera.data.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
 
@@ -77,7 +77,7 @@ class DataConfig(BaseModel):
     schema_: Schema | None = Field(None, alias="schema")
     split: Split | None = None
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    split_seed: int = Field(0, ge=0)
+    split_seed: int = Field(0, ge=0, lt=2**64)
     unordered: Literal["refuse", "sort"] = "refuse"
     tasks: tuple[str, ...] | None = None
     batch_size: int = Field(1024, ge=1)
@@ -95,7 +95,7 @@ class DataConfig(BaseModel):
     @field_validator("fractions")
     @classmethod
     def _fractions_add_up(cls, value: tuple[float, float, float]) -> tuple[float, float, float]:
-        if min(value) < 0 or value[0] <= 0 or abs(sum(value) - 1) > 1e-9:
+        if not (min(value) >= 0 and value[0] > 0 and abs(sum(value) - 1) <= 1e-9):
             raise ValueError(f"fractions must be at least 0, of training more than 0, and add up to 1, got {value}")
         return value
 
@@ -230,7 +230,7 @@ class _Splitter:
     def __init__(self, config: DataConfig, log: ClickLog) -> None:
         self.config, self.kind = config, _split_kind(config, log.schema)
         self.position = 0
-        self.bounds: tuple[float, float] = (0.0, 0.0)
+        self.bounds: tuple[int, int] = (0, 0)
         self.column = log.schema.timestamp or ""
         if self.kind == "time":
             if log.schema.timestamp is None:
@@ -246,7 +246,7 @@ class _Splitter:
             train, validation, _ = config.fractions
             self.bounds = (round(train * rows), round((train + validation) * rows))
 
-    def _times(self, log: ClickLog) -> tuple[float, float]:
+    def _times(self, log: ClickLog) -> tuple[int, int]:
         parts: list[pl.DataFrame] = []
         latest = None
         for times, place in log_times(log):
@@ -272,10 +272,10 @@ class _Splitter:
         train, validation, _ = self.config.fractions
         stamps = total["time"].to_numpy()
 
-        def bound(share: float) -> float:
+        def bound(share: float) -> int:
             # The first timestamp that is no longer inside: whole seconds, as near to the share as they come.
             inside = int(np.argmin(np.abs(np.concatenate([[0], ends]) - share * ends[-1])))
-            return float(stamps[inside]) if inside < len(stamps) else float("inf")
+            return int(stamps[inside]) if inside < len(stamps) else int(stamps[-1]) + 1
 
         return bound(train), bound(train + validation) if validation else bound(train)
 
@@ -295,7 +295,9 @@ class _Splitter:
             keys = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
             train, validation, _ = self.config.fractions
             return (keys >= train).astype(np.int8) + (keys >= train + validation) * (validation + train < 1)
-        return (keys >= self.bounds[0]).astype(np.int8) + (keys >= self.bounds[1]).astype(np.int8)
+        # Only the last of all 64-bit integers has no successor, and then no row lies beyond the bound.
+        splits = [keys >= bound if bound < 2**63 else np.zeros(len(keys), dtype=bool) for bound in self.bounds]
+        return splits[0].astype(np.int8) + splits[1].astype(np.int8)
 
     def of(self, frame: pl.DataFrame, place: Place) -> np.ndarray:
         """The same, reading the timestamps from the frame."""
@@ -307,9 +309,9 @@ class _Splitter:
         self.position = 0
 
 
-def _key(config: DataConfig, log: ClickLog) -> str:
+def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
     choices = {
-        "format": FORMAT,
+        "format": format,
         "log": log.fingerprint(),
         "schema": log.schema.model_dump(mode="json"),
         "split": _split_kind(config, log.schema),
@@ -320,7 +322,7 @@ def _key(config: DataConfig, log: ClickLog) -> str:
     return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def prepare(config: DataConfig, *, progress: bool = True, verify: bool | None = None) -> Splits:
+def prepare(config: DataConfig, *, progress: bool = True, verify: bool = True) -> Splits:
     """Fetch, split, encode and cache a data set; the second call finds it in the cache.
 
     The encoder is fitted on the training rows alone, in a first pass; a second writes the columns. Memory is bounded by
@@ -335,8 +337,16 @@ def prepare(config: DataConfig, *, progress: bool = True, verify: bool | None = 
         DataError: whatever is wrong with the data, with file, row, column and remedy; nothing is left half written.
     """
     log = _CachedLog(config)
-    folder = cache_folder(config.cache_dir) / "prepared" / f"{config.dataset or 'own'}-{log.key()}"
+    folders, name = cache_folder(config.cache_dir) / "prepared", config.dataset or "own"
+    folder = folders / f"{name}-{log.key()}"
     if not (folder / "meta.json").exists():
+        earlier = folders / f"{name}-{log.key(FORMAT - 1)}"
+        if earlier.exists():
+            warnings.warn(
+                f"{config.label}: is prepared anew, as an earlier version read rows less strictly; its copy in "
+                f"{earlier} can be deleted",
+                stacklevel=2,
+            )
         _build(config, log.open(), folder, progress)
     return open_splits(folder, config.tasks, verify=verify)
 
@@ -353,12 +363,12 @@ class _CachedLog:
             self.log = open_log(self.config)
         return self.log
 
-    def key(self) -> str:
+    def key(self, format: int = FORMAT) -> str:
         module = {"movielens-100k": movielens, "adult": adult}.get(self.config.dataset or "")
         if module is None:
-            return _key(self.config, self.open())
+            return _key(self.config, self.open(), format)
         # Described by its version alone, so that a prepared set opens without reading the rows.
-        return _key(self.config, module.described())
+        return _key(self.config, module.described(), format)
 
 
 def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> None:
@@ -376,6 +386,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
         disable=not (progress and sys.stderr.isatty()),
     )
     with bar:
+        before = log.fingerprint()
         splitter = _Splitter(config, log)
         columns = [*log.schema.columns, *((log.probability,) if log.probability else ())]
         encoder = Encoder.fit(log.schema, ())
@@ -388,7 +399,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                     _require(frame, log.schema, place.source)
                     inside = np.flatnonzero(splitter.of(frame, place) == 0)
                     if len(inside):
-                        yield frame[inside], Place(place.source, place.first_row, place.unit, inside)
+                        yield frame[inside], place.of_rows(inside)
 
             encoder = Encoder.fit(log.schema, training_rows())
             splitter.restart()
@@ -399,7 +410,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                 truth = _Truth() if log.probability else None
                 for frame, place in log.chunks(columns):
                     _require(frame, log.schema, place.source)
-                    rows = encoder.encode(frame, where=place.source, first_row=place.first_row, unit=place.unit)
+                    rows = encoder.encode(frame, where=place)
                     membership = splitter(frame, rows.timestamps)
                     for number, split in enumerate(SPLITS):
                         chosen = np.flatnonzero(membership == number)
@@ -411,6 +422,10 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
                             truth.update(split, frame[log.probability].to_numpy()[chosen], part.labels[:, 0])
                     writer.add_blanks(rows.blanks)
                     bar.advance(task, len(frame))
+                if log.fingerprint() != before:
+                    raise DataError(
+                        "the files changed while they were read", where=config.label, remedy="wait until they are whole"
+                    )
                 _check(config, writer, name)
                 facts = {**log.facts, "name": name, "split": splitter.kind, "warnings": _warnings(writer)}
                 if truth is not None:
@@ -468,6 +483,12 @@ def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
                 where=name,
                 remedy="give more rows, other fractions, or another split: a split by time needs several timestamps",
             )
+    if writer.weighted is not None and writer.weighted == 0:
+        raise DataError(
+            f"all {writer.rows['train']} training weights of '{writer.encoder.schema.weight}' are 0",
+            where=name,
+            remedy="give rows weights above 0, or take the weight out of the schema",
+        )
     for task, positives in zip(writer.encoder.schema.labels, writer.positives["train"], strict=True):
         if positives in (0, writer.rows["train"]):
             raise DataError(
@@ -481,6 +502,9 @@ def _warnings(writer: CacheWriter) -> list[str]:
     return [
         f"feature '{feature}' has one value in all training rows and tells nothing; take it out of the schema"
         for feature in writer.constant_features()
+    ] + [
+        f"list feature '{feature}' is empty in all training rows and tells nothing; take it out of the schema"
+        for feature in writer.empty_lists()
     ]
 
 
@@ -515,57 +539,17 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
             if left == 0:
                 return
     if held:
-        key = pl.col(splitter.column)
-        joined = pl.concat(held)
-        key = key.cast(pl.Int64) if joined.schema[splitter.column] == pl.String else key
-        joined = joined.sort(key, maintain_order=True)
+        try:
+            joined = pl.concat(held, how="vertical_relaxed")
+        except PolarsError as error:
+            raise DataError(
+                f"the files of the log hold a column in several types ({error})",
+                where=config.label,
+                remedy="write the column in one type",
+            ) from error
+        times = timestamps_of(joined[splitter.column], splitter.column, Place(config.label))
+        joined = joined[np.argsort(times, kind="stable")]
         yield joined if rows is None else joined.head(rows)
-
-
-def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | None = None) -> int:
-    """Write raw rows of a split, from which ``cordillera predict`` can predict.
-
-    Args:
-        config: Which data, and how it is split.
-        path: Ends in ``.csv`` or ``.parquet``; in CSV, list entries are joined by the feature's separator.
-        split: Which rows.
-        rows: The first so many. Default: all.
-
-    Returns:
-        The number of rows written.
-
-    Raises:
-        DataError: another ending, or the file cannot be written.
-    """
-    kind = path.suffix.lower()
-    if kind not in (".csv", ".parquet"):
-        raise DataError(f"cannot write '{kind}' files", where=str(path), remedy="end the name in .csv or .parquet")
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    writer: Any = None
-    count = 0
-    try:
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        for frame in raw_rows(config, split, rows):
-            if kind == ".csv":
-                frame = _with_joined_lists(frame, open_schema(config))
-            table = frame.to_arrow()
-            with disk_errors(path):
-                if writer is None:
-                    make = pa.csv.CSVWriter if kind == ".csv" else pa.parquet.ParquetWriter
-                    writer = make(str(beside), table.schema)
-                writer.write_table(table)
-            count += len(frame)
-        if writer is None:
-            raise DataError(f"the {split} split holds no rows", where=str(path))
-        with disk_errors(path):
-            writer.close()
-            os.replace(beside, path)
-    finally:
-        if writer is not None:
-            writer.close()
-        beside.unlink(missing_ok=True)
-    return count
 
 
 def open_schema(config: DataConfig) -> Schema:
@@ -582,11 +566,6 @@ def open_schema(config: DataConfig) -> Schema:
     return made[config.dataset]()
 
 
-def _with_joined_lists(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    lists = [f for f in schema.lists if isinstance(frame.schema[f.name], pl.List)]
-    return frame.with_columns(pl.col(f.name).cast(pl.List(pl.String)).list.join(f.separator) for f in lists)
-
-
 def read_rows(
     path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: Format | None = None
 ) -> Iterator[Chunk]:
@@ -600,7 +579,7 @@ def read_rows(
         format: Of the files. Default: what their names tell.
 
     Returns:
-        Frames with all columns of the file, for ``Encoder.encode(frame, ..., labels=False)``.
+        Frames with all columns of the file, for ``Encoder.encode(frame, where=place, labels=False)``.
 
     Raises:
         DataError: no such file, an empty one, a missing column, a ragged row.

@@ -15,11 +15,27 @@ import numpy as np
 import polars as pl
 import torch
 
+from cordillera.data.columns import (
+    WHOLE,
+    Place,
+    column_of,
+    dense_of,
+    first_of,
+    flatten,
+    groups_of,
+    hash_strings,
+    ids_of,
+    labels_of,
+    refuse_large,
+    splitmix64,
+    timestamps_of,
+    weights_of,
+    without_point,
+)
 from cordillera.data.features import (
     CategoricalFeature,
     DenseFeature,
     FeatureSpec,
-    ListFeature,
     RankingBatch,
     Schema,
     SparseFeature,
@@ -34,83 +50,7 @@ QUANTILES = 1024
 SAMPLE = 200_000
 """Rows from which quantiles are computed; all of them when there are fewer."""
 
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a chunk of rows came from, for errors.
-
-    Attributes:
-        source: File or data set.
-        first_row: The number that people give to the chunk's first row (1 for a Parquet file's first row, 2 for the
-            line after a CSV header).
-        unit: ``row`` or ``line``.
-        kept: Positions that the rows had in the chunk, ``int64 [N]``, if some were taken out of it.
-    """
-
-    source: str
-    first_row: int = 1
-    unit: str = "row"
-    kept: np.ndarray | None = field(default=None, compare=False)
-
-    def at(self, row: int | np.integer[Any], column: str) -> str:
-        """The place of one value, as a person would look for it.
-
-        Args:
-            row: Position among the rows at hand, from 0.
-            column: Name of the column.
-        """
-        position = int(row) if self.kept is None else int(self.kept[row])
-        return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
-
-
-def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, SplitMix64's finaliser).
-
-    Args:
-        values: ``uint64``, any shape.
-
-    Returns:
-        ``uint64`` of the same shape.
-    """
-    with np.errstate(over="ignore"):
-        z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-
-def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
-    """Hash text to 64 bits: FNV-1a over the UTF-8 bytes, then SplitMix64.
-
-    The result depends on the text and the salt only: not on the process, the platform or a library's version.
-
-    Args:
-        values: Text without blanks, ``N`` entries.
-        salt: Makes independent hash functions of one.
-
-    Returns:
-        ``uint64 [N]``.
-    """
-    prime = np.uint64(0x100000001B3)
-    seed = 0xCBF29CE484222325
-    for byte in salt.encode():
-        seed = ((seed ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    distinct = values.unique()
-    encoded = distinct.to_arrow().cast("large_binary")
-    offsets = np.frombuffer(encoded.buffers()[1], dtype=np.int64)[encoded.offset : encoded.offset + len(encoded) + 1]
-    data = np.frombuffer(encoded.buffers()[2] or b"", dtype=np.uint8)
-    starts, lengths = offsets[:-1], np.diff(offsets)
-    order = np.argsort(lengths, kind="stable")
-    state = np.full(len(encoded), seed, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for position in range(int(lengths.max(initial=0))):
-            # Rows are visited in order of length, so those that still have bytes left are a suffix.
-            active = order[np.searchsorted(lengths[order], position, side="right") :]
-            state[active] = (state[active] ^ data[starts[active] + position]) * prime
-    hashes = pl.DataFrame({"value": distinct, "hash": splitmix64(state)})
-    return values.to_frame("value").join(hashes, on="value", how="left", maintain_order="left")["hash"].to_numpy()
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -250,195 +190,6 @@ def assemble(
     )
 
 
-# Reading one column, with every fault named.
-
-
-def _column(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
-    if name not in frame.columns:
-        raise DataError(
-            f"column '{name}' is missing; there are {frame.columns}",
-            where=place.source,
-            remedy="name the column in the file, or take it out of the schema",
-        )
-    return frame[name]
-
-
-def _first(mask: np.ndarray) -> int:
-    return int(np.argmax(mask))
-
-
-def _numbers(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
-    """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept, text that is no number is an error."""
-    if series.dtype == pl.String:
-        trimmed = series.str.strip_chars()
-        blank = trimmed.is_null() | (trimmed == "").fill_null(True)
-        parsed = trimmed.cast(pl.Float64, strict=False)
-    elif series.dtype == pl.Boolean or series.dtype.is_numeric() or series.dtype == pl.Null:
-        blank = series.is_null()
-        parsed = series.cast(pl.Float64)
-    else:
-        raise DataError(
-            f"column '{name}' holds {series.dtype}, not numbers",
-            where=place.source,
-            remedy="convert the column, or declare it as a categorical or list feature",
-        )
-    wrong = (parsed.is_null() & ~blank).to_numpy()
-    if wrong.any():
-        row = _first(wrong)
-        raise DataError(
-            f"{series[row]!r} is not a number",
-            where=place.at(row, name),
-            remedy="correct the value, leave it blank, or declare the column as categorical",
-        )
-    return parsed.fill_null(0.0).to_numpy(), blank.to_numpy()
-
-
-def _dense(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np.ndarray, np.ndarray]:
-    values, blank = _numbers(series, feature.name, place)
-    infinite = np.isinf(values)
-    if infinite.any():
-        row = _first(infinite)
-        raise DataError(
-            f"a dense value is infinite ({values[row]})",
-            where=place.at(row, feature.name),
-            remedy="correct the value or leave it blank",
-        )
-    nan = np.isnan(values)
-    if nan.any():
-        if feature.nan == "refuse":
-            raise DataError(
-                "a dense value is NaN",
-                where=place.at(_first(nan), feature.name),
-                remedy=f"leave it blank, or set nan = \"missing\" for dense feature '{feature.name}' in the schema",
-            )
-        blank = blank | nan
-        values = np.where(nan, 0.0, values)
-    if feature.missing == "refuse" and blank.any():
-        raise DataError(
-            "a dense value is blank",
-            where=place.at(_first(blank), feature.name),
-            remedy=f"fill it, or set missing = \"mean\" for dense feature '{feature.name}' in the schema",
-        )
-    return values, blank
-
-
-def _text(series: pl.Series, name: str, place: Place) -> pl.Series:
-    """Ids as text, with blanks (null and empty) as null."""
-    dtype = series.dtype
-    if dtype.is_float():
-        fraction = ((series != series.floor()) | ~series.is_finite()).fill_null(False).to_numpy()
-        if fraction.any():
-            row = _first(fraction)
-            raise DataError(
-                f"{series[row]!r} is not an id",
-                where=place.at(row, name),
-                remedy="ids are whole numbers or text; declare the column as dense, or leave blanks blank",
-            )
-        series = series.cast(pl.Int64)
-    elif dtype.is_nested() or dtype == pl.Binary:
-        raise DataError(
-            f"column '{name}' holds {dtype}, not one id a row",
-            where=place.source,
-            remedy="declare it as a list feature" if dtype == pl.List else "convert it to text or whole numbers",
-        )
-    series = series.cast(pl.String)
-    return series.to_frame("x").select(pl.when(pl.col("x") != "").then(pl.col("x")).alias(series.name)).to_series()
-
-
-def _flatten(series: pl.Series, feature: ListFeature, place: Place) -> tuple[pl.Series, np.ndarray]:
-    """A list column as its kept entries, row after row, and the number of them a row, ``int64 [N]``."""
-    if series.dtype == pl.String:
-        series = series.str.split(feature.separator)
-    elif isinstance(series.dtype, pl.Array):
-        series = series.arr.to_list()
-    elif series.dtype == pl.Null:
-        return pl.Series(feature.name, [], dtype=pl.String), np.zeros(len(series), dtype=np.int64)
-    if series.dtype != pl.List:
-        raise DataError(
-            f"column '{feature.name}' holds {series.dtype}, not lists",
-            where=place.source,
-            remedy="give a list column, or text with a separator; or declare it as categorical",
-        )
-    lengths = series.list.len().fill_null(0).to_numpy().astype(np.int64)
-    row = np.repeat(np.arange(len(series)), lengths)
-    entries = series.filter(pl.Series(lengths > 0)).explode()
-    # The place of an entry is that of its row.
-    if entries.dtype.is_float():
-        fraction = ((entries != entries.floor()) | ~entries.is_finite()).fill_null(False).to_numpy()
-        if fraction.any():
-            raise DataError(
-                f"{entries[_first(fraction)]!r} is not an id",
-                where=place.at(row[_first(fraction)], feature.name),
-                remedy="ids are whole numbers or text",
-            )
-    text = _text(entries, feature.name, place)
-    keep = text.is_not_null().to_numpy()
-    counts = np.bincount(row[keep], minlength=len(series)).astype(np.int64)
-    ends = np.cumsum(counts)
-    from_end = ends[row[keep]] - np.arange(int(keep.sum()))
-    recent = from_end <= feature.max_length
-    return text.filter(pl.Series(keep)).filter(pl.Series(recent)), np.minimum(counts, feature.max_length)
-
-
-def _labels(series: pl.Series, name: str, place: Place) -> np.ndarray:
-    values, blank = _numbers(series, name, place)
-    wrong = blank | ((values != 0) & (values != 1))
-    if wrong.any():
-        row = _first(wrong)
-        shown = "blank" if blank[row] else f"{values[row]:g}"
-        raise DataError(
-            f"a label is {shown}, labels must be 0 or 1",
-            where=place.at(row, name),
-            remedy="make the column 0/1 (1 for a click, a purchase, a like) or take the row out",
-        )
-    return values.astype(np.uint8)
-
-
-def _weights(series: pl.Series, name: str, place: Place) -> np.ndarray:
-    values, blank = _numbers(series, name, place)
-    wrong = blank | ~np.isfinite(values) | (values < 0)
-    if wrong.any():
-        row = _first(wrong)
-        shown = "blank" if blank[row] else f"{values[row]:g}"
-        raise DataError(
-            f"a sample weight is {shown}, weights must be finite and at least 0",
-            where=place.at(row, name),
-            remedy="give every row a weight, 1 for an ordinary one",
-        )
-    return values.astype(np.float32)
-
-
-def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
-    """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
-
-    Args:
-        series: The column.
-        name: What errors call it.
-        place: Where its rows stand, for errors.
-
-    Raises:
-        DataError: a blank, or a value that is no whole number.
-    """
-    if series.dtype in (pl.Date, pl.Datetime):
-        series = series.dt.epoch("s")
-    values, blank = _numbers(series, name, place)
-    wrong = blank | ~np.isfinite(values) | (values != np.floor(values))
-    if wrong.any():
-        row = _first(wrong)
-        raise DataError(
-            "a timestamp is blank" if blank[row] else f"{values[row]} is not a timestamp in whole seconds",
-            where=place.at(row, name),
-            remedy="give every row its time in seconds, or split by order or at random",
-        )
-    return values.astype(np.int64)
-
-
-def _groups(series: pl.Series) -> np.ndarray:
-    if series.dtype.is_integer() and series.null_count() == 0:
-        return series.cast(pl.Int64).to_numpy()
-    return hash_strings(series.cast(pl.String).fill_null(""), "group").astype(np.int64)
-
-
 def _transformed(values: np.ndarray, transform: str) -> np.ndarray:
     return np.sign(values) * np.log1p(np.abs(values)) if transform == "log" else values
 
@@ -501,12 +252,18 @@ class _Counts:
     def total(self) -> pl.DataFrame:
         return pl.concat(self.parts).group_by("value").agg(pl.col("count").sum())
 
-    def vocabulary(self, min_count: int, limit: int | None) -> pl.Series:
+    def vocabulary(self, min_count: int, limit: int | None) -> tuple[pl.Series, bool]:
+        """The kept values by falling count, and whether all that were seen are whole numbers."""
         if not self.parts:
-            return pl.Series("value", [], dtype=pl.String)
-        often = self.total().filter(pl.col("count") >= min_count)
+            return pl.Series("value", [], dtype=pl.String), False
+        total = self.total()
+        plain = without_point(total["value"])
+        whole = bool(plain.str.contains(WHOLE).all())
+        if whole:
+            total = total.with_columns(plain).group_by("value").agg(pl.col("count").sum())
+        often = total.filter(pl.col("count") >= min_count)
         values = often.sort(["count", "value"], descending=[True, False])["value"]
-        return values if limit is None else values.head(max(limit - 1, 0))
+        return values if limit is None else values.head(max(limit - 1, 0)), whole
 
 
 class Encoder:
@@ -518,12 +275,20 @@ class Encoder:
         vocabularies: For each table with a vocabulary, its values; the value at position ``i`` has row ``i + 1``.
         dense_state: For each dense feature the numbers of its transform, and ``fill``, what a blank becomes.
         rows: Training rows that it was fitted on.
+        whole: Tables whose ids are whole numbers, by all training rows; text such as ``42.0`` is the id ``42`` there.
+            Tables without a vocabulary are among them.
     """
 
     def __init__(
-        self, schema: Schema, vocabularies: dict[str, pl.Series], dense_state: dict[str, dict[str, Any]], rows: int
+        self,
+        schema: Schema,
+        vocabularies: dict[str, pl.Series],
+        dense_state: dict[str, dict[str, Any]],
+        rows: int,
+        whole: Iterable[str],
     ) -> None:
         self.schema, self.vocabularies, self.dense_state, self.rows = schema, vocabularies, dense_state, rows
+        self.whole = frozenset(whole)
         tables: dict[str, int] = {}
         for feature in (*schema.categorical, *schema.lists):
             name = feature.table or feature.name
@@ -568,60 +333,62 @@ class Encoder:
         for chunk in chunks:
             frame, place = chunk if isinstance(chunk, tuple) else (chunk, Place("training rows", rows + 1))
             for number in schema.dense:
-                dense[number.name].update(*_dense(_column(frame, number.name, place), number, place))
+                dense[number.name].update(*dense_of(column_of(frame, number.name, place), number, place))
             for single in schema.categorical:
                 if single.encoding == "vocabulary":
-                    values = _text(_column(frame, single.name, place), single.name, place)
+                    values = ids_of(column_of(frame, single.name, place), single.name, place)
                     counts.setdefault(single.table or single.name, _Counts()).update(values)
             for entries in schema.lists:
                 name = entries.table or entries.name
                 if entries.encoding == "vocabulary" and name not in singles:
-                    flat, _ = _flatten(_column(frame, entries.name, place), entries, place)
+                    flat, _ = flatten(column_of(frame, entries.name, place), entries, place)
                     counts.setdefault(name, _Counts()).update(flat)
             rows += len(frame)
-        vocabularies = {}
+        vocabularies, whole = {}, set()
         for feature in (*schema.categorical, *schema.lists):
             name = feature.table or feature.name
-            if feature.encoding == "vocabulary" and name not in vocabularies:
-                vocabularies[name] = counts.get(name, _Counts()).vocabulary(feature.min_count, feature.num_embeddings)
-        return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows)
+            if feature.encoding != "vocabulary":
+                whole.add(name)
+            elif name not in vocabularies:
+                seen = counts.get(name, _Counts())
+                vocabularies[name], numbers = seen.vocabulary(feature.min_count, feature.num_embeddings)
+                whole |= {name} if numbers else set()
+        return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)
 
     def encode(
         self,
         frame: pl.DataFrame,
         *,
-        where: str = "rows",
-        first_row: int = 1,
-        unit: str = "row",
+        where: str | Place = "rows",
         labels: bool = True,
     ) -> EncodedRows:
         """Encode rows.
 
         Args:
             frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
-            where: File or data set, for errors.
-            first_row: The number that people give to the frame's first row, for errors.
-            unit: What ``first_row`` counts: ``row`` or ``line``.
+            where: File or data set, or the place of the rows in it, for errors.
             labels: False to predict: labels and weights are not read, group and timestamp only if they are there.
 
         Raises:
             DataError: a missing column, a wrong type, a label outside {0, 1}, an infinite dense value, an id out of
-                range, a negative weight; with file, row, column and remedy.
+                range, a weight out of range; with file, row, column and remedy.
         """
-        place = Place(where, first_row, unit)
+        place = Place(where) if isinstance(where, str) else where
         schema, blanks = self.schema, {}
         dense = np.empty((len(frame), len(schema.dense)), dtype=np.float32)
         for index, number in enumerate(schema.dense):
-            values, blank = _dense(_column(frame, number.name, place), number, place)
+            values, blank = dense_of(column_of(frame, number.name, place), number, place)
             blanks[number.name] = int(blank.sum())
             dense[:, index] = self._dense_values(number, values, blank, place)
         ids = np.empty((len(frame), len(schema.categorical)), dtype=np.int64)
         for index, single in enumerate(schema.categorical):
-            series = _column(frame, single.name, place)
+            series = column_of(frame, single.name, place)
             ids[:, index], blanks[single.name] = self._rows(series, single, place)
         lists = []
         for feature in schema.lists:
-            flat, lengths = _flatten(_column(frame, feature.name, place), feature, place)
+            flat, lengths = flatten(
+                column_of(frame, feature.name, place), feature, place, (feature.table or feature.name) in self.whole
+            )
             blanks[feature.name] = int((lengths == 0).sum())
             entry_rows = np.repeat(np.arange(len(frame)), lengths)
             lists.append((self._rows(flat, feature, place, entry_rows)[0], offsets_of(lengths)))
@@ -629,14 +396,34 @@ class Encoder:
         if labels:
             targets = np.empty((len(frame), len(schema.labels)), dtype=np.uint8)
             for index, label in enumerate(schema.labels):
-                targets[:, index] = _labels(_column(frame, label, place), label, place)
+                targets[:, index] = labels_of(column_of(frame, label, place), label, place)
             if schema.weight is not None:
-                weights = _weights(_column(frame, schema.weight, place), schema.weight, place)
+                weights = weights_of(column_of(frame, schema.weight, place), schema.weight, place)
         if schema.group is not None and (labels or schema.group in frame.columns):
-            groups = _groups(_column(frame, schema.group, place))
+            groups = groups_of(column_of(frame, schema.group, place), schema.group, place)
         if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
-            timestamps = timestamps_of(_column(frame, schema.timestamp, place), schema.timestamp, place)
+            timestamps = timestamps_of(column_of(frame, schema.timestamp, place), schema.timestamp, place)
         return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
+
+    def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
+        """Ids that share row 0 of a vocabulary, as they are blank or training did not keep them.
+
+        Args:
+            rows: Encoded rows.
+
+        Returns:
+            For each feature with a vocabulary the number of such ids, and of all; blank entries of lists are no ids.
+        """
+        found = {}
+        singles = [feature for feature in self.features.sparse if not feature.is_list]
+        for index, single in enumerate(singles):
+            if single.table in self.vocabularies:
+                found[single.name] = (int((rows.ids[:, index] == 0).sum()), len(rows))
+        lists = [feature for feature in self.features.sparse if feature.is_list]
+        for feature, (values, _) in zip(lists, rows.lists, strict=True):
+            if feature.table in self.vocabularies:
+                found[feature.name] = (int((values == 0).sum()), len(values))
+        return found
 
     def _dense_values(self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: Place) -> np.ndarray:
         state = self.dense_state[feature.name]
@@ -650,14 +437,7 @@ class Encoder:
             if feature.transform != "none":
                 result = (result - state["mean"]) / state["scale"]
         result = np.where(blank, state["fill"], result)
-        large = np.abs(result) > np.finfo(np.float32).max
-        if large.any():
-            row = _first(large)
-            raise DataError(
-                f"{values[row]:g} does not fit into 32 bits",
-                where=place.at(row, feature.name),
-                remedy='correct the value, or use transform = "log" or "quantile"',
-            )
+        refuse_large(result, values, feature.name, place)
         return result
 
     def _rows(
@@ -667,7 +447,7 @@ class Encoder:
         table = feature.table or feature.name
         if feature.encoding == "identity":
             return self._identity(series, feature, place, entry_rows), 0
-        text = _text(series, feature.name, place)
+        text = ids_of(series, feature.name, place, entry_rows, whole=table in self.whole)
         if feature.encoding == "vocabulary":
             joined = text.to_frame("value").join(self._lookup[table], on="value", how="left", maintain_order="left")
             return joined["row"].fill_null(0).to_numpy(), text.null_count()
@@ -688,19 +468,19 @@ class Encoder:
         size = self.features.tables[feature.table or feature.name]
         remedy = f'ids must be whole numbers from 0 to {size - 1}; raise num_embeddings or use encoding = "vocabulary"'
         if not series.dtype.is_integer():
-            text = _text(series, feature.name, place).str.strip_chars()
+            text = without_point(ids_of(series, feature.name, place, entry_rows).str.strip_chars())
             series = text.cast(pl.Int64, strict=False)
             wrong = (series.is_null() & text.is_not_null()).to_numpy()
             if wrong.any():
-                row = _first(wrong)
+                row = first_of(wrong)
                 raise DataError(f"{text[row]!r} is not a whole number", where=at(row), remedy=remedy)
         blank = series.is_null().to_numpy()
         if blank.any():
-            raise DataError("an id is blank", where=at(_first(blank)), remedy=remedy)
+            raise DataError("an id is blank", where=at(first_of(blank)), remedy=remedy)
         values = series.to_numpy()
         outside = (values < 0) | (values >= size)
         if outside.any():
-            row = _first(outside)
+            row = first_of(outside)
             raise DataError(f"id {values[row]} is outside the table of {size} rows", where=at(row), remedy=remedy)
         return values.astype(np.int64)
 
@@ -731,6 +511,7 @@ class Encoder:
             "rows": self.rows,
             "dense": self.dense_state,
             "tables": list(self.vocabularies),
+            "whole": sorted(self.whole),
             "vocabularies_sha256": checksum(path),
         }
         write_bytes(folder / "encoder.json", sealed(content))
@@ -744,7 +525,7 @@ class Encoder:
         """
         content = unsealed(folder / "encoder.json")
         path = folder / "vocabularies.parquet"
-        if content.get("format") != _FORMAT:
+        if content.get("format") not in (1, _FORMAT):
             raise DataError(f"encoder format {content.get('format')}, this version reads {_FORMAT}", where=str(folder))
         if not path.exists() or checksum(path) != content["vocabularies_sha256"]:
             raise DataError(
@@ -754,4 +535,10 @@ class Encoder:
             )
         frame = pl.read_parquet(path, glob=False)
         vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}
-        return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"])
+        # Format 1 did not say which tables hold whole numbers.
+        whole = (
+            content["whole"]
+            if "whole" in content
+            else [name for name, values in vocabularies.items() if len(values) and values.str.contains(WHOLE).all()]
+        )
+        return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"], whole)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -14,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cordillera.errors import DataError
+from cordillera.files import read_json_object
+
+_UNFINISHED = ".unfinished"
 
 
 def cache_folder(chosen: str | Path | None = None) -> Path:
@@ -25,24 +31,40 @@ def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
     """Files of a path, a folder (its files by name) or several of them, in order; ``~`` is the home folder.
 
     Raises:
-        DataError: a folder holds no files, or a pattern finds none.
+        DataError: a folder holds no files, or folders, which would be left out; a pattern finds none; a path cannot be
+            one.
     """
     files: list[Path] = []
     for name in [path] if isinstance(path, str) else path:
-        place = Path(name).expanduser()
-        if place.is_dir():
-            inside = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith((".", "_")))
-            if not inside:
-                raise DataError("the folder holds no files", where=str(place))
-            files += inside
-        elif any(mark in name for mark in "*?[") and not place.exists():
-            found = sorted(place.parent.glob(place.name))
-            if not found:
-                raise DataError("no file fits the pattern", where=str(place))
-            files += found
-        else:
-            files.append(place)
+        try:
+            files += _expand(name)
+        except (OSError, ValueError, RuntimeError) as error:  # null bytes, absent homes, folders that are closed
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"cannot be read ({reason})", where=name) from error
     return tuple(Path(os.path.abspath(file)) for file in files)
+
+
+def _expand(name: str) -> list[Path]:
+    place = Path(name).expanduser()
+    if place.is_dir():
+        seen = sorted(entry for entry in place.iterdir() if not entry.name.startswith((".", "_")))
+        inner = next((entry for entry in seen if entry.is_dir()), None)
+        if inner is not None:
+            raise DataError(
+                f"the folder holds the folder '{inner.name}', whose files would be left out",
+                where=str(place),
+                remedy=f"name the files by a pattern such as {place}/*.csv or {place}/*/*.parquet",
+            )
+        inside = [entry for entry in seen if entry.is_file()]
+        if not inside:
+            raise DataError("the folder holds no files", where=str(place))
+        return inside
+    if any(mark in name for mark in "*?[") and not place.exists():
+        found = sorted(Path(one) for one in glob.glob(str(place)))
+        if not found:
+            raise DataError("no file fits the pattern", where=str(place))
+        return found
+    return [place]
 
 
 def checksum(path: Path) -> str:
@@ -99,15 +121,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 def folder_beside(final: Path) -> Iterator[Path]:
     """A folder to fill, that takes the place of ``final`` if the block ends well and disappears if it does not.
 
-    If another process has finished ``final`` meanwhile, that one stays: both hold the same.
+    If another process has finished ``final`` meanwhile, that one stays: both hold the same. Folders that killed
+    processes left beside it are removed.
 
     Raises:
         DataError: writing failed.
     """
-    beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+    with disk_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(final.parent)
+        beside, lock = _locked_folder(final)
     try:
-        with disk_errors(final):
-            beside.mkdir(parents=True)
         yield beside
         with disk_errors(final):
             for name in os.listdir(beside):
@@ -121,6 +145,38 @@ def folder_beside(final: Path) -> Iterator[Path]:
             _sync(final.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(final: Path) -> tuple[Path, int]:
+    """A new folder beside ``final`` and the descriptor that holds its lock; the lock ends with the process."""
+    while True:
+        beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_UNFINISHED}")
+        beside.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(beside, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = beside.exists()
+            except BlockingIOError:
+                held = False
+            except OSError:  # a file system without locks, where nothing is ever taken for abandoned
+                held = True
+            if held:
+                return beside, descriptor
+            os.close(descriptor)  # another process took the folder for abandoned in this very moment
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove unfinished folders that no running process holds."""
+    for folder in parent.glob(f".*{_UNFINISHED}"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
@@ -144,13 +200,11 @@ def unsealed(path: Path) -> dict[str, Any]:
         DataError: the file is missing, is not such JSON, or does not fit its checksum.
     """
     remedy = "delete the folder and prepare the data again"
-    try:
-        outer = json.loads(path.read_bytes())
-        content, expected = outer["content"], outer["sha256"]
-    except FileNotFoundError:
-        raise DataError("the file is missing", where=str(path), remedy=remedy) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the file is damaged ({error})", where=str(path), remedy=remedy) from None
-    if hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
+    if not path.exists():
+        raise DataError("the file is missing", where=str(path), remedy=remedy)
+    outer = read_json_object(path, remedy=remedy)
+    content: dict[str, Any] | None = outer.get("content")
+    expected = outer.get("sha256")
+    if content is None or hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() != expected:
         raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=remedy)
     return content

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from cordillera.data.click_logs import FrameLog, list_series
+from cordillera.data.delimited import DelimitedFile
 from cordillera.data.encoding import offsets_of, ragged_positions
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.fetch import Wheel, fetch_members
@@ -88,7 +89,7 @@ def schema() -> Schema:
 
 def _atomic(path: Path) -> pl.DataFrame:
     """A tab-separated file whose header reads ``name:type``, all columns as text."""
-    frame = pl.read_csv(path, separator="\t", quote_char=None, infer_schema=False, glob=False)
+    frame = pl.concat([frame for frame, _ in DelimitedFile(path, "\t", quoted=False).frames()])
     return frame.rename(lambda name: name.split(":")[0])
 
 

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.data.click_logs import Chunk, list_series
-from cordillera.data.encoding import Place
+from cordillera.data.columns import Place
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 
 _BLOCK = 16_384

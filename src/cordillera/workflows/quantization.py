@@ -443,7 +443,7 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
         model, before = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
         now = Moments(before.names)
         for frame, place in read_rows(str(file), recipe.data, encoder.schema):
-            rows = encoder.encode(frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False)
+            rows = encoder.encode(frame, where=place, labels=False)
             for begin in range(0, len(rows), 1024):
                 part = rows.take(np.arange(begin, min(begin + 1024, len(rows)))).batch()
                 now.update(quantized_model.observe(model, part)[1])

@@ -21,6 +21,7 @@ from cordillera.data.datasets import prepare, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import FeatureSpec
 from cordillera.data.loader import Loader
+from cordillera.data.unseen import UnseenCount, warn_of_split
 from cordillera.embeddings.cached_tables import require_cpu
 from cordillera.errors import DataError, Interrupted, NumericsError
 from cordillera.models import flops
@@ -228,6 +229,7 @@ def _evaluate(
         split=split,
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
     )
+    warn_of_split(splits.facts, split)
     name = "evaluation.json" if split == "test" else f"evaluation-{split}.json"
     write_atomically(run.folder / name, evaluation.to_json())
     return evaluation
@@ -329,7 +331,8 @@ def predict(
     recipe = recipe_of(run)
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
-    tasks = tuple(run.read_json("model.json")["tasks"])
+    described = run.read_json("model.json")
+    tasks, unseen = tuple(described["tasks"]), UnseenCount(encoder, described["data"]["facts"])
     with with_threads(recipe.threads):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
@@ -350,9 +353,8 @@ def predict(
         rows = 0
         with disk_errors(target), _Writer(temporary, target.suffix) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema):
-                encoded = encoder.encode(
-                    frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False
-                )
+                encoded = encoder.encode(frame, where=place, labels=False)
+                unseen.update(encoded)
                 logits = []
                 for begin in range(0, len(encoded), batch_size):
                     part = np.arange(begin, min(begin + batch_size, len(encoded)))
@@ -366,6 +368,7 @@ def predict(
                 writer.write(pl.DataFrame(columns))
                 rows += len(frame)
             writer.finish(target)
+    unseen.warn(str(file))
     return target, rows
 
 

@@ -1,0 +1,61 @@
+"""Ids that are written differently than in training are said aloud."""
+
+import warnings
+
+import polars as pl
+import pytest
+
+from cordillera import workflows
+from cordillera.recipe import load
+
+from .conftest import RECIPE, write_log
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose last rows, the test split, hold users of another kind, and one label only."""
+    folder = tmp_path_factory.mktemp("run")
+    log = pl.read_csv(write_log(folder / "log.csv", rows=600), infer_schema=False)
+    late = pl.int_range(pl.len()) >= 540
+    log = log.with_columns(
+        user=pl.when(late).then(pl.lit("U-") + pl.col("user")).otherwise(pl.col("user")),
+        click=pl.when(late).then(pl.lit("0")).otherwise(pl.col("click")),
+    )
+    log.write_csv(folder / "log.csv")
+    (folder / "small.toml").write_text(RECIPE.format(path=folder / "log.csv"))
+    recipe = load(folder / "small.toml", ["data.cache_dir=" + str(folder / "cache"), "training.epochs=1"])
+    with pytest.warns(UserWarning, match="the test split: 100% of the ids of 'user' are blank or unknown"):
+        return workflows.train(recipe, folder / "run").run.folder
+
+
+def test_evaluate_says_that_ids_of_a_split_are_unseen(run):
+    with pytest.warns(UserWarning, match="the test split: 100% of the ids of 'user' .*, 0% of those of the validation"):
+        workflows.evaluate(run)
+
+
+def test_one_class_in_the_test_split_is_undefined_not_refused(cli, run):
+    with pytest.warns(UserWarning, match="unknown to the model"):
+        result = cli("evaluate", run)
+    assert result.code == 0, result.err
+    assert "undefined" in result.out
+
+
+def test_predict_says_that_ids_are_unseen_and_only_then(cli, run, tmp_path, recwarn):
+    log = pl.read_csv(run.parent / "log.csv", infer_schema=False).head(300)
+    log.write_csv(tmp_path / "same.csv")
+    assert cli("predict", run, "same.csv").code == 0
+    assert not [one for one in recwarn if "unknown to the model" in str(one.message)]
+    other = pl.col("seen").str.split("|").list.eval("x" + pl.element()).list.join("|")
+    log.with_columns(user=pl.col("user").str.to_uppercase(), seen=other).write_csv(tmp_path / "other.csv")
+    with pytest.warns(UserWarning, match="other.csv: 100% of the ids of") as caught:
+        assert cli("predict", run, "other.csv").code == 0
+    told = [str(one.message) for one in caught]
+    assert sorted(text.split("'")[1] for text in told) == ["seen", "user"]
+
+
+def test_the_command_prints_warnings_for_people(cli, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    cli("data", "list")
+    told = warnings.formatwarning("log.csv: is \x1b[31mold", UserWarning, "code.py", 7)
+    assert told == "warning: log.csv: is \\x1b[31mold\n"
+    assert "code.py:7" in warnings.formatwarning("x", DeprecationWarning, "code.py", 7)
