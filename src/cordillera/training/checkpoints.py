@@ -7,6 +7,7 @@ to the disk and renamed, so a folder of that name is a whole checkpoint. Nothing
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -71,6 +72,21 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
         # The library reports a failed write as its own error; the cause (errno 28: no space) is in its text.
         code = 28 if "os error 28" in str(error).lower() or "no space" in str(error).lower() else 5
         raise OSError(code, str(error)) from error
+    if header:
+        _sort_header(path)
+
+
+def _sort_header(path: Path) -> None:
+    """Put what a safetensors file says beside its tensors in order: the library shuffles it in each process."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        content = json.loads(file.read(size))
+        content["__metadata__"] = dict(sorted(content["__metadata__"].items()))
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > size:
+            raise OSError(errno.EIO, "the header of a safetensors file was written in an unknown form")
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def folder_of(parent: Path, step: int) -> Path:

@@ -61,7 +61,7 @@ def test_a_part_that_is_missing_or_there_twice_is_refused(
     folder = tmp_path_factory.mktemp("parts")
     for number, box in enumerate(boxes):
         write_parts(folder / f"{number}.safetensors", {"x": box})
-    with pytest.raises(CheckpointError, match=r"x, 30 numbers of 36|x holds what is not a number, or lacks a part"):
+    with pytest.raises(CheckpointError, match=r"x, 30 numbers of 36|x holds NaN or infinity, or lacks a part"):
         Parts(folder, sorted(os.listdir(folder))).read("x", (0, 0), torch.empty(6, 6))
 
 

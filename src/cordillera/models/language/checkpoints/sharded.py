@@ -131,10 +131,10 @@ class Parts:
             if all(first < last for first, last in zip(low, high, strict=True)):
                 stored = self._opened[part.file].get_slice(name)[_box(low, high, part.offsets)]
                 out[_box(low, high, wanted.offsets)].copy_(stored)
-        if out.isnan().any():
+        if out.numel() and not all(bound.isfinite() for bound in torch.aminmax(out)):
             files = ", ".join(sorted({part.file for part in self.parts[name]}))
             raise CheckpointError(
-                f"tensor {name} holds what is not a number, or lacks a part",
+                f"tensor {name} holds NaN or infinity, or lacks a part",
                 where=f"{self.folder} ({files})",
                 remedy=_REMEDY,
             )
