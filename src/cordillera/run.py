@@ -281,9 +281,14 @@ class Run:
                 ) from error
         return records
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drop records after a step, so that a resumed run does not log the same step twice."""
-        kept = [record for record in self.metrics() if record.get("step", 0) <= step]
+    def rewind_metrics(self, step: int, without: str | None = None) -> None:
+        """Drop records after a step, so that a resumed run does not log the same step twice, and one kind wholly.
+
+        Args:
+            step: That the run goes on from.
+            without: Kind of records that are dropped whatever their step.
+        """
+        kept = [one for one in self.metrics() if one.get("step", 0) <= step and one.get("kind", "") != without]
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
         write_atomically(self.folder / "metrics.jsonl", text)
 

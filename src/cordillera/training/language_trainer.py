@@ -29,7 +29,7 @@ from cordillera.errors import CordilleraError, Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
 from cordillera.run import Run, RunError, disk_errors
-from cordillera.training.language import LanguageConfig, LanguageEngine, StepReport
+from cordillera.training.language import LanguageConfig, LanguageEngine
 from cordillera.training.optimizers import schedule
 
 _Ended = Literal["finished", "exhausted", "interrupted"]
@@ -151,13 +151,15 @@ class Checkpoints(Protocol):
 
 @dataclass
 class _Window:
-    """What happened since the last record. Sums of the text are checkpointed, clocks are not."""
+    """What happened since the last record. Sums of the text and facts of the last step are checkpointed, clocks are not."""
 
     loss: float = 0.0
     targets: int = 0
     imbalance: float = 0.0
     delay: float = 0.0
     steps: int = 0
+    gradient_norm: float | None = None
+    learning_rate: float = 0.0
     timed_tokens: int = 0
     timed_flops: float = 0.0
     waiting: float = 0.0
@@ -166,7 +168,8 @@ class _Window:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("loss", "targets", "imbalance", "delay", "steps")}
+        names = ("loss", "targets", "imbalance", "delay", "steps", "gradient_norm", "learning_rate")
+        return {name: getattr(self, name) for name in names}
 
 
 LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
@@ -222,8 +225,7 @@ class LanguageTrainer:
         self.progress = LanguageProgress()
         self._window = _Window()
         self._board: Any = None
-        self._last = StepReport(math.nan, math.nan, 0, False)
-        self._rate = 0.0
+        self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
         self._owes_evaluation = False  # one that was interrupted, between steps
         self._recorded: set[tuple[str, int]] = set()  # kind and step of what the records held when the run went on
@@ -363,8 +365,9 @@ class LanguageTrainer:
         rate = schedule(
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
         )
-        self._last = report = self.engine.step(iteration.microbatches, rate)
-        self._rate = rate * config.learning_rate
+        report = self.engine.step(iteration.microbatches, rate)
+        window.gradient_norm = report.gradient_norm if math.isfinite(report.gradient_norm) else None
+        window.learning_rate = rate * config.learning_rate
         progress.step += 1
         progress.tokens += iteration.tokens
         progress.documents += iteration.documents
@@ -432,8 +435,8 @@ class LanguageTrainer:
         content: dict[str, Any] = {
             "documents": self.progress.documents,
             "loss": window.loss / window.targets if window.targets else math.nan,
-            "gradient_norm": self._last.gradient_norm,
-            "learning_rate": self._rate,
+            "gradient_norm": window.gradient_norm,
+            "learning_rate": window.learning_rate,
             "targets": window.targets,
             "skipped": self.engine.skipped,
             "seconds": seconds,
@@ -449,7 +452,7 @@ class LanguageTrainer:
             "data_seconds": window.waiting,
         }
         record = self._record("train", **content)
-        self._draw({f"train/{key}": record[key] for key in _DRAWN})
+        self._draw({f"train/{key}": record[key] for key in _DRAWN if record[key] is not None})
         return record
 
     def _record(self, kind: str, **content: Any) -> dict[str, Any]:
@@ -497,8 +500,11 @@ class LanguageTrainer:
         self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
 
     def _prune(self) -> None:
-        """Keep the newest; one that is being written is not among them yet."""
-        if self.run is not None:
+        """Keep the newest; one that is being written is not among them yet.
+
+        While steps are skipped, all stay: the newest may be those whose weights give no finite loss.
+        """
+        if self.run is not None and not self.progress.stale:
             self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
 
 

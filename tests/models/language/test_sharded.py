@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Damage, str]] = {
         ),
         f"{FILE}: is truncated or damaged",
     ),
-    "not a number": (put(UP, lambda t: t * torch.nan), f"step .*{FILE}.*: tensor {UP} holds what is not a number"),
+    "not a number": (put(UP, lambda t: t * torch.nan), f"step .*{FILE}.*: tensor {UP} holds NaN"),
     "infinity": (put(UP, lambda t: t / 0.0), f"tensor {UP} holds NaN or infinity"),
 }
 
