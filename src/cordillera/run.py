@@ -334,7 +334,9 @@ class Run:
             yield
             return
         path = self.folder / ".lock"
-        with disk_errors(path), open(path, "a+", encoding="utf-8") as file:
+        with contextlib.ExitStack() as stack:
+            with disk_errors(path):
+                file = stack.enter_context(open(path, "a+", encoding="utf-8"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -344,9 +346,10 @@ class Run:
                     where=str(self.folder),
                     remedy="wait for it, or stop it first",
                 ) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            with disk_errors(path):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
             self._is_held = True
             try:
                 yield

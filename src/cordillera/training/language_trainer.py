@@ -246,7 +246,7 @@ class LanguageTrainer:
             self._owes_evaluation = state.get("owes_evaluation", False)
         if self.run is not None:
             with self.run.lock():
-                self.run.rewind_metrics(self.progress.step, without="ended")
+                self.run.rewind_metrics(self.progress.step)
                 self._recorded = {(str(one.get("kind")), one.get("step", 0)) for one in self.run.metrics()}
                 if state is not None:
                     # killed after the checkpoint was complete and before its record was written
@@ -278,14 +278,15 @@ class LanguageTrainer:
                 ended, evaluation = self._train()
             except CordilleraError as error:
                 with contextlib.suppress(RunError):  # a full disk, which the error tells
-                    self._record("ended", how="failed", why=error.what)
+                    self._tell("failed", error.what)
                 raise
-            self._record("ended", how=ended)
+            self._tell(ended)
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
         """All steps, the last checkpoint and the last evaluation."""
         evaluation = None
+        self._tell(None)
         ended = self._steps()
         if self.checkpoints.last != self.progress.step:
             self._save()
@@ -455,6 +456,11 @@ class LanguageTrainer:
         self._draw({f"train/{key}": record[key] for key in _DRAWN if record[key] is not None})
         return record
 
+    def _tell(self, ended: str | None, why: str = "") -> None:
+        """Write down how far training came."""
+        if self.run is not None:
+            self.run.write_status(ended, self.progress.step, self.config.steps, why)
+
     def _record(self, kind: str, **content: Any) -> dict[str, Any]:
         """Write a record of this step, unless the records of a run that goes on have it already."""
         record = {"kind": kind, **self._place(), **content}
@@ -498,6 +504,7 @@ class LanguageTrainer:
         self.checkpoints.save(self.engine, state)
         self._prune()
         self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
+        self._tell(None)
 
     def _prune(self) -> None:
         """Keep the newest; one that is being written is not among them yet.
