@@ -6,9 +6,10 @@ import math
 import os
 
 import pytest
+from pydantic import BaseModel
 
 from cordillera import run as run_module
-from cordillera.run import Run, RunError, next_folder, write_atomically
+from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
 
 
 @pytest.fixture
@@ -56,6 +57,65 @@ def test_a_second_writer_is_refused_with_the_first_ones_pid(run):
         pass
     with run.lock():  # free again
         pass
+
+
+def test_a_writer_may_hold_its_run_again(run):
+    with run.lock():
+        with run.lock():
+            pass
+        with pytest.raises(RunError, match="another process"), Run(run.folder).lock():
+            pass
+    with Run(run.folder).lock():
+        pass
+
+
+class _Training(BaseModel):
+    learning_rate: float = 0.1
+    epochs: int = 1
+    decay: str = "none"
+    betas: tuple[float, float] = (0.9, 0.99)
+    emulate: dict[str, str] | None = None
+    log_every: int = 10
+
+
+class _Recipe(BaseModel):
+    name: str = "r"
+    seed: int = 1
+    training: _Training = _Training()
+
+
+def test_a_changed_recipe_is_refused_with_the_old_and_the_new_values(tmp_path):
+    saved = json.loads(json.dumps(recipe_state(_Recipe())))
+    check_recipe(saved, _Recipe(), tmp_path)
+    check_recipe(None, _Recipe(), tmp_path)
+    changed = _Recipe(seed=2, training=_Training(learning_rate=1.0, betas=(0.9, 0.9), emulate={"format": "e4m3"}))
+    with pytest.raises(RunError, match="recipe") as caught:
+        check_recipe(saved, changed, tmp_path / "recipe.toml")
+    text = str(caught.value)
+    assert "seed: 1 -> 2" in text
+    assert "training.learning_rate: 0.1 -> 1.0" in text
+    assert "training.betas: [0.9, 0.99] -> [0.9, 0.9]" in text
+    assert 'training.emulate.format: null -> "e4m3"' in text
+    assert "epochs" not in text
+    assert "recipe.toml" in text
+
+
+def test_only_listed_keys_of_a_recipe_may_change(tmp_path):
+    saved = recipe_state(_Recipe())
+    check_recipe(saved, _Recipe(name="other", training=_Training(log_every=1, epochs=5)), tmp_path)
+    decaying = recipe_state(_Recipe(training=_Training(decay="cosine")))
+    with pytest.raises(RunError, match=r"training\.epochs: 1 -> 5"):
+        check_recipe(decaying, _Recipe(training=_Training(decay="cosine", epochs=5)), tmp_path)
+
+
+def test_a_key_that_is_newer_than_the_checkpoint_is_its_default(tmp_path):
+    saved = recipe_state(_Recipe())
+    del saved["training"]["learning_rate"]
+    check_recipe(saved, _Recipe(), tmp_path)
+    with pytest.raises(RunError, match=r"0\.1 -> 0\.2"):
+        check_recipe(saved, _Recipe(training=_Training(learning_rate=0.2)), tmp_path)
+    with pytest.raises(RunError, match="another kind or version"):
+        check_recipe({"training": 3}, _Recipe(), tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypatch):

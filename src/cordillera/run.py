@@ -22,14 +22,28 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from cordillera.errors import CordilleraError
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
+
+MAY_CHANGE = (
+    *("name", "description", "device", "threads", "parallel"),
+    *("data.path", "data.sources", "data.validation", "data.tokenizer"),  # the content is compared by itself
+    *("data.cache_dir", "data.processes", "data.prefetch", "data.evaluation_batch_size"),
+    *("training.log_every", "training.evaluate_every", "training.evaluation_tokens", "training.checkpoint_every"),
+    *("training.keep_checkpoints", "training.asynchronous", "training.max_skipped"),
+)
+"""Keys and sections of a recipe that may be others when a run is resumed."""
+
+MAY_GROW = ("training.epochs", "training.max_steps", "training.steps")
+"""Keys that may be others too where learning rates do not depend on the number of steps."""
 
 
 class RunError(CordilleraError):
@@ -80,6 +94,55 @@ def write_atomically(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def recipe_state(recipe: BaseModel) -> dict[str, Any]:
+    """What the state of a checkpoint holds of the ``recipe`` that it was trained with: plain JSON values."""
+    state: dict[str, Any] = json.loads(recipe.model_dump_json(by_alias=True))
+    return state
+
+
+def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
+    """Refuse to go on from a checkpoint with another recipe.
+
+    Args:
+        saved: What :func:`recipe_state` gave when the checkpoint was written; None of checkpoints that are older.
+        recipe: That stands in the run's folder now; what :data:`MAY_CHANGE` and :data:`MAY_GROW` list may differ.
+        where: The recipe's file, which errors name.
+
+    Raises:
+        RunError: other keys differ; all of them are named, with both values.
+    """
+    if saved is None:
+        return
+    remedy = "put the earlier values back, or start a new run with the changed recipe"
+    try:
+        before = _flat(recipe_state(type(recipe).model_validate(saved)))  # keys that are new since have their defaults
+    except ValidationError as error:
+        raise RunError(
+            "is of another kind or version than the checkpoint's", where=str(where), remedy=remedy
+        ) from error
+    now = _flat(recipe_state(recipe))
+    free: tuple[str, ...] = MAY_CHANGE
+    if now.get("training.decay") == "none" and not now.get("training.warmup_fraction"):
+        free += MAY_GROW
+    changed = [
+        f"{key}: {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
+    ]
+    if changed:
+        raise RunError(
+            f"has changed since the checkpoint was written: {'; '.join(changed)}", where=str(where), remedy=remedy
+        )
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
 def describe_environment() -> dict[str, Any]:
     """What a later reader needs to judge this run's figures: machine, versions, threads."""
     versions = {}
@@ -111,6 +174,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        self._is_held = False
         if not (self.folder / "recipe.toml").is_file():
             raise RunError(
                 "is not a run folder (it holds no recipe.toml)",
@@ -159,11 +223,16 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the run for writing; a second process that tries is told who holds it.
 
+        What holds it already through this object may hold it again, from the same thread.
+
         Raises:
             RunError: another process holds it.
         """
         import fcntl
 
+        if self._is_held:
+            yield
+            return
         path = self.folder / ".lock"
         with disk_errors(path), open(path, "a+", encoding="utf-8") as file:
             try:
@@ -178,7 +247,11 @@ class Run:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record to ``metrics.jsonl``; numbers that are not finite are written as null."""
