@@ -4,12 +4,15 @@ import errno
 import json
 import math
 import os
+import random
+import re
 
 import pytest
 from pydantic import BaseModel
 
 from cordillera import run as run_module
 from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
+from tests.fuzzing import flips
 
 
 @pytest.fixture
@@ -118,6 +121,49 @@ def test_a_key_that_is_newer_than_the_checkpoint_is_its_default(tmp_path):
         check_recipe({"training": 3}, _Recipe(), tmp_path)
 
 
+def test_json_files_and_records_show_any_flipped_byte_and_any_cut(run, fuzz_inputs):
+    rng = random.Random(1)
+    run.write_json("model.json", {"a": 1.5, "b": ["text", None], "c": {"d": True}})
+    for step in range(8):
+        run.log({"kind": "train", "step": step, "loss": 0.1 * step})
+    run.write_status("finished", 8, 8)
+    readers = {
+        "model.json": lambda: run.read_json("model.json"),
+        "environment.json": lambda: run.read_json("environment.json"),
+        "status.json": run.status,
+        "metrics.jsonl": run.metrics,
+    }
+    for name, read in readers.items():
+        path = run.folder / name
+        whole, expected = path.read_bytes(), read()
+        for number in range(fuzz_inputs(50)):
+            cut = number % 5 == 0
+            path.write_bytes(whole[: rng.randrange(len(whole))] if cut else flips(whole, rng))
+            with pytest.raises(RunError, match=re.escape(str(run.folder))):
+                read()
+        path.write_bytes(whole)
+        assert read() == expected
+
+
+def test_json_without_a_checksum_is_read(run):
+    (run.folder / "model.json").write_text('{"a": 1}')
+    assert run.read_json("model.json") == {"a": 1}
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run.metrics() == [{"step": 1}]
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", '{"a": NaN}', '{"a": 1e999}', "[" * 10_000, "", "\xff"])
+def test_what_is_no_json_object_is_refused_by_name(run, text):
+    for name in ("model.json", "status.json"):
+        (run.folder / name).write_text(text, encoding="latin-1")
+        with pytest.raises(RunError, match=re.escape(name)):
+            run.read_json(name)
+    (run.folder / "status.json").unlink()
+    (run.folder / "metrics.jsonl").write_text(f'{text}\n{{"step": 2}}\n', encoding="latin-1")
+    with pytest.raises(RunError, match="line 1"):
+        run.metrics()
+
+
 def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypatch):
     path = run.write_json("model.json", {"a": 1})
     before = sorted(p.name for p in run.folder.iterdir())
@@ -128,7 +174,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypat
     monkeypatch.setattr(run_module.os, "fsync", full)
     with pytest.raises(RunError, match="disk is full"):
         run.write_json("model.json", {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
+    assert run.read_json("model.json") == {"a": 1}
     assert sorted(p.name for p in run.folder.iterdir()) == before
 
 
