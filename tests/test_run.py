@@ -165,7 +165,7 @@ def test_what_is_no_json_object_is_refused_by_name(run, text):
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypatch):
-    path = run.write_json("model.json", {"a": 1})
+    run.write_json("model.json", {"a": 1})
     before = sorted(p.name for p in run.folder.iterdir())
 
     def full(descriptor):

@@ -368,23 +368,19 @@ class Run:
         """All records of ``metrics.jsonl``. A last line cut short by a crash is left out.
 
         Raises:
-            RunError: a line other than the last is not a JSON object or does not match its checksum, or records are
-                missing of a training that came to its end.
+            RunError: a line is not a JSON object or does not match its checksum, or records are missing of a training
+                that came to its end.
         """
         path = self.folder / "metrics.jsonl"
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
         remedy = "restore the file or delete that line"
-        records = []
-        for number, line in enumerate(lines, 1):
-            is_last = number >= len(lines) - (not lines[-1])
-            try:
-                if line or not is_last:
-                    records.append(_unsealed(f"{line}\n", f"{path}, line {number}", remedy, is_line=True))
-            except RunError:
-                if not is_last:
-                    raise
+        del lines[-1:]  # after the last line's end
+        records = [
+            _unsealed(f"{line}\n", f"{path}, line {number}", remedy, is_line=True)
+            for number, line in enumerate(lines, 1)
+        ]
         status = self.status()
         if status is not None and status.is_complete and len(records) < status.records:
             raise RunError(
