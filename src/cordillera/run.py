@@ -299,7 +299,10 @@ class Run:
                 "already exists", where=str(folder), remedy="choose another --run folder, or continue with --resume"
             )
         with disk_errors(folder):
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            try:
+                (folder / "checkpoints").mkdir(parents=True)
+            except FileExistsError:
+                raise RunError("is being made by another process", where=str(folder)) from None
         write_atomically(folder / "environment.json", _sealed(describe_environment(), indent=2))
         write_atomically(folder / "recipe.toml", recipe)
         return cls(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +30,9 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.precision_plan import PrecisionPlan
 from cordillera.numerics.training_linear import Applied, apply_for_training
 from cordillera.recipe import Recipe
-from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
+from cordillera.run import Run, RunError, check_recipe, disk_errors, next_folder, write_atomically
 from cordillera.serving import quantized_model
-from cordillera.training import scaling_laws
+from cordillera.training import checkpoints, scaling_laws
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
@@ -141,36 +142,42 @@ def train(
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
-    with with_threads(recipe.threads):
+    with with_threads(recipe.threads), contextlib.ExitStack() as stack:
+        if resume:
+            run = Run(folder or "")
+            stack.enter_context(run.lock())
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
         plan = None
+        begins = not (resume and checkpoints.steps(run.checkpoints))
         if recipe.training.plan is not None:
             # a run keeps the plan that it began with: another one would end in other bits
-            source = Run(folder or "").folder / USED_PLAN_FILE if resume else Path(recipe.training.plan)
+            source = Path(recipe.training.plan) if begins else run.folder / USED_PLAN_FILE
             plan, applied = _with_plan(model, source, recipe)
             say(
                 f"plan: {len(applied.planned)} linear layers by kernels of {source}, {len(applied.left)} in fp32, "
                 f"{len(applied.unknown)} of them unknown to the plan"
             )
-        if resume:
-            run = Run(folder or "")
-            described = run.read_json("model.json")
+        if not resume:
+            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+            stack.enter_context(run.lock())
+        if begins:
+            if plan is not None:
+                plan.save(run.folder / USED_PLAN_FILE)
+            described = _describe(recipe, model, splits)
+            with disk_errors(run.folder):
+                (run.folder / "encoder").mkdir(exist_ok=True)
+            splits.encoder.save(run.folder / "encoder")
+            run.write_json("model.json", described)
+        else:
+            described = card_of(run)
             if described["data"]["fingerprint"] != splits.folder.name:
                 raise DataError(
                     "has changed since the run began; a resumed run must see the same samples",
                     where=recipe.data.label,
                     remedy="restore the files, or start a new run",
                 )
-        else:
-            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
-            if plan is not None:
-                plan.save(run.folder / USED_PLAN_FILE)
-            described = _describe(recipe, model, splits)
-            (run.folder / "encoder").mkdir()
-            splits.encoder.save(run.folder / "encoder")
-            run.write_json("model.json", described)
         say(
             f"model: {described['name']}, {described['parameters']:,} parameters "
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
@@ -186,6 +193,7 @@ def train(
             tasks=splits.features.tasks,
             device=device,
             watch=watch,
+            recipe=recipe,
         )
         if resume:
             found = trainer.resume()
@@ -199,7 +207,12 @@ def train(
             say(f"plan: {applied.unplanned:,} products had no kernel and were computed in fp32")
         if report.ended == "interrupted":
             return Outcome(run, report, None)
-        evaluation = _evaluate(run, recipe, model, splits, "test", device) if len(splits.test) else None
+        evaluation = None
+        if len(splits.test):
+            early = recipe.training.patience is not None and report.progress.best_step is not None
+            step = report.progress.best_step if early else report.progress.step
+            place = (step, trainer.total_steps)
+            evaluation = _evaluate(run, recipe, model, splits, "test", device, place)
         write_report(run)
         return Outcome(run, report, evaluation)
 
@@ -218,8 +231,15 @@ def _with_plan(model: RankingModel, file: Path, recipe: Recipe) -> tuple[Precisi
 
 
 def _evaluate(
-    run: Run, recipe: Recipe, model: RankingModel, splits: Splits, split: str, device: torch.device
+    run: Run,
+    recipe: Recipe,
+    model: RankingModel,
+    splits: Splits,
+    split: str,
+    device: torch.device,
+    place: tuple[int | None, int | None],
 ) -> Evaluation:
+    """Evaluate weights; ``place`` is after how many steps of how many they were so."""
     dataset: ClickDataset = getattr(splits, split)
     evaluation = evaluate_split(
         scorer(model, device, recipe.training.precision, recipe.training.emulate),
@@ -228,9 +248,37 @@ def _evaluate(
         split=split,
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
     )
+    evaluation = replace(evaluation, step=place[0], steps=place[1])
     name = "evaluation.json" if split == "test" else f"evaluation-{split}.json"
-    write_atomically(run.folder / name, evaluation.to_json())
+    run.write_json(name, json.loads(evaluation.to_json()))
     return evaluation
+
+
+def card_of(run: Run) -> dict[str, Any]:
+    """What ``model.json`` of a ranking run says.
+
+    Args:
+        run: The run.
+
+    Raises:
+        RunError: it is missing, damaged, or of another kind of run.
+    """
+    card = run.read_json("model.json")
+    tasks, data = card.get("tasks"), card.get("data")
+    sizes = [card.get(key) for key in ("parameters", "embedding_parameters", "training_flops")]
+    if (
+        not isinstance(tasks, list)
+        or not tasks
+        or not all(isinstance(one, str) for one in [*tasks, card.get("name")])
+        or not all(isinstance(size, int) for size in sizes)
+        or not isinstance(data, dict)
+        or not {"fingerprint", "facts"} <= set(data)
+        or not isinstance(data["facts"], dict)
+    ):
+        raise RunError(
+            "does not describe a ranking model", where=str(run.folder / "model.json"), remedy="restore the file"
+        )
+    return card
 
 
 def recipe_of(run: Run) -> Recipe:
@@ -262,11 +310,19 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupt.
+        RunError: the recipe has changed since the checkpoint was written.
     """
+    recipe, model, _ = _load(run, features, device)
+    return recipe, model
+
+
+def _load(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel, checkpoints.Checkpoint]:
     recipe = recipe_of(run)
     model = model_of(recipe, features)
-    load_weights(model, best_checkpoint(run, use_best=recipe.training.patience is not None))
-    return recipe, model.to(device).eval()
+    checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)
+    check_recipe(checkpoint.state.get("recipe"), recipe, run.recipe_file)
+    load_weights(model, checkpoint)
+    return recipe, model.to(device).eval(), checkpoint
 
 
 def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
@@ -286,8 +342,9 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     device = select_device(recipe.device)
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)
-        _, model = load_model(run, splits.features, device)
-        return _evaluate(run, recipe, model, splits, split, device)
+        _, model, checkpoint = _load(run, splits.features, device)
+        place = (checkpoint.step, checkpoint.state.get("total_steps"))
+        return _evaluate(run, recipe, model, splits, split, device, place)
 
 
 def predict(
@@ -329,7 +386,7 @@ def predict(
     recipe = recipe_of(run)
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
-    tasks = tuple(run.read_json("model.json")["tasks"])
+    tasks = tuple(card_of(run)["tasks"])
     with with_threads(recipe.threads):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
@@ -464,7 +521,8 @@ def sweep(
             raise RunError(
                 "holds a run of another recipe", where=str(place), remedy="choose another --run folder for this sweep"
             )
-        if exists and (place / "evaluation.json").is_file():
+        status = Run(place).status() if exists else None
+        if exists and (place / "evaluation.json").is_file() and (status is None or status.is_complete):
             say(f"[{number}/{len(planned)}] {name}: done before")
         else:
             say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
@@ -476,7 +534,7 @@ def sweep(
                     remedy="give the same command again to go on",
                 )
         runs.append(Run(place))
-    bayes = runs[0].read_json("model.json")["data"]["facts"].get("bayes_ne")
+    bayes = card_of(runs[0])["data"]["facts"].get("bayes_ne")
     study = scaling_laws.study(scaling_laws.measure(runs), floor=bayes or 0.0)
     plot = parent / "sweep.png"
     scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
