@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
+import secrets
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -373,6 +376,8 @@ def predict(
 
     Raises:
         DataError: the file cannot be read, lacks a column, or holds a value that training would have refused.
+        NumericsError: a logit is NaN or infinite; the sample is named.
+        RunError: the scores cannot be written; nothing is left of them.
     """
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
@@ -403,9 +408,8 @@ def predict(
             _, model = load_model(run, features, device)
             score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         rows = 0
-        with disk_errors(target), _Writer(temporary, target.suffix) as writer:
+        with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema):
                 encoded = encoder.encode(
                     frame, where=place.source, first_row=place.first_row, unit=place.unit, labels=False
@@ -414,48 +418,83 @@ def predict(
                 for begin in range(0, len(encoded), batch_size):
                     part = np.arange(begin, min(begin + batch_size, len(encoded)))
                     logits.append(score(encoded.take(part).batch()))
-                scores = torch.cat(logits).double().sigmoid().numpy()
-                if not np.isfinite(scores).all():
-                    bad = int((~np.isfinite(scores)).any(1).argmax())
-                    raise DataError("the model's score is not a number", where=place.at(bad, "score"))
+                whole = torch.cat(logits).double()
+                wrong = (~torch.isfinite(whole)).nonzero()
+                if len(wrong):
+                    row, column = wrong[0].tolist()
+                    raise NumericsError(
+                        f"the model's logit is {float(whole[row, column])}; no scores were written",
+                        where=place.at(row, names[column]),
+                        remedy="look for weights that are not finite, or for values far beyond those of training",
+                    )
+                scores = whole.sigmoid().numpy()
                 columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
                 columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
                 writer.write(pl.DataFrame(columns))
                 rows += len(frame)
-            writer.finish(target)
+            writer.finish()
     return target, rows
 
 
 class _Writer:
-    """Writes frames one after another into a file that appears when it is whole."""
+    """Writes frames one after another into a file that appears when it is whole, and leaves nothing if it is not.
 
-    def __init__(self, temporary: Path, suffix: str) -> None:
-        self.temporary, self.suffix = temporary, suffix
+    Args:
+        target: The file, ``.csv`` or ``.parquet``.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         self.parquet: pyarrow.parquet.ParquetWriter | None = None
-        self.file = open(temporary, "wb")  # noqa: SIM115 (closed in __exit__)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+            _remove_abandoned(left)
+        with self._errors():
+            self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
+            fcntl.flock(self.file, fcntl.LOCK_SH)
 
     def __enter__(self) -> _Writer:
         return self
 
-    def write(self, frame: pl.DataFrame) -> None:
-        if self.suffix == ".csv":
-            frame.write_csv(self.file, include_header=self.file.tell() == 0)
-            return
-        table = frame.to_arrow()
-        if self.parquet is None:
-            self.parquet = pyarrow.parquet.ParquetWriter(self.file, table.schema)
-        self.parquet.write_table(table)
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return disk_errors(self.target, "free some space, or name a file on another disk with --out")
 
-    def finish(self, target: Path) -> None:
-        if self.parquet is not None:
-            self.parquet.close()
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        os.replace(self.temporary, target)
+    def write(self, frame: pl.DataFrame) -> None:
+        with self._errors():
+            if self.target.suffix == ".csv":
+                self.file.write(frame.write_csv(include_header=self.file.tell() == 0).encode())
+                return
+            table = frame.to_arrow()
+            if self.parquet is None:
+                self.parquet = pyarrow.parquet.ParquetWriter(self.file, table.schema)
+            self.parquet.write_table(table)
+
+    def finish(self) -> None:
+        with self._errors():
+            if self.parquet is not None:
+                self.parquet.close()
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            os.replace(self.temporary, self.target)
 
     def __exit__(self, *exception: object) -> None:
-        self.file.close()
-        self.temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.temporary.unlink()
+        if self.parquet is not None:
+            with contextlib.suppress(OSError):
+                self.parquet.close()  # of a file that is gone by now
+        with contextlib.suppress(OSError):
+            self.file.close()
+
+
+def _remove_abandoned(temporary: Path) -> None:
+    """Delete a temporary file unless a process that writes it holds it."""
+    with contextlib.suppress(OSError), open(temporary, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()
 
 
 @dataclass
