@@ -191,3 +191,20 @@ def test_the_next_folder_is_the_first_free_one(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a-2").mkdir()
     assert next_folder(tmp_path, "a").name == "a-3"
+
+
+def test_a_folder_whose_process_was_killed_before_it_had_a_recipe_is_taken_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".recipe.toml.999999999.tmp").touch()
+    run = Run.create(tmp_path / "a", "seed = 1\n")
+    with pytest.raises(RunError, match="already exists"):
+        Run.create(tmp_path / "a", "seed = 1\n")
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoints", "environment.json", "recipe.toml"]
+
+
+def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(run):
+    (run.folder / ".metrics.jsonl.999999999.tmp").touch()
+    mine = run.folder / f".metrics.jsonl.{os.getpid()}.tmp"
+    mine.touch()
+    with run.lock():
+        assert sorted(run.folder.glob(".*.tmp")) == [mine]

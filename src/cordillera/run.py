@@ -98,8 +98,17 @@ def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and rename it, so that readers see the old file or the new one."""
+def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
+    """Write ``text`` beside ``path`` and rename it, so that readers see the old file or the new one.
+
+    Args:
+        path: Of the file.
+        text: All of it.
+        new: Refuse a file that is there already: of several processes, one makes it.
+
+    Raises:
+        RunError: it cannot be written, or is there already.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
@@ -107,10 +116,32 @@ def write_atomically(path: Path, text: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            if new:
+                try:
+                    os.link(temporary, path)
+                    return
+                except FileExistsError:
+                    raise RunError("is being made by another process", where=str(path.parent)) from None
+                except OSError:
+                    pass  # a file system without links
             os.replace(temporary, path)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+
+def _temporary(folder: Path, name: str = "*") -> list[Path]:
+    """Files that :func:`write_atomically` was writing in a folder when its process was killed."""
+    found = []
+    for path in folder.glob(f".{name}.*.tmp"):
+        process = path.name.split(".")[-2]
+        try:
+            os.kill(int(process), 0)
+        except (ProcessLookupError, OverflowError):
+            found.append(path)
+        except (ValueError, OSError):
+            continue  # another's file, or a process of another user
+    return found
 
 
 _SEAL, _LINE_SEAL = ("sha256", 64), ("seal", 16)  # the last key of an object, digits
@@ -294,14 +325,21 @@ class Run:
             RunError: the folder exists and is not empty, or cannot be written.
         """
         folder = Path(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        recipe_file = folder / "recipe.toml"
+        begun = _temporary(folder, recipe_file.name)  # by a process that was killed before it had a recipe
+        if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
             raise RunError(
                 "already exists", where=str(folder), remedy="choose another --run folder, or continue with --resume"
             )
         with disk_errors(folder):
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in begun:
+                leftover.unlink(missing_ok=True)
+        # first of all files: with it the run can be resumed, without it the folder can be taken again
+        write_atomically(recipe_file, recipe, new=True)
         write_atomically(folder / "environment.json", _sealed(describe_environment(), indent=2))
-        write_atomically(folder / "recipe.toml", recipe)
+        with disk_errors(folder):
+            (folder / "checkpoints").mkdir(exist_ok=True)
         return cls(folder)
 
     @property
@@ -350,6 +388,8 @@ class Run:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
+                for leftover in _temporary(self.folder):
+                    leftover.unlink(missing_ok=True)
             self._is_held = True
             try:
                 yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cordillera.data.files import checksum
-from cordillera.errors import CheckpointError
+from cordillera.data.files import checksum, sealed, unsealed
+from cordillera.errors import CheckpointError, DataError
+from cordillera.files import parse_json
 from cordillera.run import disk_errors, remove_folder
+
+_CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
 
@@ -121,9 +125,9 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
             temporary.mkdir(parents=True)
             plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(temporary / _TENSORS, plain)
-            (temporary / _STATE).write_text(json.dumps(state), encoding="utf-8")
+            (temporary / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             sums = {name: checksum(temporary / name) for name in (_TENSORS, _STATE)}
-            (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+            (temporary / _CHECKSUMS).write_bytes(sealed(sums))
             for name in (_TENSORS, _STATE, _CHECKSUMS):
                 flush(temporary / name)
             remove_folder(target)
@@ -142,10 +146,10 @@ def load(folder: Path) -> Checkpoint:
     """
     remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
     try:
-        sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        sums = unsealed(folder / _CHECKSUMS)
         expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("is missing or unreadable", where=str(folder / _CHECKSUMS), remedy=remedy) from error
+    except (OSError, DataError, KeyError, TypeError) as error:
+        raise CheckpointError("is missing or damaged", where=str(folder / _CHECKSUMS), remedy=remedy) from error
     for name, digest in expected.items():
         path = folder / name
         if not path.is_file():
@@ -154,8 +158,27 @@ def load(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
             )
-    state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    state = parse_json((folder / _STATE).read_bytes(), str(folder / _STATE), error=CheckpointError, remedy=remedy)
     return Checkpoint(folder, load_file(folder / _TENSORS), state)
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """What is NaN or infinite among tensors, in words, or None; one pass, without copies.
+
+    Args:
+        tensors: Of any dtypes, by name.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.dtype.itemsize == 1:  # torch takes no minimum of 8-bit floats
+            tensor = tensor.float()
+        for first, chunk in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+            low, high = torch.aminmax(chunk)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                inside = int((~torch.isfinite(chunk)).nonzero()[0])
+                return f"element {first * _CHUNK + inside} of {name} is {float(chunk[inside])}"
+    return None
 
 
 def prune(parent: Path, keep: set[int]) -> None:

@@ -45,7 +45,7 @@ from cordillera.models.language.checkpoints.sharded import (
 from cordillera.models.language.checkpoints.source import check_architecture
 from cordillera.numerics.weight_storage import WeightStorage
 from cordillera.run import RunError, disk_errors, remove_folder, write_atomically
-from cordillera.training.checkpoints import flush, folder_of, steps, write_tensors
+from cordillera.training.checkpoints import flush, folder_of, not_finite, steps, write_tensors
 from cordillera.training.language import LanguageEngine
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -209,18 +209,20 @@ class ShardedCheckpoints:
                 remove_folder(leftover)
 
     def _not_finite(self, parts: Sequence[_OwnPart], step: int) -> CheckpointError | None:
-        """The first of this rank's tensors that no training can go on from."""
+        """What no training can go on from, among what this rank holds."""
         for part in parts:
-            if not all(bound.isfinite() for bound in torch.aminmax(part.tensor)):  # NaN is passed on
-                what = "the weights" if part.kind == WEIGHTS else "the optimizer's moments"
-                newest = max(self.steps(), default=None)
-                kept = "no checkpoint was written yet" if newest is None else f"the checkpoint of step {newest} is kept"
-                return CheckpointError(
-                    f"{what} of step {step} are not finite (tensor {part.name}) and are not saved; {kept}",
-                    where=str(folder_of(self.folder, step)),
-                    remedy="start a new run with a lower training.learning_rate or more warmup_steps"
-                    + ("" if newest is None else "; --resume goes on from the checkpoint that is kept"),
-                )
+            found = not_finite({part.name: part.tensor})
+            if found is None:
+                continue
+            what = "the weights" if part.kind == WEIGHTS else "the optimizer's moments"
+            newest = max(self.steps(), default=None)
+            kept = "no checkpoint was written yet" if newest is None else f"the checkpoint of step {newest} is kept"
+            return CheckpointError(
+                f"{what} of step {step} are not finite ({found}) and are not saved; {kept}",
+                where=str(folder_of(self.folder, step)),
+                remedy="start a new run with a lower training.learning_rate or more warmup_steps"
+                + ("" if newest is None else "; --resume goes on from the checkpoint that is kept"),
+            )
         return None
 
     def _still(self, part: _OwnPart) -> Tensor:
