@@ -89,6 +89,19 @@ def test_a_mistake_is_named(tmp_path, text, path, says):
     assert says in dict(caught.value.problems)[path]
 
 
+def test_a_name_that_is_misspelt_is_the_mistake_not_what_another_family_of_models_lacks(tmp_path):
+    text = "[data]\npath='a.txt'\n[model]\nname='lama'\npreset='llama-debug'\n[packing]\ntoken=3\n"
+    with pytest.raises(RecipeError) as caught:
+        load(write(tmp_path, text))
+    problems = dict(caught.value.problems)
+    assert set(problems) == {"model.name", "packing.token"}
+    assert "did you mean 'llama'?" in problems["model.name"]
+    assert "did you mean 'tokens'" in problems["packing.token"]
+    with pytest.raises(RecipeError) as caught:
+        load(write(tmp_path, text.replace("lama'", "zzz'", 1)))
+    assert set(dict(caught.value.problems)) == {"model.name"}
+
+
 def test_an_unknown_recipe_is_answered_with_the_nearest_name():
     with pytest.raises(RecipeError, match="did you mean 'movielens-wukong'"):
         load("movilens-wukong")

@@ -4,11 +4,15 @@ import errno
 import json
 import math
 import os
+import random
+import re
 
 import pytest
+from pydantic import BaseModel
 
 from cordillera import run as run_module
-from cordillera.run import Run, RunError, next_folder, write_atomically
+from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
+from tests.fuzzing import flips
 
 
 @pytest.fixture
@@ -58,8 +62,110 @@ def test_a_second_writer_is_refused_with_the_first_ones_pid(run):
         pass
 
 
+def test_a_writer_may_hold_its_run_again(run):
+    with run.lock():
+        with run.lock():
+            pass
+        with pytest.raises(RunError, match="another process"), Run(run.folder).lock():
+            pass
+    with Run(run.folder).lock():
+        pass
+
+
+class _Training(BaseModel):
+    learning_rate: float = 0.1
+    epochs: int = 1
+    decay: str = "none"
+    betas: tuple[float, float] = (0.9, 0.99)
+    emulate: dict[str, str] | None = None
+    log_every: int = 10
+
+
+class _Recipe(BaseModel):
+    name: str = "r"
+    seed: int = 1
+    training: _Training = _Training()
+
+
+def test_a_changed_recipe_is_refused_with_the_old_and_the_new_values(tmp_path):
+    saved = json.loads(json.dumps(recipe_state(_Recipe())))
+    check_recipe(saved, _Recipe(), tmp_path)
+    check_recipe(None, _Recipe(), tmp_path)
+    changed = _Recipe(seed=2, training=_Training(learning_rate=1.0, betas=(0.9, 0.9), emulate={"format": "e4m3"}))
+    with pytest.raises(RunError, match="recipe") as caught:
+        check_recipe(saved, changed, tmp_path / "recipe.toml")
+    text = str(caught.value)
+    assert "seed: 1 -> 2" in text
+    assert "training.learning_rate: 0.1 -> 1.0" in text
+    assert "training.betas: [0.9, 0.99] -> [0.9, 0.9]" in text
+    assert 'training.emulate.format: null -> "e4m3"' in text
+    assert "epochs" not in text
+    assert "recipe.toml" in text
+
+
+def test_only_listed_keys_of_a_recipe_may_change(tmp_path):
+    saved = recipe_state(_Recipe())
+    check_recipe(saved, _Recipe(name="other", training=_Training(log_every=1, epochs=5)), tmp_path)
+    decaying = recipe_state(_Recipe(training=_Training(decay="cosine")))
+    with pytest.raises(RunError, match=r"training\.epochs: 1 -> 5"):
+        check_recipe(decaying, _Recipe(training=_Training(decay="cosine", epochs=5)), tmp_path)
+
+
+def test_a_key_that_is_newer_than_the_checkpoint_is_its_default(tmp_path):
+    saved = recipe_state(_Recipe())
+    del saved["training"]["learning_rate"]
+    check_recipe(saved, _Recipe(), tmp_path)
+    with pytest.raises(RunError, match=r"0\.1 -> 0\.2"):
+        check_recipe(saved, _Recipe(training=_Training(learning_rate=0.2)), tmp_path)
+    with pytest.raises(RunError, match="another kind or version"):
+        check_recipe({"training": 3}, _Recipe(), tmp_path)
+
+
+def test_json_files_and_records_show_any_flipped_byte_and_any_cut(run, fuzz_inputs):
+    rng = random.Random(1)
+    run.write_json("model.json", {"a": 1.5, "b": ["text", None], "c": {"d": True}})
+    for step in range(8):
+        run.log({"kind": "train", "step": step, "loss": 0.1 * step})
+    run.write_status("finished", 8, 8)
+    readers = {
+        "model.json": lambda: run.read_json("model.json"),
+        "environment.json": lambda: run.read_json("environment.json"),
+        "status.json": run.status,
+        "metrics.jsonl": run.metrics,
+    }
+    for name, read in readers.items():
+        path = run.folder / name
+        whole, expected = path.read_bytes(), read()
+        for number in range(fuzz_inputs(50)):
+            cut = number % 5 == 0
+            path.write_bytes(whole[: rng.randrange(len(whole))] if cut else flips(whole, rng))
+            with pytest.raises(RunError, match=re.escape(str(run.folder))):
+                read()
+        path.write_bytes(whole)
+        assert read() == expected
+
+
+def test_json_without_a_checksum_is_read(run):
+    (run.folder / "model.json").write_text('{"a": 1}')
+    assert run.read_json("model.json") == {"a": 1}
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run.metrics() == [{"step": 1}]
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", '{"a": NaN}', '{"a": 1e999}', "[" * 10_000, "", "\xff"])
+def test_what_is_no_json_object_is_refused_by_name(run, text):
+    for name in ("model.json", "status.json"):
+        (run.folder / name).write_text(text, encoding="latin-1")
+        with pytest.raises(RunError, match=re.escape(name)):
+            run.read_json(name)
+    (run.folder / "status.json").unlink()
+    (run.folder / "metrics.jsonl").write_text(f'{text}\n{{"step": 2}}\n', encoding="latin-1")
+    with pytest.raises(RunError, match="line 1"):
+        run.metrics()
+
+
 def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypatch):
-    path = run.write_json("model.json", {"a": 1})
+    run.write_json("model.json", {"a": 1})
     before = sorted(p.name for p in run.folder.iterdir())
 
     def full(descriptor):
@@ -68,7 +174,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypat
     monkeypatch.setattr(run_module.os, "fsync", full)
     with pytest.raises(RunError, match="disk is full"):
         run.write_json("model.json", {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
+    assert run.read_json("model.json") == {"a": 1}
     assert sorted(p.name for p in run.folder.iterdir()) == before
 
 
@@ -85,3 +191,20 @@ def test_the_next_folder_is_the_first_free_one(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a-2").mkdir()
     assert next_folder(tmp_path, "a").name == "a-3"
+
+
+def test_a_folder_whose_process_was_killed_before_it_had_a_recipe_is_taken_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".recipe.toml.999999999.tmp").touch()
+    run = Run.create(tmp_path / "a", "seed = 1\n")
+    with pytest.raises(RunError, match="already exists"):
+        Run.create(tmp_path / "a", "seed = 1\n")
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoints", "environment.json", "recipe.toml"]
+
+
+def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(run):
+    (run.folder / ".metrics.jsonl.999999999.tmp").touch()
+    mine = run.folder / f".metrics.jsonl.{os.getpid()}.tmp"
+    mine.touch()
+    with run.lock():
+        assert sorted(run.folder.glob(".*.tmp")) == [mine]

@@ -24,7 +24,7 @@ from cordillera.data.text_batches import BatchConfig
 from cordillera.data.text_corpora import TextDataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.errors import RecipeError
+from cordillera.errors import CordilleraError, RecipeError
 from cordillera.mistakes import explain, known_keys, models_of
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
@@ -209,7 +209,21 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
         RecipeError: with every mistake that was found.
     """
     kind: type[Recipe] | type[LanguageRecipe] = Recipe
-    if _section(content, "model").get("name") in LANGUAGE_MODELS:
+    model, known = _section(content, "model"), [*MODELS, *LANGUAGE_MODELS]
+    name = model.get("name")
+    if isinstance(name, str) and name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        problems = [("model.name", f"must be one of {', '.join(known)}{hint}, got {name!r}")]
+        try:  # the other sections depend on the name: they are judged by the one that was meant, or not at all
+            for meant in close:
+                validate({**content, "model": {**model, "name": meant}}, source)
+        except RecipeError as error:
+            problems += error.problems
+        except CordilleraError:
+            pass  # a checkpoint that it begins with
+        raise RecipeError(source, problems)
+    if name in LANGUAGE_MODELS:
         kind, content = LanguageRecipe, _with_sizes(content, source)
     try:
         return kind.model_validate(_with_nulls(kind, content))

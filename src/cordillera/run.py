@@ -5,31 +5,54 @@ in them. Layout::
 
     recipe.toml      the resolved recipe
     environment.json machine and library versions
+    status.json      how far training came
     metrics.jsonl    one JSON object a line, in the order in which things happened
     checkpoints/     see cordillera.training.checkpoints
     tensorboard/     event files
     encoder/         the fitted vocabularies and transforms
     evaluation.json, model.json, report.html
+
+JSON files and the lines of ``metrics.jsonl`` end with a checksum of their own, which readers verify.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from cordillera.errors import CordilleraError
+from cordillera.files import parse_json, read_text
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
+
+MAY_CHANGE = (
+    *("name", "description", "device", "threads", "parallel"),
+    *("data.path", "data.sources", "data.validation", "data.tokenizer"),  # the content is compared by itself
+    *("data.cache_dir", "data.processes", "data.prefetch", "data.evaluation_batch_size"),
+    *("training.log_every", "training.evaluate_every", "training.evaluation_tokens", "training.checkpoint_every"),
+    *("training.keep_checkpoints", "training.asynchronous", "training.max_skipped"),
+)
+"""Keys and sections of a recipe that may be others when a run is resumed."""
+
+MAY_GROW = ("training.epochs", "training.max_steps", "training.steps")
+"""Keys that may be others too where learning rates do not depend on the number of steps."""
+
+_METRICS_BYTES = 1 << 30  # of the largest metrics.jsonl that is read
 
 
 class RunError(CordilleraError):
@@ -48,26 +71,44 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or read-only disk, met while writing ``path``, into an error that says so."""
+def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
+    """Turn what the system says while ``path`` is written, a full or read-only disk above all, into an error.
+
+    Args:
+        path: That is written.
+        remedy: What to do about it. Default: what helps for files of a run.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            full = "the file is larger than may be" if error.errno == errno.EFBIG else "the disk is full"
             raise RunError(
-                "the disk is full; what was being written has been removed, earlier files are intact",
+                f"{full}; what was being written has been removed, earlier files are intact",
                 where=str(path),
-                remedy="free some space, then go on with --resume",
+                remedy=remedy or "free some space, then go on with --resume",
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise RunError(
-                f"cannot be written: {error.strerror}", where=str(path), remedy="choose another --run folder"
-            ) from error
-        raise
+        raise RunError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy=remedy or "choose another --run folder",
+        ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and rename it, so that readers see the old file or the new one."""
+def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
+    """Write ``text`` beside ``path`` and rename it, so that readers see the old file or the new one.
+
+    Args:
+        path: Of the file.
+        text: All of it.
+        new: Refuse a file that is there already: of several processes, one makes it.
+
+    Raises:
+        RunError: it cannot be written, or is there already.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
@@ -75,9 +116,125 @@ def write_atomically(path: Path, text: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            if new:
+                try:
+                    os.link(temporary, path)
+                    return
+                except FileExistsError:
+                    raise RunError("is being made by another process", where=str(path.parent)) from None
+                except OSError:
+                    pass  # a file system without links
             os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def _temporary(folder: Path, name: str = "*") -> list[Path]:
+    """Files that :func:`write_atomically` was writing in a folder when its process was killed."""
+    found = []
+    for path in folder.glob(f".{name}.*.tmp"):
+        process = path.name.split(".")[-2]
+        try:
+            os.kill(int(process), 0)
+        except (ProcessLookupError, OverflowError):
+            found.append(path)
+        except (ValueError, OSError):
+            continue  # another's file, or a process of another user
+    return found
+
+
+_SEAL, _LINE_SEAL = ("sha256", 64), ("seal", 16)  # the last key of an object, digits
+
+
+def _sealed(content: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON whose last key is a SHA-256 of what is before it: of a line its first digits."""
+    key, digits = _SEAL if indent else _LINE_SEAL
+    body = json.dumps(content, indent=indent, allow_nan=False)
+    digest = hashlib.sha256(body.encode()).hexdigest()[:digits]
+    return json.dumps({**content, key: digest}, indent=indent, allow_nan=False) + "\n"
+
+
+def _unsealed(text: str, where: str, remedy: str, *, is_line: bool = False) -> dict[str, Any]:
+    """Read what :func:`_sealed` wrote; JSON that never had a seal is taken as it is.
+
+    Raises:
+        RunError: it is not a JSON object, or not to the byte what was written.
+    """
+    content = parse_json(text, where, error=RunError, remedy=remedy)
+    if not isinstance(content, dict):
+        raise RunError("is not a JSON object", where=where, remedy=remedy)
+    key, digits = _LINE_SEAL if is_line else _SEAL
+    last, seal = next(reversed(content.items()), ("", None))
+    # a flipped byte may have changed the key itself
+    is_sealed = key in content or (isinstance(seal, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", seal) is not None)
+    if is_sealed:
+        del content[last]
+        if last != key or _sealed(content, indent=None if is_line else 2) != text:
+            raise RunError("is damaged: it does not match its checksum", where=where, remedy=remedy)
+    return content
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Object of a JSON file that :meth:`Run.write_json` wrote, or that somebody else did without a checksum.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        RunError: it is missing, not a JSON object, or does not match the checksum that it holds.
+    """
+    remedy = "restore the file"
+    return _unsealed(read_text(path, error=RunError, remedy=remedy), str(path), remedy)
+
+
+def recipe_state(recipe: BaseModel) -> dict[str, Any]:
+    """What the state of a checkpoint holds of the ``recipe`` that it was trained with: plain JSON values."""
+    state: dict[str, Any] = json.loads(recipe.model_dump_json(by_alias=True))
+    return state
+
+
+def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
+    """Refuse to go on from a checkpoint with another recipe.
+
+    Args:
+        saved: What :func:`recipe_state` gave when the checkpoint was written; None of checkpoints that are older.
+        recipe: That stands in the run's folder now; what :data:`MAY_CHANGE` and :data:`MAY_GROW` list may differ.
+        where: The recipe's file, which errors name.
+
+    Raises:
+        RunError: other keys differ; all of them are named, with both values.
+    """
+    if saved is None:
+        return
+    remedy = "put the earlier values back, or start a new run with the changed recipe"
+    try:
+        before = _flat(recipe_state(type(recipe).model_validate(saved)))  # keys that are new since have their defaults
+    except ValidationError as error:
+        raise RunError(
+            "is of another kind or version than the checkpoint's", where=str(where), remedy=remedy
+        ) from error
+    now = _flat(recipe_state(recipe))
+    free: tuple[str, ...] = MAY_CHANGE
+    if now.get("training.decay") == "none" and not now.get("training.warmup_fraction"):
+        free += MAY_GROW
+    changed = [
+        f"{key}: {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
+    ]
+    if changed:
+        raise RunError(
+            f"has changed since the checkpoint was written: {'; '.join(changed)}", where=str(where), remedy=remedy
+        )
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def describe_environment() -> dict[str, Any]:
@@ -99,6 +256,43 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Status:
+    """How far the training of a run came.
+
+    Attributes:
+        ended: ``finished``, ``early`` (patience ran out), ``exhausted`` (the text ended), ``interrupted`` or
+            ``failed``; None while it runs, and for ever if it was killed.
+        step: Of the newest checkpoint, or where training ended.
+        steps: That it was to take.
+        why: What went wrong.
+        records: Of ``metrics.jsonl`` at that time.
+    """
+
+    ended: str | None
+    step: int
+    steps: int
+    why: str = ""
+    records: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether training came to an end of its own."""
+        return self.ended in ("finished", "early", "exhausted")
+
+    @property
+    def warning(self) -> str:
+        """What a reader of the run's figures must know first; nothing of a run that is complete."""
+        place = f"step {self.step:,} of {self.steps:,}"
+        if self.is_complete:
+            return ""
+        if self.ended == "failed":
+            return f"This run is not finished: training failed at {place}. {self.why}".rstrip()
+        if self.ended == "interrupted":
+            return f"This run is not finished: training was interrupted at {place}; it can be resumed."
+        return f"This run is not finished: training runs, or was killed; its newest checkpoint is of {place}."
+
+
 class Run:
     """One run's folder.
 
@@ -111,6 +305,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        self._is_held = False
         if not (self.folder / "recipe.toml").is_file():
             raise RunError(
                 "is not a run folder (it holds no recipe.toml)",
@@ -130,14 +325,21 @@ class Run:
             RunError: the folder exists and is not empty, or cannot be written.
         """
         folder = Path(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        recipe_file = folder / "recipe.toml"
+        begun = _temporary(folder, recipe_file.name)  # by a process that was killed before it had a recipe
+        if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
             raise RunError(
                 "already exists", where=str(folder), remedy="choose another --run folder, or continue with --resume"
             )
         with disk_errors(folder):
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
-        write_atomically(folder / "recipe.toml", recipe)
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in begun:
+                leftover.unlink(missing_ok=True)
+        # first of all files: with it the run can be resumed, without it the folder can be taken again
+        write_atomically(recipe_file, recipe, new=True)
+        write_atomically(folder / "environment.json", _sealed(describe_environment(), indent=2))
+        with disk_errors(folder):
+            (folder / "checkpoints").mkdir(exist_ok=True)
         return cls(folder)
 
     @property
@@ -159,13 +361,20 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Hold the run for writing; a second process that tries is told who holds it.
 
+        What holds it already through this object may hold it again, from the same thread.
+
         Raises:
             RunError: another process holds it.
         """
         import fcntl
 
+        if self._is_held:
+            yield
+            return
         path = self.folder / ".lock"
-        with disk_errors(path), open(path, "a+", encoding="utf-8") as file:
+        with contextlib.ExitStack() as stack:
+            with disk_errors(path):
+                file = stack.enter_context(open(path, "a+", encoding="utf-8"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -175,64 +384,122 @@ class Run:
                     where=str(self.folder),
                     remedy="wait for it, or stop it first",
                 ) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            yield
+            with disk_errors(path):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
+                for leftover in _temporary(self.folder):
+                    leftover.unlink(missing_ok=True)
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record to ``metrics.jsonl``; numbers that are not finite are written as null."""
         path = self.folder / "metrics.jsonl"
-        with disk_errors(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        with disk_errors(path), open(path, "ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                file.write(_sealed(_plain(record)).encode())
+            except OSError:
+                file.truncate(size)
+                raise
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of ``metrics.jsonl``. A last line cut short by a crash is left out.
 
         Raises:
-            RunError: a line other than the last is not JSON.
+            RunError: a line is not a JSON object or does not match its checksum, or records are missing of a training
+                that came to its end.
         """
         path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                if number == len(lines):
-                    break
-                raise RunError(
-                    "is not JSON", where=f"{path}, line {number}", remedy="restore the file or delete that line"
-                ) from error
+        lines: list[str] = []
+        if path.exists():
+            lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
+        remedy = "restore the file or delete that line"
+        del lines[-1:]  # after the last line's end
+        records = [
+            _unsealed(f"{line}\n", f"{path}, line {number}", remedy, is_line=True)
+            for number, line in enumerate(lines, 1)
+        ]
+        status = self.status()
+        if status is not None and status.is_complete and len(records) < status.records:
+            raise RunError(
+                f"holds {len(records):,} whole records of {status.records:,} that were written",
+                where=str(path),
+                remedy="restore the file",
+            )
         return records
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drop records after a step, so that a resumed run does not log the same step twice."""
-        kept = [record for record in self.metrics() if record.get("step", 0) <= step]
-        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-        write_atomically(self.folder / "metrics.jsonl", text)
+    def rewind_metrics(self, step: int, without: str | None = None) -> None:
+        """Drop records after a step, so that a resumed run does not log the same step twice, and one kind wholly.
 
-    def write_json(self, name: str, content: Any) -> Path:
-        """Write ``content`` as the JSON file ``name`` of the folder; numbers that are not finite become null."""
-        path = self.folder / name
-        write_atomically(path, json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
-        return path
+        Args:
+            step: That the run goes on from.
+            without: Kind of records that are dropped whatever their step.
+        """
 
-    def read_json(self, name: str) -> Any:
-        """Read a JSON file of the folder.
+        def stays(record: dict[str, Any]) -> bool:
+            at = record.get("step", 0)
+            return isinstance(at, int) and at <= step and record.get("kind", "") != without
+
+        write_atomically(self.folder / "metrics.jsonl", "".join(map(_sealed, filter(stays, self.metrics()))))
+        if (status := self.status()) is not None:
+            self.write_status(None, step, status.steps)
+
+    def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
+        """Write ``status.json``: how far training came; see :class:`Status`.
+
+        Args:
+            ended: How; None while training goes on.
+            step: Of the newest checkpoint, or where training ended.
+            steps: That it is to take.
+            why: What went wrong.
+        """
+        path, records = self.folder / "metrics.jsonl", 0
+        if path.exists():
+            with open(path, "rb") as file:
+                records = sum(line.endswith(b"\n") for line in file)
+        self.write_json("status.json", asdict(Status(ended, step, steps, why, records)))
+
+    def status(self) -> Status | None:
+        """How far training came; None if no training has written it.
 
         Raises:
-            RunError: it does not exist or is not JSON.
+            RunError: ``status.json`` is damaged.
+        """
+        path = self.folder / "status.json"
+        if not path.exists():
+            return None
+        content = read_sealed(path)
+        kinds = {"ended": str | None, "step": int, "steps": int, "why": str, "records": int}
+        if any(name not in content or not isinstance(content[name], kind) for name, kind in kinds.items()):
+            raise RunError("does not say how far training came", where=str(path), remedy="restore the file")
+        return Status(**{name: content[name] for name in kinds})
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Write an object as a JSON file of the folder; its last key, ``sha256``, is a checksum of the others.
+
+        Args:
+            name: Of the file.
+            content: Numbers in it that are not finite become null.
         """
         path = self.folder / name
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise RunError("does not exist yet", where=str(path), remedy="let the run finish first") from error
-        except json.JSONDecodeError as error:
-            raise RunError(f"is not JSON: {error}", where=str(path), remedy="restore the file") from error
+        write_atomically(path, _sealed(_plain(content), indent=2))
+        return path
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read a JSON file of the folder, without its checksum.
+
+        Raises:
+            RunError: it does not exist, is not a JSON object, or does not match its checksum.
+        """
+        path = self.folder / name
+        if not path.exists():
+            raise RunError("does not exist yet", where=str(path), remedy="let the run finish first")
+        return read_sealed(path)
 
 
 def next_folder(parent: Path, name: str) -> Path:

@@ -126,7 +126,7 @@ CLOCKS = ("seconds", "examples_per_second", "data_fraction")
 
 def _facts(folder):
     records = [{k: v for k, v in r.items() if k not in CLOCKS} for r in Run(folder).metrics()]
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = Run(folder).read_json("evaluation.json")
     del evaluation["seconds"], evaluation["examples_per_second"]
     return records, evaluation
 

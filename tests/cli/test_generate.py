@@ -45,6 +45,34 @@ def test_the_answer_is_the_greedy_path_and_the_rate_is_told(cli, folder):
     assert re.fullmatch(r"\d+ tokens in \d+\.\d\d s, \d+\.\d tokens/s\n", done.err)
 
 
+def test_what_is_not_utf8_is_named_by_its_place_in_the_prompt(cli, folder, tmp_path, monkeypatch):
+    """Not by that in the text that a template makes of it; the shell hands bytes over as lone surrogates."""
+    for more in ([], ["--raw"]):
+        failed = cli("generate", folder, "fine", "ab\udcff", *more)
+        assert failed.code == 2
+        assert "prompt 1: character 2 is a lone surrogate, byte 0xff is not UTF-8" in failed.err
+    failed = cli("generate", folder, "fine", "--system", "\udcfe")
+    assert "system: character 0" in failed.err
+    (tmp_path / "latin.txt").write_bytes(b"one\nab\xe9")
+    failed = cli("generate", folder, "--file", "latin.txt")
+    assert failed.code == 2
+    assert "latin.txt, line 2, column 3: is not UTF-8 text (byte 0xe9)" in failed.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xe9"), "utf-8"))
+    failed = cli("generate", folder, "-")
+    assert "standard input: byte 2 (0xe9) is not UTF-8" in failed.err
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.json", "checksums.json", "weights-00001.safetensors"])
+def test_a_step_with_a_damaged_file_does_not_speak(cli, folder, tmp_path, name):
+    path = write_step(tmp_path / "step-000000003", load(folder)[1]) / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    failed = cli("generate", "step-000000003", "the cat sat", "--tokenizer", folder)
+    assert failed.code == 2
+    assert name in failed.err
+    assert failed.out == ""
+
+
 def test_a_chat_has_its_system_turn_and_raw_text_has_none(cli, folder):
     said = cli("generate", folder, "the mat", *EXACT, "-n", 8, "--system", "the end", "-q")
     assert said.out == greedy(folder, _chat(folder, "the mat", "the end"), 8) + "\n"
@@ -124,7 +152,7 @@ def test_an_interruption_ends_with_what_there_is(cli, folder, monkeypatch):
     [
         ((), "there is no prompt"),
         (("  ",), "prompt: is empty"),
-        (("--file", "absent.txt"), "absent.txt: cannot be read"),
+        (("--file", "absent.txt"), "absent.txt: does not exist"),
         (("the", "--lines"), "--lines: there is no file"),
         (("the", "--temperature", -1), "temperature: input should be greater than or equal to 0, got -1.0"),
         (("the", "--temperature", "nan"), "temperature: input should be"),

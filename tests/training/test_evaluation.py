@@ -57,7 +57,7 @@ def test_an_evaluation_survives_json_with_what_is_undefined() -> None:
     assert back.tasks["x"] == result.tasks["x"]
     with pytest.raises(DataError, match="not an evaluation"):
         Evaluation.from_json("{}")
-    with pytest.raises(DataError, match="not an evaluation"):
+    with pytest.raises(DataError, match="not JSON"):
         Evaluation.from_json("nonsense")
 
 

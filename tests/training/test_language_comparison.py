@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cordillera.errors import DataError
-from cordillera.run import Run
+from cordillera.run import Run, RunError
 from cordillera.training.language_comparison import compare_language
 from tests.training.sample_language_runs import make_evaluation, make_language_run, make_model, make_records
 
@@ -59,6 +59,16 @@ def test_losses_over_other_tokens_are_not_compared(tmp_path: Path) -> None:
     assert len(backwards.notes) == 2
 
 
+def test_runs_that_have_not_finished_or_predict_nothing_are_noted(tmp_path: Path) -> None:
+    whole, cut, broken = (run_of(tmp_path / name, loss) for name, loss in (("a", 2.5), ("b", 2.4), ("c", math.nan)))
+    cut.write_status("interrupted", 3, 1000)
+    result = compare_language([whole, cut, broken])
+    assert any(note.startswith("b: This run is not finished") and "step 3 of 1,000" in note for note in result.notes)
+    assert any(note.startswith("c: the loss of its evaluation is NaN") for note in result.notes)
+    assert "| c | NaN |" in result.to_markdown()
+    assert not any(note.startswith("a:") for note in result.notes)
+
+
 def test_the_table_reads_the_same_in_all_forms(tmp_path: Path) -> None:
     result = compare_language([run_of(tmp_path / "a|b", 2.5), run_of(tmp_path / "c", 2.25)])
     lines = [line for line in result.to_markdown().splitlines() if line.startswith("|")]
@@ -80,5 +90,5 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="given twice"):
         compare_language([run, Run(run.folder / "checkpoints" / "..")])
     (run.folder / "model.json").write_text("{")
-    with pytest.raises(DataError, match=r"model\.json: is not JSON"):
+    with pytest.raises(RunError, match=r"model\.json: is not JSON"):
         compare_language([run])

@@ -200,6 +200,39 @@ def test_validation_is_judged(tmp_path: Path) -> None:
     assert "is of step 500; training has gone on to step 1,000" in said
 
 
+@pytest.mark.parametrize(
+    ("ended", "why", "said"),
+    [
+        ("failed", "the loss was lost", "training failed at step 105 of 1,000. the loss was lost"),
+        ("interrupted", "", "training was interrupted at step 105 of 1,000; it can be resumed"),
+        (None, "", "training runs, or was killed; its newest checkpoint is of step 105 of 1,000"),
+    ],
+)
+def test_a_run_that_has_not_finished_says_so_first_and_counts_its_steps(
+    tmp_path: Path, ended: str | None, why: str, said: str
+) -> None:
+    """Records of training end at step 100; five steps were skipped since."""
+    records = make_records(100) + [{"kind": "skipped", "step": 101 + n, "tokens": 13e6, "loss": None} for n in range(5)]
+    run = make_language_run(tmp_path / "run", 1000, records)
+    (run.folder / "evaluation.json").unlink()
+    run.write_status(ended, 105, 1000, why)
+    text = Page(render(run)).said()
+    assert f"This run is not finished: {said}" in text
+    assert text.index("not finished") < text.index("Tokens trained")
+    assert "105 of 1,000 steps" in text
+    assert re.search(r"Steps skipped\D*\d+\s*of 105", text), text
+    run.write_status("finished", 105, 105)
+    assert "not finished" not in Page(render(run)).said()
+
+
+def test_a_loss_that_is_not_finite_is_told_by_name(tmp_path: Path) -> None:
+    run = make_language_run(tmp_path / "run")
+    run.write_json("evaluation.json", {"kind": "language", "split": "validation", "step": 1000, "loss": None})
+    text = Page(render(run)).said()
+    assert "Validation loss not finite NaN or infinity" in " ".join(text.split())
+    assert "is NaN or infinite: the model is of no use" in text
+
+
 def test_several_splits_are_several_lines(tmp_path: Path) -> None:
     records = make_records(1000)
     records += [record | {"split": "code"} for record in records if record["kind"] == "evaluation"]
@@ -299,22 +332,22 @@ def test_untrusted_texts_stay_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "error", "message"),
     [
-        ("model.json", "{", DataError, r"model\.json: is not JSON"),
-        ("model.json", "[1]", DataError, r"model\.json: is not a JSON object"),
+        ("model.json", "{", RunError, r"model\.json: is not JSON"),
+        ("model.json", "[1]", RunError, r"model\.json: is not a JSON object"),
         ("model.json", '{"mesh": 3}', DataError, r"model\.json: mesh is not an object"),
         ("model.json", '{"mesh": {"shard": 0}}', DataError, r"model\.json, mesh: shard: .*greater than or equal to 1"),
         ("model.json", '{"parameters": "many"}', DataError, r"model\.json: parameters is no number: 'many'"),
-        ("environment.json", b"\xff\xfe", DataError, r"environment\.json: is not JSON"),
+        ("environment.json", b"\xff\xfe", RunError, r"environment\.json, line 1, column 1: is not UTF-8"),
         ("evaluation.json", '{"loss": 2.0}', DataError, r"evaluation\.json: is not an evaluation of a language model"),
         ("evaluation.json", '{"kind": "language", "loss": [2]}', DataError, r"evaluation\.json: loss is no number"),
         ("metrics.jsonl", '{"kind": "train"}\nnot so\n{}\n', RunError, r"metrics\.jsonl, line 2: is not JSON"),
-        ("metrics.jsonl", '{"kind": "train"}\n[]\n', DataError, r"metrics\.jsonl, line 2: is not a JSON object"),
+        ("metrics.jsonl", '{"kind": "train"}\n[]\n{}\n', RunError, r"metrics\.jsonl, line 2: is not a JSON object"),
         ("metrics.jsonl", '{"kind": "train", "loss": "2"}\n', DataError, r"metrics\.jsonl, line 1: loss is no number"),
         ("metrics.jsonl", '{"kind": "train", "step": true}\n', DataError, r"line 1: step is no number: 'True'"),
         ("metrics.jsonl", '{"kind": "train", "tokens": -3}\n', DataError, r"line 1: tokens is negative: -3"),
-        ("metrics.jsonl", b'{"kind": "\xff"}\n', DataError, r"metrics\.jsonl: is not JSON"),
-        ("metrics.jsonl", '{"kind": "train", "step": ' + "9" * 5000 + "}\n", DataError, r"metrics\.jsonl: is not JSON"),
-        ("environment.json", "[" * 100_000, DataError, r"environment\.json: is not JSON"),
+        ("metrics.jsonl", b'{"kind": "\xff"}\n', RunError, r"metrics\.jsonl, line 1, column 11: is not UTF-8"),
+        ("metrics.jsonl", '{"kind": "train", "step": ' + "9" * 5000 + "}\n{}\n", RunError, r"line 1: is not JSON"),
+        ("environment.json", "[" * 100_000, RunError, r"environment\.json: is not usable JSON"),
         ("recipe.toml", "a = ", DataError, r"recipe\.toml: is not TOML"),
         ("recipe.toml", b"\xff", DataError, r"recipe\.toml: is not TOML"),
     ],
@@ -324,6 +357,7 @@ def test_damaged_files_are_named(
 ) -> None:
     run = make_language_run(tmp_path / "run", records=make_records(100))
     (run.folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    (run.folder / "status.json").unlink()  # which knows how many records there were
     with pytest.raises(error, match=message):
         write_language_report(run)
     assert not (run.folder / "report.html").exists()

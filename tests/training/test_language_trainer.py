@@ -18,9 +18,18 @@ import torch
 
 from cordillera import workflows
 from cordillera.data.text_batches import TextBatches
-from cordillera.errors import CordilleraError, DataError, Interrupted, PlanError, RecipeError
+from cordillera.errors import (
+    CheckpointError,
+    CordilleraError,
+    DataError,
+    Interrupted,
+    PlanError,
+    RecipeError,
+    TrainingError,
+)
 from cordillera.recipe import LanguageRecipe, dump, load, validate
 from cordillera.run import Run, RunError
+from cordillera.training.checkpoints import steps
 from cordillera.training.isoflop_plan import PlannedRun
 from cordillera.training.language import LanguageEngine
 from cordillera.training.language_trainer import LanguageProgress, LanguageTrainer, peak_memory
@@ -61,7 +70,7 @@ def places(run: Run, kind: str) -> list[int]:
 def test_a_mixture_with_weights_goes_on_after_its_cache_was_moved(recipe: Any, tmp_path: Path) -> None:
     sources = [{"path": ["text.jsonl"], "weight": 1}, {"path": "text.jsonl", "weight": 2}]
     data = {"path": None, "sources": sources, "cache_dir": str(tmp_path / "first")}
-    run = workflows.train(recipe(data=data), "a").run
+    run = workflows.train(recipe(data=data, training={"decay": "none"}), "a").run
     (tmp_path / "first").rename(tmp_path / "second")
     run.recipe_file.write_text(run.recipe_file.read_text().replace("first", "second").replace("steps = 4", "steps = 6"))
     assert workflows.train(run).report.progress.step == 6
@@ -83,6 +92,88 @@ def test_a_text_that_ends_is_evaluated_and_saved_once_and_stays_ended(recipe: An
     assert again.report.ended == "exhausted"
     assert again.report.progress == first.report.progress
     assert again.report.evaluation[:4] == first.report.evaluation[:4]
+
+
+def written(run: Run) -> list[tuple[str, int]]:
+    """Kind and step of every record but those that say that a run went on."""
+    return [(record["kind"], record["step"]) for record in run.metrics() if record["kind"] != "resumed"]
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_run_that_is_resumed_after_its_end_has_each_record_once(recipe: Any, epochs: int | None) -> None:
+    ending = recipe(data={"epochs": epochs}, training={"steps": 7 if epochs is None else 1000, "log_every": 3})
+    run = workflows.train(ending, "a").run
+    before = written(run)
+    for _ in range(2):
+        (run.folder / "evaluation.json").unlink()
+        workflows.train(run)
+        assert written(run) == before
+    assert [kind for kind, _ in before[-3:]] == ["train", "checkpoint", "evaluation"]
+
+
+@pytest.mark.parametrize("kept", ["train", "checkpoint", "evaluation"])
+def test_a_run_that_was_killed_between_two_records_has_each_once(recipe: Any, kept: str) -> None:
+    ending = recipe(data={"epochs": 1}, training={"steps": 1000, "log_every": 4, "checkpoint_every": 1})
+    run = workflows.train(ending, "a").run
+    before, metrics = written(run), run.folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    end = max(number for number, (kind, _) in enumerate(before) if kind == kept) + 1
+    metrics.write_text("".join([*lines[:end], *(line[:20] for line in lines[end : end + 1])]))
+    run.write_status(None, before[-1][1], 1000)
+    workflows.train(run)
+    assert sorted(written(run)) == sorted(before)
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [("training.learning_rate", "0.0003", "0.0004"), ("seed", "1", "2"), ("packing.tokens", "256", "128")],
+)
+def test_a_recipe_that_was_edited_is_refused_with_both_values(recipe: Any, key: str, old: str, new: str) -> None:
+    run = workflows.train(recipe(), "a").run
+    name = key.rpartition(".")[2]
+    text = run.recipe_file.read_text()
+    assert f"\n{name} = {old}\n" in text
+    edited = text.replace(f"\n{name} = {old}\n", f"\n{name} = {new}\n")
+    run.recipe_file.write_text(edited)
+    with pytest.raises(RunError, match=f"{key}: {old} -> {new}"):
+        workflows.train(run)
+    assert run.recipe_file.read_text() == edited
+    run.recipe_file.write_text(text)
+    assert workflows.train(run).report.ended == "finished"
+
+
+def test_weights_that_are_not_finite_never_push_out_the_last_good_checkpoint(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = LanguageEngine.update
+
+    def broken(engine: LanguageEngine, *given: Any) -> Any:
+        found = update(engine, *given)
+        if engine.steps == 3:
+            with torch.no_grad():
+                engine.stages[0].norm.weight.to_local()[0] = torch.nan
+        return found
+
+    monkeypatch.setattr(LanguageEngine, "update", broken)
+    with pytest.raises(CheckpointError, match=r"weights of step 3 are not finite.*step 2 is kept"):
+        workflows.train(recipe(training={"checkpoint_every": 1, "keep_checkpoints": 1}), "a")
+    run = Run("a")
+    assert max(path.name for path in run.checkpoints.iterdir()) == "step-000000002"
+    status = run.status()
+    assert status is not None
+    assert (status.ended, status.step, status.steps) == ("failed", 3, 4)
+    assert "not finite" in status.why
+    monkeypatch.setattr(LanguageEngine, "update", update)
+    assert workflows.train(run).report.progress.step == 4
+
+
+@pytest.mark.parametrize(("every", "said"), [(None, "no checkpoint was written"), (1, "the checkpoint of step 2 is kept")])
+def test_an_error_of_losses_tells_only_of_checkpoints_that_are_there(recipe: Any, every: int | None, said: str) -> None:
+    hot = recipe(training={"learning_rate": 1e12, "max_skipped": 2, "checkpoint_every": every, "keep_checkpoints": 1})
+    with pytest.raises(TrainingError, match="in a row") as error:
+        workflows.train(hot, "a")
+    assert said in str(error.value)
+    assert steps(Run("a").checkpoints) == ([] if every is None else [1, 2])  # the older may be the only good one
 
 
 def test_the_last_steps_are_in_a_record_whatever_their_number(recipe: Any) -> None:
@@ -210,7 +301,7 @@ def test_memory_is_that_of_the_process_not_of_the_one_that_started_it() -> None:
 
 def test_what_training_began_with_is_not_needed_to_go_on(recipe: Any, tmp_path: Path) -> None:
     workflows.train(recipe(training={"steps": 1}), "a")
-    run = workflows.train(recipe(training={"start": "a", "steps": 2}), "b").run
+    run = workflows.train(recipe(training={"start": "a", "steps": 2, "decay": "none"}), "b").run
     (tmp_path / "a").rename(tmp_path / "moved")
     run.recipe_file.write_text(run.recipe_file.read_text().replace("steps = 2", "steps = 3"))
     assert workflows.train(run).report.progress.step == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from cordillera.training import sharded_checkpoints
 from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
 from cordillera.training.sharded_checkpoints import ShardedCheckpoints
 from tests.distributed.processes import needs_gloo
+from tests.fuzzing import flips
 from tests.models.language.sharded_folders import seal
 
 pytestmark = needs_gloo
@@ -209,7 +211,7 @@ def moment(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Pa
             moment("optimizer.norm.weight.exp_avg_sq", lambda t: t[:5].clone()),
             r"optimizer.norm.weight.exp_avg_sq has shape \(5,\), not \(16,\)",
         ),
-        (moment("optimizer.norm.weight.exp_avg", lambda t: t * torch.nan), "optimizer.norm.weight.exp_avg holds what"),
+        (moment("optimizer.norm.weight.exp_avg", lambda t: t * torch.nan), "optimizer.norm.weight.exp_avg holds NaN"),
     ],
 )
 def test_moments_that_are_wrong_are_refused(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
@@ -231,6 +233,53 @@ def test_one_flipped_bit_anywhere_is_refused_by_name(tmp_path: Path, name: str, 
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name}: is corrupt"):
         checkpoints.restore(engine)
+
+
+def test_any_flip_or_cut_of_any_file_is_refused_by_its_name(tmp_path: Path, fuzz_inputs: Callable[[int], int]) -> None:
+    engine, checkpoints = saved(tmp_path, 1)
+    folder, rng = tmp_path / "step-000000001", random.Random(1)
+    for name in names(folder):
+        path = folder / name
+        content = path.read_bytes()
+        for number in range(fuzz_inputs(25)):
+            path.write_bytes(flips(content, rng) if number % 5 else content[: rng.randrange(len(content))])
+            with pytest.raises(CheckpointError, match=name):
+                checkpoints.restore(engine)
+            if not name.startswith("optimizer"):  # whose bytes are not read to generate text
+                with pytest.raises(CheckpointError, match=name):
+                    load(folder)
+        path.write_bytes(content)
+    assert checkpoints.restore(engine) == {"step": 1}
+
+
+@pytest.mark.parametrize("kind", ["weights", "moments"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_never_saved_and_the_last_checkpoint_stays(
+    tmp_path: Path, kind: str, value: float
+) -> None:
+    engine, checkpoints = saved(tmp_path, 1)
+    good = weights(engine)
+    weight = engine.stages[0].norm.weight
+    broken = weight if kind == "weights" else engine.optimizer.state[weight]["exp_avg_sq"]
+    with torch.no_grad():
+        broken.to_local()[3] = value
+    checkpoints.asynchronous = True
+    with pytest.raises(CheckpointError, match=rf"{kind} of step 2 are not finite.*step 1 is kept") as error:
+        checkpoints.save(engine, {"step": 2})
+    assert "norm.weight" in str(error.value)
+    assert names(tmp_path) == ["step-000000001"]
+    assert checkpoints.restore(engine) == {"step": 1}
+    assert equal(weights(engine), good)
+
+
+def test_the_same_training_writes_the_same_bytes(tmp_path: Path) -> None:
+    """The library that writes tensors shuffles what a file says beside them."""
+    found = []
+    for number in range(8):
+        saved(tmp_path / str(number), 1)
+        files = (tmp_path / str(number) / "step-000000001").iterdir()
+        found.append({path.name: path.read_bytes() for path in files})
+    assert all(files == found[0] for files in found)
 
 
 def test_nothing_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:

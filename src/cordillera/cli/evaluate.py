@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.errors import Interrupted
+from cordillera.errors import Interrupted, printable
 
 
 def evaluate(
@@ -28,11 +28,15 @@ def evaluate(
     try:
         from cordillera import workflows
         from cordillera.cli._show import console, echo, evaluation_table, language_line
+        from cordillera.run import Run
         from cordillera.training.evaluation import Evaluation
 
         evaluation = workflows.evaluate(run, split, tokens=tokens)
+        status = Run(run).status()
     except KeyboardInterrupt:
         raise Interrupted("nothing was written", where=str(run), remedy="give the same command again") from None
+    if status is not None and status.warning:
+        typer.echo(printable(status.warning), err=True)
     if not isinstance(evaluation, Evaluation):
         if json:
             import json as encoder

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cordillera.errors import DataError
+from cordillera.files import read_text
 
 if TYPE_CHECKING:
     from cordillera.serving.language_model import Completion
@@ -76,24 +77,27 @@ def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[s
     """All prompts: those on the command line, then those of files."""
     if lines and not files and "-" not in given:
         raise DataError("there is no file whose lines it could take", where="--lines", remedy="give --file, or -")
-    read = [(str(file), file) for file in files]
     texts: list[str] = []
     for text in given:
         if text == "-":
-            texts += _split(sys.stdin.read(), "standard input", lines)
+            texts += _split(_standard_input(), "standard input", lines)
         elif not text.strip():
             raise DataError("is empty", where="prompt", remedy="give some text")
         else:
             texts.append(text)
-    for name, path in read:
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot be read as text ({error})", where=name) from error
-        texts += _split(content, name, lines)
+    for path in files:
+        texts += _split(read_text(path), str(path), lines)
     if not texts:
         raise DataError("there is no prompt", where="generate", remedy="give one in quotes, --file FILE, or -")
     return texts
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(f"byte {error.start} (0x{byte:02x}) is not UTF-8", where="standard input") from error
 
 
 def _split(content: str, where: str, lines: bool) -> list[str]:

@@ -84,7 +84,7 @@ class Tokenizer:
             DataError: as :meth:`encode`.
         """
         for index, text in enumerate(texts):
-            _check_text(text, f"text {index}" if len(texts) > 1 else "text")
+            check_text(text, f"text {index}" if len(texts) > 1 else "text")
         before = [self._special(self.bos_id, "begin-of-text")] if bos else []
         after = [self._special(self.eos_id, "end-of-text")] if eos else []
         found = self.encode_plain(texts)
@@ -202,14 +202,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return read_tokenizer(Path(path).expanduser())
 
 
-def _check_text(text: str, where: str) -> None:
+def check_text(text: str, where: str) -> None:
+    """Refuse what no tokenizer takes.
+
+    Args:
+        text: To be tokenised.
+        where: What errors call it.
+
+    Raises:
+        DataError: it is no text, or holds a lone surrogate (half a character; so a byte of a command line that is not
+            UTF-8 arrives).
+    """
     if not isinstance(text, str):
         raise DataError(f"only text can be tokenised, got {type(text).__name__}", where=where)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        byte = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if 0xDC80 <= code <= 0xDCFF else "half a character"
         raise DataError(
-            f"character {error.start} is a lone surrogate, half a character",
+            f"character {error.start} is a lone surrogate, {byte}",
             where=where,
             remedy="repair where the text comes from, or drop such characters",
         ) from None

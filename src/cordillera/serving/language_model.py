@@ -13,7 +13,7 @@ import torch
 
 from cordillera.data.assets import ASSETS, stored_asset
 from cordillera.data.chat import Message
-from cordillera.data.tokenizer import StreamDecoder, load_tokenizer
+from cordillera.data.tokenizer import StreamDecoder, check_text, load_tokenizer
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.llama import Llama
@@ -127,9 +127,12 @@ class LanguageModel:
             DataError: a prompt is empty or no text, there is no format of chats, or ``system`` without a chat.
         """
         for number, prompt in enumerate(prompts):
+            where = "prompt" if len(prompts) == 1 else f"prompt {number}"
+            check_text(prompt, where)  # before a template puts other text around it
             if not prompt:
-                where = "prompt" if len(prompts) == 1 else f"prompt {number}"
                 raise DataError("is empty", where=where, remedy="give some text")
+        if system is not None:
+            check_text(system, "system")
         if chat is None:
             chat = self.tokenizer.chat_format is not None
         if not chat:

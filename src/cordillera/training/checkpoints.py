@@ -7,8 +7,10 @@ to the disk and renamed, so a folder of that name is a whole checkpoint. Nothing
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cordillera.data.files import checksum
-from cordillera.errors import CheckpointError
+from cordillera.data.files import checksum, sealed, unsealed
+from cordillera.errors import CheckpointError, DataError
+from cordillera.files import parse_json
 from cordillera.run import disk_errors, remove_folder
+
+_CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
 
@@ -71,6 +76,21 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
         # The library reports a failed write as its own error; the cause (errno 28: no space) is in its text.
         code = 28 if "os error 28" in str(error).lower() or "no space" in str(error).lower() else 5
         raise OSError(code, str(error)) from error
+    if header:
+        _sort_header(path)
+
+
+def _sort_header(path: Path) -> None:
+    """Put what a safetensors file says beside its tensors in order: the library shuffles it in each process."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        content = json.loads(file.read(size))
+        content["__metadata__"] = dict(sorted(content["__metadata__"].items()))
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > size:
+            raise OSError(errno.EIO, "the header of a safetensors file was written in an unknown form")
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def folder_of(parent: Path, step: int) -> Path:
@@ -105,9 +125,9 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
             temporary.mkdir(parents=True)
             plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             write_tensors(temporary / _TENSORS, plain)
-            (temporary / _STATE).write_text(json.dumps(state), encoding="utf-8")
+            (temporary / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             sums = {name: checksum(temporary / name) for name in (_TENSORS, _STATE)}
-            (temporary / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+            (temporary / _CHECKSUMS).write_bytes(sealed(sums))
             for name in (_TENSORS, _STATE, _CHECKSUMS):
                 flush(temporary / name)
             remove_folder(target)
@@ -126,10 +146,10 @@ def load(folder: Path) -> Checkpoint:
     """
     remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
     try:
-        sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        sums = unsealed(folder / _CHECKSUMS)
         expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("is missing or unreadable", where=str(folder / _CHECKSUMS), remedy=remedy) from error
+    except (OSError, DataError, KeyError, TypeError) as error:
+        raise CheckpointError("is missing or damaged", where=str(folder / _CHECKSUMS), remedy=remedy) from error
     for name, digest in expected.items():
         path = folder / name
         if not path.is_file():
@@ -138,8 +158,27 @@ def load(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
             )
-    state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    state = parse_json((folder / _STATE).read_bytes(), str(folder / _STATE), error=CheckpointError, remedy=remedy)
     return Checkpoint(folder, load_file(folder / _TENSORS), state)
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """What is NaN or infinite among tensors, in words, or None; one pass, without copies.
+
+    Args:
+        tensors: Of any dtypes, by name.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.dtype.itemsize == 1:  # torch takes no minimum of 8-bit floats
+            tensor = tensor.float()
+        for first, chunk in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+            low, high = torch.aminmax(chunk)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                inside = int((~torch.isfinite(chunk)).nonzero()[0])
+                return f"element {first * _CHUNK + inside} of {name} is {float(chunk[inside])}"
+    return None
 
 
 def prune(parent: Path, keep: set[int]) -> None:

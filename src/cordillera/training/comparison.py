@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,14 +19,11 @@ from rich.table import Table
 from cordillera.errors import DataError
 from cordillera.run import Run
 from cordillera.training.evaluation import Evaluation, jsonable, number
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from cordillera.training.report_page import part, read_object, read_recipe
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc")
 NAMED = ("run", "task")
+_SIZES = ("parameters", "embedding_parameters", "training_flops")
 _NOT_IDENTITY = ("seed", "name", "description", "device", "threads")
 
 
@@ -69,6 +65,7 @@ class Row:
         embedding_parameters: In the tables.
         training_flops: For each example.
         examples_per_second: Mean over seeds of the median training throughput; NaN if unknown.
+        is_complete: Whether all of them were trained to their end.
     """
 
     name: str
@@ -81,6 +78,7 @@ class Row:
     embedding_parameters: int | None = None
     training_flops: int | None = None
     examples_per_second: float = math.nan
+    is_complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,11 @@ class Comparison:
         for row in self.rows:
             for task in self.tasks:
                 values, differences = row.metrics[task], row.differences.get(task, {})
-                line = [row.name, *([task] if several else []), str(len(row.seeds))]
+                line = [
+                    row.name if row.is_complete else f"{row.name} (not finished)",
+                    *([task] if several else []),
+                    str(len(row.seeds)),
+                ]
                 line += [_estimate(values[name], 4) for name in ("ne", "auc", "calibration")]
                 line += [
                     _estimate(differences.get("relative_ne"), 2, signed=True, unit=" %"),
@@ -220,6 +222,7 @@ def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
     for group in members:
         differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)
         rows.append(_row(group, tasks, differences, level))
+    notes += [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
     if any(len(group) == 1 for group in members):
         notes.append("One seed gives no interval: train the same recipe with more seeds (--seed) before concluding.")
     notes.append(
@@ -238,6 +241,8 @@ class _Entry:
     model_name: str
     metrics: dict[str, dict[str, float]]
     examples_per_second: float
+    is_complete: bool
+    notes: list[str]
 
     @classmethod
     def read(cls, run: Run) -> _Entry:
@@ -246,26 +251,36 @@ class _Entry:
             raise DataError(
                 "has no evaluation.json", where=str(run.folder), remedy="run `cordillera evaluate` on it first"
             )
-        try:
-            recipe = tomllib.loads(run.recipe_file.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise DataError(f"is not TOML: {error}", where=str(run.recipe_file)) from error
-        card_path = run.folder / "model.json"
-        card = json.loads(card_path.read_text(encoding="utf-8")) if card_path.exists() else {}
+        _, recipe = read_recipe(run)
+        seed = recipe.get("seed", 0)
+        if not isinstance(seed, int):
+            raise DataError(f"seed is no number: {str(seed)[:40]!r}", where=str(run.recipe_file))
+        card = read_object(run.folder / "model.json")
+        for size in _SIZES:
+            if not isinstance(card.get(size), int | None):
+                raise DataError(f"{size} is no number", where=str(run.folder / "model.json"), remedy="restore the file")
         same = {key: value for key, value in recipe.items() if key not in _NOT_IDENTITY}
         rates = sorted(
             rate
             for record in run.metrics()
             if record.get("kind") == "train" and math.isfinite(rate := number(record.get("examples_per_second")))
         )
+        evaluation, status = Evaluation.from_object(read_object(path), str(path)), run.status()
+        notes = [status.warning] if status is not None and status.warning else []
+        for task, result in evaluation.tasks.items():
+            # Data without groups has no GAUC by design.
+            why = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
+            notes += [f"{name} of {task} is undefined: {reason}." for name, reason in why.items()]
         return cls(
             name=run.folder.resolve().name,
-            seed=int(recipe.get("seed", 0)),
+            seed=seed,
             identity=json.dumps(same, sort_keys=True, default=str),
             model=card,
-            model_name=str(card.get("name", recipe.get("model", {}).get("name", ""))),
-            metrics=Evaluation.from_json(path.read_text(encoding="utf-8")).metrics(),
+            model_name=str(card.get("name", part(recipe, "model").get("name", ""))),
+            metrics=evaluation.metrics(),
             examples_per_second=rates[len(rates) // 2] if rates else math.nan,
+            is_complete=status is None or status.is_complete,
+            notes=notes,
         )
 
 
@@ -321,6 +336,7 @@ def _row(
 ) -> Row:
     card = group[0].model
     return Row(
+        is_complete=all(entry.is_complete for entry in group),
         name=group[0].name,
         model=group[0].model_name,
         runs=[entry.name for entry in group],

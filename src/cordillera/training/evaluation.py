@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cordillera.data.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
+from cordillera.files import parse_json
 from cordillera.training.intervals import interval_unit, metric_intervals, wilson_interval
 from cordillera.training.metrics import RankingMetrics, sigmoid
 
@@ -110,6 +111,8 @@ class Evaluation:
         segments: By feature, then by value, largest first.
         level: Confidence of the intervals.
         unit: What the intervals take as independent: ``sample`` or ``group``.
+        step: Training steps of the weights that were evaluated; None if not known.
+        steps: That training was to take; likewise.
     """
 
     split: str
@@ -120,6 +123,8 @@ class Evaluation:
     segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
     level: float = 0.95
     unit: str = "sample"
+    step: int | None = None
+    steps: int | None = None
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Metrics by task name."""
@@ -136,43 +141,39 @@ class Evaluation:
         Raises:
             DataError: the text is not an evaluation.
         """
+        return cls.from_object(parse_json(text, "evaluation"), "evaluation")
+
+    @classmethod
+    def from_object(cls, raw: Any, where: str) -> Evaluation:
+        """Read what :meth:`to_json` wrote, parsed.
+
+        Args:
+            raw: The value of that JSON text.
+            where: Place that errors name.
+
+        Raises:
+            DataError: it is not an evaluation.
+        """
         try:
-            raw = json.loads(text)
-            tasks = {
-                name: TaskEvaluation(
-                    metrics=_numbers(task["metrics"]),
-                    undefined=dict(task["undefined"]),
-                    intervals=_pairs(task["intervals"]),
-                    calibration=[CalibrationBin(**_numbers(entry)) for entry in task["calibration"]],  # type: ignore[arg-type]
-                    histogram=ScoreHistogram(**task["histogram"]) if task["histogram"] else None,
-                )
-                for name, task in raw["tasks"].items()
-            }
-            segments = {
-                feature: {
-                    value: Segment(
-                        examples=segment["examples"],
-                        small=segment["small"],
-                        tasks={task: _numbers(metrics) for task, metrics in segment["tasks"].items()},
-                        intervals={task: _pairs(pairs) for task, pairs in segment["intervals"].items()},
-                    )
-                    for value, segment in values.items()
-                }
-                for feature, values in raw["segments"].items()
-            }
             return cls(
-                split=raw["split"],
-                examples=raw["examples"],
+                split=_text(raw["split"]),
+                examples=_count(raw["examples"]),
                 seconds=number(raw["seconds"]),
                 examples_per_second=number(raw["examples_per_second"]),
-                tasks=tasks,
-                segments=segments,
-                level=raw["level"],
-                unit=raw["unit"],
+                tasks={name: _task(task) for name, task in raw["tasks"].items()},
+                segments={
+                    feature: {value: _segment(segment, raw["tasks"]) for value, segment in values.items()}
+                    for feature, values in raw["segments"].items()
+                },
+                level=number(raw["level"]),
+                unit=_text(raw["unit"]),
+                step=None if raw.get("step") is None else _count(raw["step"]),
+                steps=None if raw.get("steps") is None else _count(raw["steps"]),
             )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, DataError) as error:
+            what = error.what if isinstance(error, DataError) else repr(error)
             raise DataError(
-                f"not an evaluation: {error!r}", where="evaluation", remedy="write it again with `cordillera evaluate`"
+                f"is not an evaluation: {what}", where=where, remedy="write it again with `cordillera evaluate`"
             ) from error
 
 
@@ -188,13 +189,62 @@ def jsonable(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """Read a number that :func:`jsonable` wrote."""
-    return math.nan if value is None else float(value)
+    """Read a number that :func:`jsonable` wrote.
+
+    Raises:
+        DataError: it is something else, or beyond 1e300.
+    """
+    if value is None:
+        return math.nan
+    if value in ("Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or 1e300 < abs(value) < math.inf:
+        raise DataError(f"{str(value)[:40]!r} is no number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise DataError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _task(task: Mapping[str, Any]) -> TaskEvaluation:
+    bins = [{**_numbers(entry), "count": _count(entry["count"])} for entry in task["calibration"]]
+    histogram = None
+    if task["histogram"] is not None:
+        lists = {name: [number(one) for one in task["histogram"][name]] for name in ("edges", "negative", "positive")}
+        histogram = ScoreHistogram(**lists)
+        size = len(histogram.edges) - 1
+        if size < 1 or len(histogram.negative) != size or len(histogram.positive) != size:
+            raise DataError("a histogram needs one edge more than bins")
+    return TaskEvaluation(
+        metrics=_numbers(task["metrics"]),
+        undefined={_text(name): _text(why) for name, why in task["undefined"].items()},
+        intervals=_pairs(task["intervals"]),
+        calibration=[CalibrationBin(**entry) for entry in bins],  # type: ignore[arg-type]
+        histogram=histogram,
+    )
+
+
+def _segment(segment: Mapping[str, Any], tasks: Iterable[str]) -> Segment:
+    return Segment(
+        examples=_count(segment["examples"]),
+        small=bool(segment["small"]),
+        tasks={task: _numbers(segment["tasks"][task]) for task in tasks},
+        intervals={task: _pairs(pairs) for task, pairs in segment["intervals"].items()},
+    )
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {
-        name: value if isinstance(value, int) and not isinstance(value, bool) else number(value)
+        name: value if isinstance(value, int) and number(value) == value else number(value)
         for name, value in values.items()
     }
 

@@ -24,6 +24,7 @@ class LanguageRow:
     Attributes:
         name: Of its folder.
         loss: Of its final evaluation, or else its last; nats a token.
+        is_broken: Whether that evaluation found no finite loss.
         difference: To the first run's; NaN where the two are of other tokens.
         perplexity: Likewise of the evaluation.
         bits_per_byte: Likewise.
@@ -36,6 +37,7 @@ class LanguageRow:
 
     name: str
     loss: float
+    is_broken: bool
     difference: float
     perplexity: float
     bits_per_byte: float
@@ -69,7 +71,7 @@ class LanguageComparison:
         lines = [
             [
                 row.name,
-                _text(row.loss, "{:.4f}"),
+                "NaN" if row.is_broken else _text(row.loss, "{:.4f}"),
                 _text(row.difference, "{:+.4f}"),
                 _text(row.perplexity, "{:,.4g}"),
                 _text(row.bits_per_byte, "{:.4f}"),
@@ -116,6 +118,10 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
     first, notes, rows = entries[0], [], []
     for entry in entries:
         problem = _other_tokens(first, entry)
+        if entry.warning:
+            notes.append(f"{entry.name}: {entry.warning}")
+        if entry.headline is not None and not math.isfinite(entry.headline[1]["loss"]):
+            notes.append(f"{entry.name}: the loss of its evaluation is NaN or infinite; the model is of no use.")
         if entry.headline is None:
             notes.append(f"{entry.name} has not been evaluated.")
         elif problem:
@@ -148,10 +154,11 @@ def _row(first: LanguageRecords, entry: LanguageRecords, *, is_same: bool) -> La
     return LanguageRow(
         name=entry.name,
         loss=loss,
+        is_broken=bool(found) and not math.isfinite(loss),
         difference=loss - first.headline[1]["loss"] if is_same and first.headline is not None else math.nan,
         perplexity=found.get("perplexity", math.nan),
         bits_per_byte=found.get("bits_per_byte", math.nan),
-        tokens=entry.last("tokens"),
+        tokens=entry.reached("tokens"),
         tokens_per_second=mean(entry.train, lambda record: record["tokens_per_second"], "seconds"),
         mfu=mean(entry.train, lambda record: record["mfu"], "seconds"),
         parameters=entry.parameters,

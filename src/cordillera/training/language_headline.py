@@ -48,9 +48,11 @@ def headline(records: LanguageRecords) -> str:
 
 
 def _loss(records: LanguageRecords) -> _Tile | None:
-    if records.headline is None or math.isnan(records.headline[1]["loss"]):
+    if records.headline is None:
         return None
     split, found = records.headline
+    if not math.isfinite(found["loss"]):
+        return f"{split} loss".capitalize(), "not finite", "NaN or infinity", "the model predicts nothing"
     others = []
     if math.isfinite(found["perplexity"]):
         others.append(f"perplexity {found['perplexity']:,.4g}")
@@ -61,11 +63,13 @@ def _loss(records: LanguageRecords) -> _Tile | None:
 
 
 def _tokens(records: LanguageRecords) -> _Tile | None:
-    tokens, steps, documents = (records.last(key) for key in ("tokens", "step", "documents"))
+    tokens, steps, documents = records.reached("tokens"), records.reached("step"), records.last("documents")
     if math.isnan(tokens):
         return None
     parts = [f"{whole(documents)} documents"] if math.isfinite(documents) else []
-    parts += [f"{whole(steps)} steps"] if math.isfinite(steps) else []
+    wanted = records.setting("training", "steps")
+    of = f" of {wanted:,}" if isinstance(wanted, int) and steps < wanted else ""
+    parts += [f"{whole(steps)}{of} steps"] if math.isfinite(steps) else []
     ratio = f"{tokens / records.parameters:.3g} tokens a parameter" if records.parameters > 0 else ""
     return "Tokens trained", compact(tokens), " in ".join(parts), ratio
 
@@ -94,7 +98,7 @@ def _utilisation(records: LanguageRecords) -> _Tile | None:
 def _skipped(records: LanguageRecords) -> _Tile | None:
     if math.isnan(records.skipped):
         return None
-    of = f"of {whole(records.last('step'))}" if math.isfinite(records.last("step")) else ""
+    of = f"of {whole(steps)}" if math.isfinite(steps := records.reached("step")) else ""
     return "Steps skipped", whole(records.skipped), of, "loss or gradient not finite; weights left as they were"
 
 
@@ -113,7 +117,7 @@ def _unrecorded(records: LanguageRecords) -> list[str]:
     """What tiles, charts and tables lack."""
     found = ["validation loss"] if records.headline is None else []
     if records.headline is not None:
-        names = {"loss": "validation loss", "perplexity": "perplexity", "bits_per_byte": "bits a byte"}
+        names = {"perplexity": "perplexity", "bits_per_byte": "bits a byte"}
         found += [text for key, text in names.items() if math.isnan(records.headline[1][key])]
     found += [text for key, text in _RECORDED.items() if math.isnan(records.last(key))]
     found += [] if any(math.isfinite(one["seconds"]) for one in records.of_kind("checkpoint")) else ["checkpoints"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,8 +16,8 @@ from pydantic import ValidationError
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import DataError
 from cordillera.mistakes import explain
-from cordillera.run import Run
-from cordillera.training.report_page import read_object, read_recipe
+from cordillera.run import Run, Status
+from cordillera.training.report_page import read_recipe
 
 Record = dict[str, float]
 
@@ -29,8 +28,8 @@ _KEYS = {
         *("communication_seconds", "exposed_seconds", "data_seconds"),
     ),
     "evaluation": ("step", "tokens", "loss", "perplexity", "bits_per_byte", "targets", "seconds"),
-    "checkpoint": ("step", "seconds", "bytes"),
-    "skipped": ("step", "loss", "gradient_norm"),
+    "checkpoint": ("step", "tokens", "seconds", "bytes"),
+    "skipped": ("step", "tokens", "loss", "gradient_norm"),
     "resumed": ("step", "world"),
 }
 _SIGNED = ("loss", "bits_per_byte")
@@ -53,6 +52,7 @@ class LanguageRecords:
         model: ``model.json``; empty if it is not there.
         mesh: How the job was cut; None if ``model.json`` does not say.
         environment: ``environment.json``, likewise.
+        status: How far training came; None of runs that are older than this is written.
     """
 
     name: str
@@ -66,6 +66,7 @@ class LanguageRecords:
     model: dict[str, Any]
     mesh: ParallelConfig | None
     environment: dict[str, Any]
+    status: Status | None
 
     @classmethod
     def read(cls, run: Run) -> LanguageRecords:
@@ -76,7 +77,8 @@ class LanguageRecords:
 
         Raises:
             DataError: A file is there but is not what it should be.
-            RunError: A line of ``metrics.jsonl`` other than the last is not JSON.
+            RunError: A file, or a line of ``metrics.jsonl`` other than the last, is not JSON or does not match its
+                checksum.
         """
         recipe_text, recipe = read_recipe(run)
         train: list[Record] = []
@@ -94,10 +96,10 @@ class LanguageRecords:
             else:
                 events.append((kind, record))
         path = run.folder / "evaluation.json"
-        content = read_object(path)
+        content = _object(run, path.name)
         if content and content.get("kind") != "language":
             raise DataError("is not an evaluation of a language model", where=str(path))
-        model = _read_model(run.folder / "model.json")
+        model = _read_model(run)
         mesh = model.get("mesh")
         return cls(
             name=run.name,
@@ -110,7 +112,8 @@ class LanguageRecords:
             final_split=str(content.get("split", "validation")),
             model=model,
             mesh=ParallelConfig.model_validate(mesh) if mesh is not None else None,
-            environment=read_object(run.folder / "environment.json"),
+            environment=_object(run, "environment.json"),
+            status=run.status(),
         )
 
     def of_kind(self, kind: str) -> list[Record]:
@@ -138,6 +141,21 @@ class LanguageRecords:
         counted = self.last("skipped")
         listed = len(self.of_kind("skipped"))
         return max(listed, counted) if math.isfinite(counted) else float(listed) if listed else counted
+
+    def reached(self, key: str) -> float:
+        """The largest ``step`` or ``tokens`` of any record of training, also between two of its losses; NaN if none."""
+        records = [*self.train, *(record for kind, record in self.events if kind != "resumed")]
+        return max((record[key] for record in records if math.isfinite(record[key])), default=math.nan)
+
+    @property
+    def warning(self) -> str:
+        """What must be said of figures of a run whose training has not come to its end; else nothing."""
+        if self.status is not None:
+            return self.status.warning
+        steps, wanted = self.reached("step"), self.setting("training", "steps")
+        if self.final is not None or not isinstance(wanted, int) or not steps < wanted:
+            return ""  # of an older run nothing is known but this
+        return f"This run is not finished: its records end at step {steps:,.0f} of {wanted:,}."
 
     def last(self, key: str) -> float:
         """The newest finite number of ``key`` in the records of training; NaN if there is none."""
@@ -186,9 +204,14 @@ def share(records: Sequence[Record], key: str) -> float:
     return mean(records, lambda record: record[key] / record["seconds"] if record["seconds"] else math.nan, "seconds")
 
 
-def _read_model(path: Path) -> dict[str, Any]:
+def _object(run: Run, name: str) -> dict[str, Any]:
+    """What a JSON file of a run holds; nothing if it is not there."""
+    return run.read_json(name) if (run.folder / name).exists() else {}
+
+
+def _read_model(run: Run) -> dict[str, Any]:
     """``model.json``, its parts of the kinds that they are to be."""
-    model = read_object(path)
+    path, model = run.folder / "model.json", _object(run, "model.json")
     for key in ("config", "mesh", "data"):
         if not isinstance(model.get(key), dict | None):
             raise DataError(f"{key} is not an object", where=str(path), remedy="restore the file")
@@ -206,15 +229,7 @@ def _read_model(path: Path) -> dict[str, Any]:
 def _lines(run: Run) -> list[tuple[str, dict[str, Any]]]:
     """Records and where they stand."""
     path = run.folder / "metrics.jsonl"
-    try:
-        records = run.metrics()
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON: {error}", where=str(path), remedy="restore the file") from error
-    places = [f"{path}, line {number}" for number in range(1, len(records) + 1)]
-    for where, record in zip(places, records, strict=True):
-        if not isinstance(record, dict):
-            raise DataError("is not a JSON object", where=where, remedy="restore the file or delete that line")
-    return list(zip(places, records, strict=True))
+    return [(f"{path}, line {number}", record) for number, record in enumerate(run.metrics(), 1)]
 
 
 def _numbers(content: Mapping[str, Any], keys: Sequence[str], where: str) -> Record:

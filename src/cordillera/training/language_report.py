@@ -60,6 +60,7 @@ def render(run: Run) -> str:
     """The report of a ``run`` as HTML text; see :func:`write_language_report`."""
     records, pictures = LanguageRecords.read(run), Pictures()
     sections = [
+        notes([records.warning] if records.warning else []),
         headline(records),
         notes(find_warnings(records)),
         _learning(records, pictures),

@@ -25,13 +25,14 @@ from pydantic import Field
 from cordillera.data.prefetch import PrefetchedBatches
 from cordillera.data.text_batches import Microbatches, TextBatches, TextIteration
 from cordillera.distributed.watch import Watch
-from cordillera.errors import Interrupted, TrainingError
+from cordillera.errors import CordilleraError, Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
-from cordillera.run import Run, disk_errors
-from cordillera.training.language import LanguageConfig, LanguageEngine, StepReport
+from cordillera.run import Run, RunError, disk_errors
+from cordillera.training.language import LanguageConfig, LanguageEngine
 from cordillera.training.optimizers import schedule
 
+_Ended = Literal["finished", "exhausted", "interrupted"]
 _DRAWN = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance")
 
 
@@ -115,7 +116,7 @@ class LanguageReport:
         evaluation: Of the weights at the end; None where it was interrupted, or nothing was held out.
     """
 
-    ended: Literal["finished", "exhausted", "interrupted"]
+    ended: _Ended
     progress: LanguageProgress
     seconds: float
     evaluation: LanguageEvaluation | None = None
@@ -150,13 +151,15 @@ class Checkpoints(Protocol):
 
 @dataclass
 class _Window:
-    """What happened since the last record. Sums of the text are checkpointed, clocks are not."""
+    """What happened since the last record. Sums of the text and facts of the last step are checkpointed, clocks are not."""
 
     loss: float = 0.0
     targets: int = 0
     imbalance: float = 0.0
     delay: float = 0.0
     steps: int = 0
+    gradient_norm: float | None = None
+    learning_rate: float = 0.0
     timed_tokens: int = 0
     timed_flops: float = 0.0
     waiting: float = 0.0
@@ -165,7 +168,8 @@ class _Window:
     started: float = field(default_factory=time.perf_counter)
 
     def to_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("loss", "targets", "imbalance", "delay", "steps")}
+        names = ("loss", "targets", "imbalance", "delay", "steps", "gradient_norm", "learning_rate")
+        return {name: getattr(self, name) for name in names}
 
 
 LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
@@ -187,6 +191,7 @@ class LanguageTrainer:
         guard: Is told where the loop is, and whether this process was asked to end: one that was ends all, after the
             step in progress. None for a loop that nobody watches or ends.
         watch: Draws progress, on rank 0.
+        recipe: Plain JSON values that are saved with every checkpoint: what it is made by.
 
     Attributes:
         progress: Where it stands.
@@ -207,6 +212,7 @@ class LanguageTrainer:
         peak: float | None = None,
         guard: Watch | None = None,
         watch: LanguageWatcher | None = None,
+        recipe: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
         mesh = engine.mesh
@@ -215,14 +221,14 @@ class LanguageTrainer:
         own = slice(mesh.copy, None, mesh.config.copies)
         self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
-        self.guard, self.watch = guard, watch
+        self.guard, self.watch, self.recipe = guard, watch, recipe
         self.progress = LanguageProgress()
         self._window = _Window()
         self._board: Any = None
-        self._last = StepReport(math.nan, math.nan, 0, False)
-        self._rate = 0.0
+        self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
         self._owes_evaluation = False  # one that was interrupted, between steps
+        self._recorded: set[tuple[str, int]] = set()  # kind and step of what the records held when the run went on
 
     def resume(self) -> bool:
         """Go to the newest checkpoint; False if there is none, and the run begins anew.
@@ -241,7 +247,10 @@ class LanguageTrainer:
         if self.run is not None:
             with self.run.lock():
                 self.run.rewind_metrics(self.progress.step)
+                self._recorded = {(str(one.get("kind")), one.get("step", 0)) for one in self.run.metrics()}
                 if state is not None:
+                    # killed after the checkpoint was complete and before its record was written
+                    self._record("checkpoint", seconds=None, bytes=None)
                     world = self.engine.mesh.config.world
                     self.run.log({"kind": "resumed", "step": self.progress.step, "world": world})
         return state is not None
@@ -255,7 +264,6 @@ class LanguageTrainer:
             RunError: The disk is full or the run is in use.
         """
         began = time.perf_counter()
-        evaluation = None
         with contextlib.ExitStack() as stack:
             if self.run is not None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -266,17 +274,30 @@ class LanguageTrainer:
                     contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
                 )
             stack.enter_context(self.batches)
-            ended = self._steps()
-            if self.checkpoints.last != self.progress.step:
-                self._save()
-            if ended != "interrupted" and self.held_out:
-                evaluation = self._evaluate()
-                ended = ended if evaluation is not None else "interrupted"
-            self.checkpoints.wait()
-            self._prune()
-            if self.run is not None and evaluation is not None:
-                write_evaluation(self.run, **self._place(), found=evaluation)
+            try:
+                ended, evaluation = self._train()
+            except CordilleraError as error:
+                with contextlib.suppress(RunError):  # a full disk, which the error tells
+                    self._tell("failed", error.what)
+                raise
+            self._tell(ended)
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
+
+    def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
+        """All steps, the last checkpoint and the last evaluation."""
+        evaluation = None
+        self._tell(None)
+        ended = self._steps()
+        if self.checkpoints.last != self.progress.step:
+            self._save()
+        if ended != "interrupted" and self.held_out:
+            evaluation = self._evaluate()
+            ended = ended if evaluation is not None else "interrupted"
+        self.checkpoints.wait()
+        self._prune()
+        if self.run is not None and evaluation is not None:
+            write_evaluation(self.run, **self._place(), found=evaluation)
+        return ended, evaluation
 
     def evaluate(self) -> LanguageEvaluation:
         """How well the weights predict what is held out; every rank calls it.
@@ -306,9 +327,8 @@ class LanguageTrainer:
         bits = loss / math.log(2) / self.held_out_bytes if self.held_out_bytes else math.nan
         return LanguageEvaluation(mean, perplexity, bits, targets, time.perf_counter() - began)
 
-    def _steps(self) -> Literal["finished", "exhausted", "interrupted"]:
+    def _steps(self) -> _Ended:
         config, progress = self.config, self.progress
-        begun = progress.step
         self.engine.ledger.clear()
         if self._owes_evaluation and self._evaluate() is None:
             return "interrupted"
@@ -318,7 +338,7 @@ class LanguageTrainer:
             iteration = next(self.batches, None)
             self._window.waiting += time.perf_counter() - asked
             if iteration is None:
-                if self._window.steps and progress.step > begun:
+                if self._window.steps:
                     self._log()
                     self._window = _Window()
                 return "exhausted"
@@ -346,8 +366,9 @@ class LanguageTrainer:
         rate = schedule(
             progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
         )
-        self._last = report = self.engine.step(iteration.microbatches, rate)
-        self._rate = rate * config.learning_rate
+        report = self.engine.step(iteration.microbatches, rate)
+        window.gradient_norm = report.gradient_norm if math.isfinite(report.gradient_norm) else None
+        window.learning_rate = rate * config.learning_rate
         progress.step += 1
         progress.tokens += iteration.tokens
         progress.documents += iteration.documents
@@ -369,11 +390,14 @@ class LanguageTrainer:
                 found["loss_scale"] = self.engine.loss_scale.value
             self.run.log({"kind": "skipped", **self._place(), **found})
         if progress.stale >= config.max_skipped:
+            self.checkpoints.wait()
+            kept = self.checkpoints.steps()[-1:]
             raise TrainingError(
                 f"{progress.stale} steps in a row gave a loss or gradients that are not finite",
                 where=f"step {progress.step}",
-                remedy="lower training.learning_rate, raise warmup_steps, or look at the text at hand; an earlier "
-                "checkpoint can be resumed",
+                remedy="start a new run with a lower training.learning_rate or more warmup_steps, or look at the text "
+                + ("at hand" if kept else "at hand; no checkpoint was written")
+                + "".join(f"; the checkpoint of step {step} is kept, and --resume goes on from it" for step in kept),
             )
 
     def _agree(self) -> bool:
@@ -409,13 +433,11 @@ class LanguageTrainer:
         window, world = self._window, self.engine.mesh.config.world
         seconds = max(time.perf_counter() - window.started, 1e-9)
         speed = window.timed_flops / seconds
-        record: dict[str, Any] = {
-            "kind": "train",
-            **self._place(),
+        content: dict[str, Any] = {
             "documents": self.progress.documents,
             "loss": window.loss / window.targets if window.targets else math.nan,
-            "gradient_norm": self._last.gradient_norm,
-            "learning_rate": self._rate,
+            "gradient_norm": window.gradient_norm,
+            "learning_rate": window.learning_rate,
             "targets": window.targets,
             "skipped": self.engine.skipped,
             "seconds": seconds,
@@ -430,8 +452,20 @@ class LanguageTrainer:
             "exposed_seconds": window.exposed,
             "data_seconds": window.waiting,
         }
-        self.run.log(record)
-        self._draw({f"train/{key}": record[key] for key in _DRAWN})
+        record = self._record("train", **content)
+        self._draw({f"train/{key}": record[key] for key in _DRAWN if record[key] is not None})
+        return record
+
+    def _tell(self, ended: str | None, why: str = "") -> None:
+        """Write down how far training came."""
+        if self.run is not None:
+            self.run.write_status(ended, self.progress.step, self.config.steps, why)
+
+    def _record(self, kind: str, **content: Any) -> dict[str, Any]:
+        """Write a record of this step, unless the records of a run that goes on have it already."""
+        record = {"kind": kind, **self._place(), **content}
+        if self.run is not None and (kind, self.progress.step) not in self._recorded:
+            self.run.log(record)
         return record
 
     def _draw(self, values: dict[str, float]) -> None:
@@ -453,7 +487,7 @@ class LanguageTrainer:
         self._evaluated = (self.progress.step, found)
         self.engine.ledger.clear()  # records of training tell its own traffic
         if self.run is not None:
-            self.run.log({"kind": "evaluation", "split": "validation", **self._place(), **found._asdict()})
+            self._record("evaluation", split="validation", **found._asdict())
             self._draw({"validation/loss": found.loss})
         return found
 
@@ -465,16 +499,19 @@ class LanguageTrainer:
             "window": self._window.to_state(),
             "batches": self.batches.state_dict(),
             "owes_evaluation": self._owes_evaluation,
+            "recipe": self.recipe,
         }
         self.checkpoints.save(self.engine, state)
         self._prune()
-        if self.run is not None:
-            seconds = time.perf_counter() - began
-            self.run.log({"kind": "checkpoint", **self._place(), "seconds": seconds, "bytes": self.checkpoints.bytes})
+        self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
+        self._tell(None)
 
     def _prune(self) -> None:
-        """Keep the newest; one that is being written is not among them yet."""
-        if self.run is not None:
+        """Keep the newest; one that is being written is not among them yet.
+
+        While steps are skipped, all stay: the newest may be those whose weights give no finite loss.
+        """
+        if self.run is not None and not self.progress.stale:
             self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
 
 

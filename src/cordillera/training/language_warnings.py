@@ -50,7 +50,7 @@ def _learning(records: LanguageRecords) -> list[str]:
                 f"The loss on {split} was lowest at {_step(best)} ({best['loss']:.4f}) and is {known[-1]['loss']:.4f} "
                 "at the end: the model may be learning its text by heart."
             )
-    skipped, steps = records.skipped, records.last("step")
+    skipped, steps = records.skipped, records.reached("step")
     if steps > 0 and skipped / steps > _MANY_SKIPPED:
         found.append(
             f"{skipped:,.0f} of {steps:,.0f} steps were skipped because the loss or a gradient was not finite; "
@@ -114,11 +114,13 @@ def _speed(records: LanguageRecords) -> list[str]:
 def _missing(records: LanguageRecords) -> list[str]:
     found = []
     headline = records.headline
+    if headline is not None and not math.isfinite(headline[1]["loss"]):
+        found.append(f"The loss of the evaluation at {_step(headline[1])} is NaN or infinite: the model is of no use.")
     if headline is None:
         found.append("No validation: nothing says how well the model predicts text that it was not trained on.")
     elif records.final is None:
         found.append(f"The final evaluation is not there yet; figures are of the last one, at {_step(headline[1])}.")
-    elif (end := records.last("step")) > headline[1]["step"]:
+    elif (end := records.reached("step")) > headline[1]["step"]:
         found.append(f"The final evaluation is of {_step(headline[1])}; training has gone on to step {end:,.0f}.")
     if not records.model:
         found.append("The run has no model.json, so the model's sizes and the mesh are not known.")

@@ -9,12 +9,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cordillera.run import Run
+from cordillera.errors import DataError
+from cordillera.run import Run, Status
 from cordillera.training import report_page
 from cordillera.training.charts import Chart, compact, interval_strip, nice_ticks, padded
 from cordillera.training.evaluation import Evaluation, Segment, TaskEvaluation, number
 from cordillera.training.report_page import (
     Pictures,
+    banner,
     count,
     definitions,
     duration,
@@ -22,6 +24,7 @@ from cordillera.training.report_page import (
     framed,
     notes,
     page,
+    part,
     plain,
     read_object,
     read_recipe,
@@ -52,6 +55,7 @@ class _Material:
     evaluation: Evaluation | None
     model: dict[str, Any]
     environment: dict[str, Any]
+    status: Status | None
     warnings: list[str] = field(default_factory=list)
     pictures: Pictures = field(default_factory=Pictures)
 
@@ -91,14 +95,15 @@ def write_report(run: Run) -> Path:
 def render(run: Run) -> str:
     """The report of a run as HTML text; see :func:`write_report`."""
     material = _read(run)
-    sections = [_results(material), notes(material.warnings), _learning(material), _progressive(material)]
+    sections = [banner(run), _results(material), notes(material.warnings), _learning(material)]
+    sections.append(_progressive(material))
     if material.evaluation is not None:
         sections += [_scores(material, material.evaluation), _segments(material.evaluation)]
     sections += [_throughput(material), _model_card(material), reproduction(material.recipe_text)]
-    model = material.model.get("name", material.recipe.get("model", {}).get("name", "model"))
-    data = material.recipe.get("data", {}).get("dataset") or "own data"
+    model = material.model.get("name", part(material.recipe, "model").get("name", "model"))
+    data = part(material.recipe, "data").get("dataset") or "own data"
     description = material.recipe.get("description") or ""
-    lede = f"{_title(model)} on {data}" + (f". {description}" if description else "")
+    lede = f"{_title(str(model))} on {data}" + (f". {description}" if description else "")
     return page(material.name, lede, sections)
 
 
@@ -108,13 +113,14 @@ def render(run: Run) -> str:
 def _read(run: Run) -> _Material:
     recipe_text, recipe = read_recipe(run)
     warnings = []
-    records = run.metrics()
-    train = [record for record in records if record.get("kind") == "train"]
-    evaluations = [record for record in records if record.get("kind") == "evaluation" and record.get("tasks")]
-    progressive = [record for record in records if record.get("kind") == "progressive" and record.get("tasks")]
+    records: dict[str, list[dict[str, Any]]] = {"train": [], "evaluation": [], "progressive": []}
+    for line, record in enumerate(run.metrics(), 1):
+        kind = record.get("kind")
+        if kind == "train" or (kind in ("evaluation", "progressive") and record.get("tasks")):
+            records[kind].append(_checked(record, f"{run.folder / 'metrics.jsonl'}, line {line}"))
     evaluation = None
     if (path := run.folder / "evaluation.json").exists():
-        evaluation = Evaluation.from_json(path.read_text(encoding="utf-8"))
+        evaluation = Evaluation.from_object(read_object(path), str(path))
     else:
         warnings.append(
             "The test split has not been evaluated; figures are of the validation split, without intervals."
@@ -125,16 +131,40 @@ def _read(run: Run) -> _Material:
         name=run.folder.resolve().name,
         recipe_text=recipe_text,
         recipe=recipe,
-        train=train,
-        evaluations=evaluations,
-        progressive=progressive,
+        train=records["train"],
+        evaluations=records["evaluation"],
+        progressive=records["progressive"],
         evaluation=evaluation,
         model=read_object(run.folder / "model.json"),
         environment=read_object(run.folder / "environment.json"),
+        status=run.status(),
         warnings=warnings,
     )
     warnings += _warnings(material)
     return material
+
+
+_NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data_fraction", "end")
+
+
+def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """A record whose numbers are numbers, with its step."""
+    try:
+        step = record.get("step", 0)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+            raise DataError(f"step {str(step)[:40]!r} is no count")
+        found = {**record, "step": step} | {key: number(record[key]) for key in _NUMBERS if key in record}
+        if "tasks" in record:
+            found["tasks"] = {
+                task: {name: number(value) for name, value in values.items()}
+                for task, values in record["tasks"].items()
+            }
+        return found
+    except (DataError, AttributeError) as error:
+        what = error.what if isinstance(error, DataError) else "tasks are no objects"
+        raise DataError(
+            f"is not a record of training: {what}", where=where, remedy="restore the file or delete that line"
+        ) from error
 
 
 def _mean_ne(record: Mapping[str, Any]) -> float:
@@ -157,8 +187,8 @@ def _warnings(material: _Material) -> list[str]:
     undefined = sum(1 for record in material.evaluations if not math.isfinite(_mean_ne(record)))
     if undefined:
         found.append(f"NE was undefined or infinite in {undefined} of {len(material.evaluations)} validations.")
-    best, patience = material.best, material.recipe.get("training", {}).get("patience")
-    if best is not None and patience:
+    best, patience = material.best, part(material.recipe, "training").get("patience")
+    if best is not None and isinstance(patience, int) and patience:
         later = sum(1 for record in material.evaluations if record["step"] > best["step"])
         if later >= patience:
             found.append(
@@ -174,8 +204,8 @@ def _warnings(material: _Material) -> list[str]:
     if waiting > 0.1:
         share = f"{100 * waiting:.0f} %"
         found.append(f"{share} of the training time went into waiting for data; more than 10 % is worth a look.")
-    facts = material.model.get("data", {}).get("facts", {})
-    return found + [str(text) for text in facts.get("warnings") or [] if isinstance(text, str)]
+    told = part(material.model, "data", "facts").get("warnings")
+    return found + [text for text in (told if isinstance(told, list) else []) if isinstance(text, str)]
 
 
 # Small pieces
@@ -340,9 +370,8 @@ def _learning(material: _Material) -> str:
 
 def _bayes(material: _Material, split: str) -> float:
     """NE of the true probabilities, where the data is synthetic and has one task; else NaN."""
-    known = material.model.get("data", {}).get("facts", {}).get("bayes_ne_by_split") or {}
-    value = known.get(split) if isinstance(known, dict) and len(material.tasks) == 1 else None
-    return float(value) if isinstance(value, int | float) else math.nan
+    known = part(material.model, "data", "facts", "bayes_ne_by_split")
+    return number(known.get(split)) if len(material.tasks) == 1 else math.nan
 
 
 def _progressive(material: _Material) -> str:
@@ -585,11 +614,10 @@ def _throughput(material: _Material) -> str:
 
 def _model_card(material: _Material) -> str:
     model, recipe = material.model, material.recipe
-    data, training = recipe.get("data", {}), recipe.get("training", {})
-    described = model.get("data", {})
-    facts = described.get("facts", {})
-    architecture = [("Model", _title(str(model.get("name", recipe.get("model", {}).get("name", "")))))]
-    config = model.get("config") or recipe.get("model", {})
+    data, training = part(recipe, "data"), part(recipe, "training")
+    described, facts = part(model, "data"), part(model, "data", "facts")
+    architecture = [("Model", _title(str(model.get("name", part(recipe, "model").get("name", "")))))]
+    config = part(model, "config") or part(recipe, "model")
     for key, text in (("parameters", "Dense parameters"), ("embedding_parameters", "Embedding parameters")):
         architecture.append((text, count(model.get(key))))
     for key, text in (
@@ -598,7 +626,7 @@ def _model_card(material: _Material) -> str:
         ("training_flops", "Training FLOPs an example"),
     ):
         architecture.append((text, count(model.get(key))))
-    tables = model.get("tables", {})
+    tables = part(model, "tables")
     if tables:
         rows = sum(value for value in tables.values() if isinstance(value, int))
         architecture.append(("Embedding tables", f"{len(tables)} with {rows:,} rows"))
@@ -617,20 +645,17 @@ def _model_card(material: _Material) -> str:
         ("Dense features", plain(model.get("dense_features"))),
         ("Sparse features", plain(model.get("sparse_features"))),
     ]
-    versions = material.environment.get("libraries", {})
+    versions = material.environment.get("libraries")
     machine = [
         ("Seed", plain(recipe.get("seed"))),
         ("Precision", plain(training.get("precision"))),
-        *(
-            (f"Emulated {key.replace('_', ' ')}", plain(value))
-            for key, value in (training.get("emulate") or {}).items()
-        ),
+        *((f"Emulated {key.replace('_', ' ')}", plain(value)) for key, value in part(training, "emulate").items()),
         ("Batch size", count(data.get("batch_size"))),
         (
             "Tables' optimizer",
-            plain(recipe.get("tables", {}).get("optimizer") or recipe.get("tables", {}).get("name")),
+            plain(part(recipe, "tables").get("optimizer") or part(recipe, "tables").get("name")),
         ),
-        ("Steps", count(material.train[-1].get("step")) if material.train else ""),
+        ("Steps", _steps(material)),
         ("Processor", plain(material.environment.get("processor"))),
         ("Cores", plain(material.environment.get("cores"))),
         ("Platform", plain(material.environment.get("platform"))),
@@ -642,6 +667,15 @@ def _model_card(material: _Material) -> str:
         f"<div><h3>Data</h3>{definitions(origin)}</div><div><h3>Training and machine</h3>{definitions(machine)}</div>"
         "</div></section>"
     )
+
+
+def _steps(material: _Material) -> str:
+    """Steps done, and of how many where some are not."""
+    done = max([record["step"] for record in (*material.train, *material.evaluations)], default=0)
+    if material.status is None:
+        return f"{done:,}" if done else ""
+    done, steps = material.status.step, material.status.steps
+    return f"{done:,}" if done == steps else f"{done:,} of {steps:,}"
 
 
 def _unseen(unseen: Any) -> str:

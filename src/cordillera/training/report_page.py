@@ -5,23 +5,17 @@ A page has no scripts and loads nothing. Functions that return HTML escape every
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from cordillera.errors import DataError
-from cordillera.run import Run, write_atomically
+from cordillera.files import TOML_BYTES, parse_toml, read_text
+from cordillera.run import Run, RunError, read_sealed, write_atomically
 from cordillera.training.charts import Chart, padded
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 POINTS = 400  # of a line; more would only make the file larger
 
@@ -35,33 +29,40 @@ def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
         run: The run.
 
     Raises:
-        DataError: the file is not TOML.
+        DataError: the file is missing or not TOML.
     """
-    try:
-        text = run.recipe_file.read_text(encoding="utf-8") if run.recipe_file.exists() else ""
-        return text, tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"is not TOML: {error}", where=str(run.recipe_file)) from error
+    text = read_text(run.recipe_file, limit=TOML_BYTES)
+    return text, parse_toml(text, str(run.recipe_file))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing if it is not there.
+    """What a JSON file of a run holds, without its checksum; nothing if it is not there.
 
     Args:
         path: Of the file.
 
     Raises:
-        DataError: the file is not JSON, or not an object.
+        DataError: the file is not a JSON object, or does not match its checksum.
     """
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of numbers without end
-        raise DataError(f"is not JSON: {error}", where=str(path)) from error
-    if not isinstance(content, dict):
-        raise DataError("is not a JSON object", where=str(path))
-    return content
+        return read_sealed(path)
+    except RunError as error:
+        raise DataError(error.what, where=error.where, remedy=error.remedy) from error
+
+
+def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """An object within what a file holds; an empty one where there is none.
+
+    Args:
+        content: Of a file.
+        *keys: That lead to it.
+    """
+    found: Any = content
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
 
 
 def write(run: Run, page: str) -> Path:
@@ -187,6 +188,17 @@ def tile(name: str, value: str, bounds: str, meaning: str) -> str:
         f'<dd class="value">{escape(value)}</dd><dd class="range">{escape(bounds)}</dd>'
         f'<dd class="small soft">{escape(meaning)}</dd></dl>'
     )
+
+
+def banner(run: Run) -> str:
+    """That a run is not finished, above all that its page shows; nothing of one that is.
+
+    Args:
+        run: The run.
+    """
+    status = run.status()
+    text = "" if status is None else status.warning
+    return f'<p class="banner" role="alert">{escape(text)}</p>' if text else ""
 
 
 def notes(texts: Sequence[str]) -> str:

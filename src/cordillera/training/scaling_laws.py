@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,12 +25,8 @@ from rich.table import Table
 
 from cordillera.errors import DataError
 from cordillera.run import Run
-from cordillera.training.evaluation import Evaluation, jsonable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from cordillera.training.evaluation import Evaluation, jsonable, number
+from cordillera.training.report_page import read_object, read_recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -400,21 +395,19 @@ def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne")
     """
     measurements = []
     for run in runs:
-        try:
-            card = json.loads((run.folder / "model.json").read_text(encoding="utf-8"))
-            evaluation = Evaluation.from_json((run.folder / "evaluation.json").read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise DataError(
-                f"has no {Path(str(error.filename)).name}", where=str(run.folder), remedy="let the run finish first"
-            ) from error
+        for name in ("model.json", "evaluation.json"):
+            if not (run.folder / name).exists():
+                raise DataError(f"has no {name}", where=str(run.folder), remedy="let the run finish first")
+        card, path = read_object(run.folder / "model.json"), run.folder / "evaluation.json"
+        evaluation = Evaluation.from_object(read_object(path), str(path))
         tasks = list(evaluation.tasks) if task is None else [task]
         try:
             values = [evaluation.tasks[name].metrics[metric] for name in tasks]
-            flops = float(card["training_flops"])
+            flops = number(card["training_flops"])
         except KeyError as error:
             raise DataError(f"does not hold {error}", where=str(run.folder)) from error
-        seed = tomllib.loads(run.recipe_file.read_text(encoding="utf-8")).get("seed")
-        measurements.append(Measurement(str(card["name"]), flops, math.fsum(values) / len(values), seed))
+        seed = read_recipe(run)[1].get("seed")
+        measurements.append(Measurement(str(card.get("name")), flops, math.fsum(values) / len(values), seed))
     return measurements
 
 

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,7 +45,7 @@ from cordillera.models.language.checkpoints.sharded import (
 from cordillera.models.language.checkpoints.source import check_architecture
 from cordillera.numerics.weight_storage import WeightStorage
 from cordillera.run import RunError, disk_errors, remove_folder, write_atomically
-from cordillera.training.checkpoints import flush, folder_of, steps, write_tensors
+from cordillera.training.checkpoints import flush, folder_of, not_finite, steps, write_tensors
 from cordillera.training.language import LanguageEngine
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -91,7 +91,8 @@ class ShardedCheckpoints:
             state: Plain JSON values, alike on every rank; ``state["step"]`` names the checkpoint.
 
         Raises:
-            CheckpointError: Ranks were given different states; or as :meth:`wait`, of the checkpoint before.
+            CheckpointError: A weight or moment is NaN or infinite, in which case nothing is written; ranks were given
+                different states; or as :meth:`wait`, of the checkpoint before.
             RunError: As :meth:`wait`.
             PeerError: As :meth:`wait`.
         """
@@ -100,8 +101,9 @@ class ShardedCheckpoints:
         if engine.loss_scale is not None:
             engine_state["loss_scale"] = engine.loss_scale.state_dict()
         content = {"state": state, "engine": engine_state, "world": self.mesh.config.world}
-        texts = {STATE: json.dumps(content), MODEL: engine.model.model_dump_json(indent=2)}
+        texts = {STATE: json.dumps(content, allow_nan=False), MODEL: engine.model.model_dump_json(indent=2)}
         parts = list(_own_parts(engine))
+        self._agree(self._not_finite(parts, int(state["step"])))
         own = sum(part.tensor.nbytes for part in parts)
         # the name of a folder that no earlier attempt has left anything in
         found = self.mesh.exchange([zlib.crc32(repr(texts).encode()), own, secrets.randbits(48)]).long()
@@ -169,7 +171,7 @@ class ShardedCheckpoints:
 
         Raises:
             CheckpointError: There is none of this step, a file of it is missing or corrupt, it is of another model, or
-                holds what is not a number. The same on every rank.
+                holds NaN or infinity. The same on every rank.
             PeerError: Another rank is not heard of in time.
         """
         self.wait()
@@ -205,6 +207,23 @@ class ShardedCheckpoints:
         for leftover in self.folder.glob(".step-*.tmp"):
             if self._write is None or leftover != self._write.temporary:
                 remove_folder(leftover)
+
+    def _not_finite(self, parts: Sequence[_OwnPart], step: int) -> CheckpointError | None:
+        """What no training can go on from, among what this rank holds."""
+        for part in parts:
+            found = not_finite({part.name: part.tensor})
+            if found is None:
+                continue
+            what = "the weights" if part.kind == WEIGHTS else "the optimizer's moments"
+            newest = max(self.steps(), default=None)
+            kept = "no checkpoint was written yet" if newest is None else f"the checkpoint of step {newest} is kept"
+            return CheckpointError(
+                f"{what} of step {step} are not finite ({found}) and are not saved; {kept}",
+                where=str(folder_of(self.folder, step)),
+                remedy="start a new run with a lower training.learning_rate or more warmup_steps"
+                + ("" if newest is None else "; --resume goes on from the checkpoint that is kept"),
+            )
+        return None
 
     def _still(self, part: _OwnPart) -> Tensor:
         """A tensor in host memory that training does not change while it is written."""

@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch.nn import functional
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.distributed.job import stopped_by_signals
-from cordillera.errors import CheckpointError, DependencyError, TrainingError
+from cordillera.errors import CheckpointError, CordilleraError, DependencyError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
@@ -33,10 +33,12 @@ from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.scaling import LossScale
 from cordillera.numerics.self_test import self_test
 from cordillera.numerics.weight_storage import WeightStorage
-from cordillera.run import Run, disk_errors
+from cordillera.run import Run, RunError, check_recipe, disk_errors, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+
+_LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that are to be finite
 
 TRAINING_PROBE = "training-probe.safetensors"
 """In a run's folder: what its linear layers were given while it was trained."""
@@ -287,6 +289,8 @@ class Trainer:
         device: Where to compute.
         watch: Called after every step with the newest log record (empty at steps that log nothing), the progress and
             the total number of steps; draws progress bars.
+        recipe: Whose model and training these are. Checkpoints hold it, and those of another one are not resumed; None
+            leaves it out.
     """
 
     def __init__(
@@ -300,8 +304,10 @@ class Trainer:
         tasks: Sequence[str],
         device: torch.device,
         watch: Watcher | None = None,
+        recipe: BaseModel | None = None,
     ) -> None:
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
+        self.recipe = recipe
         self.training, self.validation, self.watch = training, validation, watch
         if device.type == "cpu":
             keep_freed_memory()
@@ -358,6 +364,8 @@ class Trainer:
             tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
         tensors |= checkpoints.random_state()
         state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
+        if self.recipe is not None:
+            state["recipe"] = recipe_state(self.recipe)
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         if self.probe is not None:
@@ -369,9 +377,21 @@ class Trainer:
         return tensors, state
 
     def save(self) -> None:
-        """Write a checkpoint of this moment; the newest and the best are kept, older ones deleted."""
+        """Write a checkpoint of this moment; the newest and the best are kept, older ones deleted.
+
+        Raises:
+            TrainingError: a weight or a moment is NaN or infinite; nothing is written or deleted then.
+        """
         tensors, state = self._state()
+        learnt = {name: tensor for name, tensor in tensors.items() if name.startswith(_LEARNT)}
+        if (found := checkpoints.not_finite(learnt)) is not None:
+            raise TrainingError(
+                f"{found} after step {self.progress.step}; no checkpoint was written of it",
+                where=str(self.run.folder),
+                remedy=self._way_on(),
+            )
         checkpoints.save(self.run.checkpoints, tensors, state)
+        self.run.write_status(None, self.progress.step, self.total_steps)
         keep = {self.progress.step}
         if self.progress.best_step is not None:
             keep.add(self.progress.best_step)
@@ -416,14 +436,17 @@ class Trainer:
 
         Raises:
             CheckpointError: the newest checkpoint is corrupt.
+            RunError: another process trains the run, or the recipe has changed since the checkpoint was written.
         """
-        available = checkpoints.steps(self.run.checkpoints)
-        if not available:
-            self.run.rewind_metrics(0)
-            return False
-        self.restore(checkpoints.load(checkpoints.folder_of(self.run.checkpoints, available[-1])))
-        self.run.rewind_metrics(self.progress.step)
-        return True
+        with self.run.lock():
+            available = checkpoints.steps(self.run.checkpoints)
+            if available:
+                newest = checkpoints.load(checkpoints.folder_of(self.run.checkpoints, available[-1]))
+                if self.recipe is not None:
+                    check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
+                self.restore(newest)
+            self.run.rewind_metrics(self.progress.step)
+            return bool(available)
 
     def stop(self) -> None:
         """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
@@ -443,9 +466,13 @@ class Trainer:
         from torch.utils.tensorboard import SummaryWriter
 
         began = time.perf_counter()
-        ended: Literal["finished", "early", "interrupted"] = "finished"
-        board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
-        with self.run.lock(), stopped_by_signals(self._stop), contextlib.closing(board):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.run.lock())
+            stack.enter_context(self._status())
+            stack.enter_context(stopped_by_signals(self._stop))
+            with disk_errors(self.run.folder / "tensorboard"):
+                board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
+            stack.enter_context(contextlib.closing(board))
             self.model.train()
             ended = self._epochs(board)
             if ended == "interrupted":
@@ -457,7 +484,29 @@ class Trainer:
             if self.progressive is not None:
                 self.run.write_json("progressive.json", self.progressive.compute())
             probing = self._write_probe(finished=ended != "interrupted")
+            self.run.write_status(ended, self.progress.step, self.total_steps)
         return Report(ended, self.progress, time.perf_counter() - began, probing)
+
+    @contextlib.contextmanager
+    def _status(self) -> Iterator[None]:
+        """Say in the run's folder that training goes on, and what ended it if that is an error."""
+        self.run.write_status(None, self.progress.step, self.total_steps)
+        try:
+            yield
+        except BaseException as error:
+            why = error.what if isinstance(error, CordilleraError) else type(error).__name__
+            with contextlib.suppress(RunError):  # of a full disk, which may be what ended it
+                self.run.write_status("failed", self.progress.step, self.total_steps, why)
+            raise
+
+    def _way_on(self) -> str:
+        """What to do about numbers that are not finite."""
+        saved = checkpoints.steps(self.run.checkpoints)
+        return (
+            "lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use precision = "
+            "'fp32', in a new run; "
+            + (f"the checkpoint of step {saved[-1]} is intact" if saved else "there is no checkpoint yet")
+        )
 
     def _write_probe(self, finished: bool) -> float:
         """Write what the probe gathered when training has ended; seconds that gathering took this process."""
@@ -603,8 +652,7 @@ class Trainer:
             f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows}); "
             "no update was made from it",
             where=str(self.run.folder),
-            remedy="lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use "
-            "precision = 'fp32'; the last checkpoint is intact",
+            remedy=self._way_on(),
         )
 
     def _log(self, window: _Window, board: Any) -> dict[str, Any]:

@@ -34,15 +34,16 @@ from cordillera.distributed.launch import LaunchConfig, launch
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
+from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.numerics.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe
-from cordillera.run import Run, RunError, next_folder, write_atomically
+from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language_model import find_model
-from cordillera.training.checkpoints import steps
+from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language import LanguageEngine, check_emulated
 from cordillera.training.language_report import write_language_report
 from cordillera.training.language_trainer import (
@@ -269,13 +270,14 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
         run = Run(folder or "")
         with run.lock():
             # a run may have been ended before it wrote down its text
-            was = run.read_json("model.json")["data"] if (run.folder / "model.json").is_file() else corpora.facts
-            if text_identity(was) != text_identity(corpora.facts):
+            was = _text_of(run) if (run.folder / "model.json").is_file() else text_identity(corpora.facts)
+            if was != text_identity(corpora.facts):
                 raise RunError(
                     "the text has changed since the run began; a resumed run must see the same",
                     where=recipe.data.label,
                     remedy="restore the files, or start a new run",
                 )
+            _check_resumed(run, recipe)
             write_atomically(run.recipe_file, recipes.dump(recipe))
             run.write_json("model.json", described)
     else:
@@ -289,6 +291,22 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     if recipe.training.emulate is not None:
         say(f"emulated: products in {recipe.training.emulate.format}, which takes several times as long")
     return run
+
+
+def _text_of(run: Run) -> list[Any]:
+    """Identity of the text that a run was begun with."""
+    try:
+        return text_identity(run.read_json("model.json")["data"])
+    except (KeyError, TypeError) as error:
+        where = str(run.folder / "model.json")
+        raise RunError("does not say which text the run is of", where=where, remedy="restore the file") from error
+
+
+def _check_resumed(run: Run, recipe: LanguageRecipe) -> None:
+    """Refuse to go on from the newest checkpoint, if there is one, with another recipe than its own."""
+    for step in steps(run.checkpoints)[-1:]:
+        content = ShardedFolder(folder_of(run.checkpoints, step)).read_json(STATE)
+        check_recipe(content["state"].get("recipe"), recipe, run.recipe_file)
 
 
 def _prepare_together(
@@ -465,6 +483,7 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
         peak=None if peak is None else peak.flops_per_s,
         guard=job.watch,
         watch=watch,
+        recipe=recipe_state(recipe),
     )
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
+import json
 import os
+import secrets
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,9 +34,9 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.precision_plan import PrecisionPlan
 from cordillera.numerics.training_linear import Applied, apply_for_training
 from cordillera.recipe import Recipe
-from cordillera.run import Run, RunError, disk_errors, next_folder, write_atomically
+from cordillera.run import Run, RunError, check_recipe, disk_errors, next_folder, write_atomically
 from cordillera.serving import quantized_model
-from cordillera.training import scaling_laws
+from cordillera.training import checkpoints, scaling_laws
 from cordillera.training.evaluation import Evaluation
 from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
@@ -142,36 +146,42 @@ def train(
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
-    with with_threads(recipe.threads):
+    with with_threads(recipe.threads), contextlib.ExitStack() as stack:
+        if resume:
+            run = Run(folder or "")
+            stack.enter_context(run.lock())
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
         plan = None
+        begins = not (resume and checkpoints.steps(run.checkpoints))
         if recipe.training.plan is not None:
             # a run keeps the plan that it began with: another one would end in other bits
-            source = Run(folder or "").folder / USED_PLAN_FILE if resume else Path(recipe.training.plan)
+            source = Path(recipe.training.plan) if begins else run.folder / USED_PLAN_FILE
             plan, applied = _with_plan(model, source, recipe)
             say(
                 f"plan: {len(applied.planned)} linear layers by kernels of {source}, {len(applied.left)} in fp32, "
                 f"{len(applied.unknown)} of them unknown to the plan"
             )
-        if resume:
-            run = Run(folder or "")
-            described = run.read_json("model.json")
+        if not resume:
+            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
+            stack.enter_context(run.lock())
+        if begins:
+            if plan is not None:
+                plan.save(run.folder / USED_PLAN_FILE)
+            described = _describe(recipe, model, splits)
+            with disk_errors(run.folder):
+                (run.folder / "encoder").mkdir(exist_ok=True)
+            splits.encoder.save(run.folder / "encoder")
+            run.write_json("model.json", described)
+        else:
+            described = card_of(run)
             if described["data"]["fingerprint"] != splits.folder.name:
                 raise DataError(
                     "has changed since the run began; a resumed run must see the same samples",
                     where=recipe.data.label,
                     remedy="restore the files, or start a new run",
                 )
-        else:
-            run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
-            if plan is not None:
-                plan.save(run.folder / USED_PLAN_FILE)
-            described = _describe(recipe, model, splits)
-            (run.folder / "encoder").mkdir()
-            splits.encoder.save(run.folder / "encoder")
-            run.write_json("model.json", described)
         say(
             f"model: {described['name']}, {described['parameters']:,} parameters "
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
@@ -187,6 +197,7 @@ def train(
             tasks=splits.features.tasks,
             device=device,
             watch=watch,
+            recipe=recipe,
         )
         if resume:
             found = trainer.resume()
@@ -200,7 +211,12 @@ def train(
             say(f"plan: {applied.unplanned:,} products had no kernel and were computed in fp32")
         if report.ended == "interrupted":
             return Outcome(run, report, None)
-        evaluation = _evaluate(run, recipe, model, splits, "test", device) if len(splits.test) else None
+        evaluation = None
+        if len(splits.test):
+            early = recipe.training.patience is not None and report.progress.best_step is not None
+            step = report.progress.best_step if early else report.progress.step
+            place = (step, trainer.total_steps)
+            evaluation = _evaluate(run, recipe, model, splits, "test", device, place)
         write_report(run)
         return Outcome(run, report, evaluation)
 
@@ -219,8 +235,15 @@ def _with_plan(model: RankingModel, file: Path, recipe: Recipe) -> tuple[Precisi
 
 
 def _evaluate(
-    run: Run, recipe: Recipe, model: RankingModel, splits: Splits, split: str, device: torch.device
+    run: Run,
+    recipe: Recipe,
+    model: RankingModel,
+    splits: Splits,
+    split: str,
+    device: torch.device,
+    place: tuple[int | None, int | None],
 ) -> Evaluation:
+    """Evaluate weights; ``place`` is after how many steps of how many they were so."""
     dataset: ClickDataset = getattr(splits, split)
     evaluation = evaluate_split(
         scorer(model, device, recipe.training.precision, recipe.training.emulate),
@@ -230,9 +253,37 @@ def _evaluate(
         segments={name: dataset.segments(name) for name in splits.encoder.schema.segments},
     )
     warn_of_split(splits.facts, split)
+    evaluation = replace(evaluation, step=place[0], steps=place[1])
     name = "evaluation.json" if split == "test" else f"evaluation-{split}.json"
-    write_atomically(run.folder / name, evaluation.to_json())
+    run.write_json(name, json.loads(evaluation.to_json()))
     return evaluation
+
+
+def card_of(run: Run) -> dict[str, Any]:
+    """What ``model.json`` of a ranking run says.
+
+    Args:
+        run: The run.
+
+    Raises:
+        RunError: it is missing, damaged, or of another kind of run.
+    """
+    card = run.read_json("model.json")
+    tasks, data = card.get("tasks"), card.get("data")
+    sizes = [card.get(key) for key in ("parameters", "embedding_parameters", "training_flops")]
+    if (
+        not isinstance(tasks, list)
+        or not tasks
+        or not all(isinstance(one, str) for one in [*tasks, card.get("name")])
+        or not all(isinstance(size, int) for size in sizes)
+        or not isinstance(data, dict)
+        or not {"fingerprint", "facts"} <= set(data)
+        or not isinstance(data["facts"], dict)
+    ):
+        raise RunError(
+            "does not describe a ranking model", where=str(run.folder / "model.json"), remedy="restore the file"
+        )
+    return card
 
 
 def recipe_of(run: Run) -> Recipe:
@@ -264,11 +315,19 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupt.
+        RunError: the recipe has changed since the checkpoint was written.
     """
+    recipe, model, _ = _load(run, features, device)
+    return recipe, model
+
+
+def _load(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel, checkpoints.Checkpoint]:
     recipe = recipe_of(run)
     model = model_of(recipe, features)
-    load_weights(model, best_checkpoint(run, use_best=recipe.training.patience is not None))
-    return recipe, model.to(device).eval()
+    checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)
+    check_recipe(checkpoint.state.get("recipe"), recipe, run.recipe_file)
+    load_weights(model, checkpoint)
+    return recipe, model.to(device).eval(), checkpoint
 
 
 def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
@@ -288,8 +347,9 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     device = select_device(recipe.device)
     with with_threads(recipe.threads):
         splits = prepare(recipe.data)
-        _, model = load_model(run, splits.features, device)
-        return _evaluate(run, recipe, model, splits, split, device)
+        _, model, checkpoint = _load(run, splits.features, device)
+        place = (checkpoint.step, checkpoint.state.get("total_steps"))
+        return _evaluate(run, recipe, model, splits, split, device, place)
 
 
 def predict(
@@ -318,6 +378,8 @@ def predict(
 
     Raises:
         DataError: the file cannot be read, lacks a column, or holds a value that training would have refused.
+        NumericsError: a logit is NaN or infinite; the sample is named.
+        RunError: the scores cannot be written; nothing is left of them.
     """
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
@@ -331,8 +393,8 @@ def predict(
     recipe = recipe_of(run)
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
-    described = run.read_json("model.json")
-    tasks, unseen = tuple(described["tasks"]), UnseenCount(encoder, described["data"]["facts"])
+    card = card_of(run)
+    tasks, unseen = tuple(card["tasks"]), UnseenCount(encoder, card["data"]["facts"])
     with with_threads(recipe.threads):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
@@ -349,9 +411,8 @@ def predict(
             _, model = load_model(run, features, device)
             score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         rows = 0
-        with disk_errors(target), _Writer(temporary, target.suffix) as writer:
+        with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema):
                 encoded = encoder.encode(frame, where=place, labels=False)
                 unseen.update(encoded)
@@ -359,49 +420,84 @@ def predict(
                 for begin in range(0, len(encoded), batch_size):
                     part = np.arange(begin, min(begin + batch_size, len(encoded)))
                     logits.append(score(encoded.take(part).batch()))
-                scores = torch.cat(logits).double().sigmoid().numpy()
-                if not np.isfinite(scores).all():
-                    bad = int((~np.isfinite(scores)).any(1).argmax())
-                    raise DataError("the model's score is not a number", where=place.at(bad, "score"))
+                whole = torch.cat(logits).double()
+                wrong = (~torch.isfinite(whole)).nonzero()
+                if len(wrong):
+                    row, column = wrong[0].tolist()
+                    raise NumericsError(
+                        f"the model's logit is {float(whole[row, column])}; no scores were written",
+                        where=place.at(row, names[column]),
+                        remedy="look for weights that are not finite, or for values far beyond those of training",
+                    )
+                scores = whole.sigmoid().numpy()
                 columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
                 columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
                 writer.write(pl.DataFrame(columns))
                 rows += len(frame)
-            writer.finish(target)
+            writer.finish()
     unseen.warn(str(file))
     return target, rows
 
 
 class _Writer:
-    """Writes frames one after another into a file that appears when it is whole."""
+    """Writes frames one after another into a file that appears when it is whole, and leaves nothing if it is not.
 
-    def __init__(self, temporary: Path, suffix: str) -> None:
-        self.temporary, self.suffix = temporary, suffix
+    Args:
+        target: The file, ``.csv`` or ``.parquet``.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         self.parquet: pyarrow.parquet.ParquetWriter | None = None
-        self.file = open(temporary, "wb")  # noqa: SIM115 (closed in __exit__)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+            _remove_abandoned(left)
+        with self._errors():
+            self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
+            fcntl.flock(self.file, fcntl.LOCK_SH)
 
     def __enter__(self) -> _Writer:
         return self
 
-    def write(self, frame: pl.DataFrame) -> None:
-        if self.suffix == ".csv":
-            frame.write_csv(self.file, include_header=self.file.tell() == 0)
-            return
-        table = frame.to_arrow()
-        if self.parquet is None:
-            self.parquet = pyarrow.parquet.ParquetWriter(self.file, table.schema)
-        self.parquet.write_table(table)
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return disk_errors(self.target, "free some space, or name a file on another disk with --out")
 
-    def finish(self, target: Path) -> None:
-        if self.parquet is not None:
-            self.parquet.close()
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        os.replace(self.temporary, target)
+    def write(self, frame: pl.DataFrame) -> None:
+        with self._errors():
+            if self.target.suffix == ".csv":
+                self.file.write(frame.write_csv(include_header=self.file.tell() == 0).encode())
+                return
+            table = frame.to_arrow()
+            if self.parquet is None:
+                self.parquet = pyarrow.parquet.ParquetWriter(self.file, table.schema)
+            self.parquet.write_table(table)
+
+    def finish(self) -> None:
+        with self._errors():
+            if self.parquet is not None:
+                self.parquet.close()
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            os.replace(self.temporary, self.target)
 
     def __exit__(self, *exception: object) -> None:
-        self.file.close()
-        self.temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.temporary.unlink()
+        if self.parquet is not None:
+            with contextlib.suppress(OSError):
+                self.parquet.close()  # of a file that is gone by now
+        with contextlib.suppress(OSError):
+            self.file.close()
+
+
+def _remove_abandoned(temporary: Path) -> None:
+    """Delete a temporary file unless a process that writes it holds it."""
+    with contextlib.suppress(OSError), open(temporary, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()
 
 
 @dataclass
@@ -467,7 +563,8 @@ def sweep(
             raise RunError(
                 "holds a run of another recipe", where=str(place), remedy="choose another --run folder for this sweep"
             )
-        if exists and (place / "evaluation.json").is_file():
+        status = Run(place).status() if exists else None
+        if exists and (place / "evaluation.json").is_file() and (status is None or status.is_complete):
             say(f"[{number}/{len(planned)}] {name}: done before")
         else:
             say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
@@ -479,7 +576,7 @@ def sweep(
                     remedy="give the same command again to go on",
                 )
         runs.append(Run(place))
-    bayes = runs[0].read_json("model.json")["data"]["facts"].get("bayes_ne")
+    bayes = card_of(runs[0])["data"]["facts"].get("bayes_ne")
     study = scaling_laws.study(scaling_laws.measure(runs), floor=bayes or 0.0)
     plot = parent / "sweep.png"
     scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")

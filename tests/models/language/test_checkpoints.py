@@ -472,6 +472,21 @@ def test_copies_that_differ_are_refused(make_llama: MakeLlama, tmp_path: Path) -
         load(tmp_path / "meta")
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("kinds", [("wk",), ("wv",), ("wk", "wv")])
+@pytest.mark.parametrize(("kv_heads", "rank"), [(2, 3), (2, 1), (1, 2)])
+def test_copies_that_differ_are_never_taken_for_heads_of_their_own(
+    make_llama: MakeLlama, tmp_path: Path, layer: int, kinds: tuple[str, ...], kv_heads: int, rank: int
+) -> None:
+    """Files that count copies as heads do not say which heads are copies: the others do."""
+    save_consolidated(make_llama(**CUT, kv_heads=kv_heads), tmp_path / "meta", 4)
+    for kind in kinds:
+        name = f"layers.{layer}.attention.{kind}.weight"
+        _edit_tensors(f"consolidated.0{rank}.pth", _put(name, lambda t: t + 1))(tmp_path / "meta")
+    with pytest.raises(CheckpointError, match=r"are copies, others|copies of head . of tensor .* differ"):
+        load(tmp_path / "meta")
+
+
 def test_weights_that_overflow_in_the_wanted_dtype_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     model = make_llama()
     with torch.no_grad():

@@ -61,7 +61,7 @@ def test_a_part_that_is_missing_or_there_twice_is_refused(
     folder = tmp_path_factory.mktemp("parts")
     for number, box in enumerate(boxes):
         write_parts(folder / f"{number}.safetensors", {"x": box})
-    with pytest.raises(CheckpointError, match=r"x, 30 numbers of 36|x holds what is not a number, or lacks a part"):
+    with pytest.raises(CheckpointError, match=r"x, 30 numbers of 36|x holds NaN or infinity, or lacks a part"):
         Parts(folder, sorted(os.listdir(folder))).read("x", (0, 0), torch.empty(6, 6))
 
 
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Damage, str]] = {
         ),
         f"{FILE}: is truncated or damaged",
     ),
-    "not a number": (put(UP, lambda t: t * torch.nan), f"step .*{FILE}.*: tensor {UP} holds what is not a number"),
+    "not a number": (put(UP, lambda t: t * torch.nan), f"step .*{FILE}.*: tensor {UP} holds NaN"),
     "infinity": (put(UP, lambda t: t / 0.0), f"tensor {UP} holds NaN or infinity"),
 }
 

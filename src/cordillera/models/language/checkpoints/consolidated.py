@@ -7,6 +7,7 @@ With more ranks than heads of keys and values, neighbouring ranks hold copies of
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import re
@@ -111,6 +112,16 @@ class Consolidated(Source):
     def _read_heads(self, name: str, parts: list[Tensor], out: Tensor) -> None:
         width, copies = self.config.head_width, self._copies if name.endswith(_SHARED) else 1
         heads = [head for part in parts for head in part.unflatten(0, (-1, width))]  # each [D, hidden]
+        if copies == 1 and name.endswith(_SHARED) and len(heads) == len(parts):
+            # taken for heads of their own, as those of the first block are not copies of one another
+            for number, pair in enumerate(itertools.pairwise(heads)):
+                if torch.equal(*pair):
+                    raise CheckpointError(
+                        f"heads {number} and {number + 1} of tensor {_NAMES(name)} are copies, others that should be "
+                        "differ between ranks",
+                        where=str(self.path),
+                        remedy="the files are damaged or belong to different checkpoints: download them again",
+                    )
         for number, place in enumerate(out.unflatten(0, (-1, width))):
             head, *others = heads[number * copies : (number + 1) * copies]
             if not all(torch.equal(head, other) for other in others):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cordillera.data.files import checksum, unsealed
 from cordillera.errors import CheckpointError, DataError
+from cordillera.files import parse_json
 from cordillera.models.language.checkpoints.source import (
     Source,
     Stored,
@@ -131,10 +132,10 @@ class Parts:
             if all(first < last for first, last in zip(low, high, strict=True)):
                 stored = self._opened[part.file].get_slice(name)[_box(low, high, part.offsets)]
                 out[_box(low, high, wanted.offsets)].copy_(stored)
-        if out.isnan().any():
+        if out.numel() and not all(bound.isfinite() for bound in torch.aminmax(out)):
             files = ", ".join(sorted({part.file for part in self.parts[name]}))
             raise CheckpointError(
-                f"tensor {name} holds what is not a number, or lacks a part",
+                f"tensor {name} holds NaN or infinity, or lacks a part",
                 where=f"{self.folder} ({files})",
                 remedy=_REMEDY,
             )
@@ -225,7 +226,9 @@ class ShardedFolder:
         content = (self.path / name).read_bytes()
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise self._corrupt(name)
-        found: dict[str, Any] = json.loads(content)
+        found = parse_json(content, str(self.path / name), error=CheckpointError, remedy=_REMEDY)
+        if not isinstance(found, dict):
+            raise CheckpointError("is not a JSON object", where=str(self.path / name), remedy=_REMEDY)
         return found
 
     @property
@@ -293,6 +296,7 @@ class Sharded(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = ShardedFolder(path)
+        self._folder.read_json(STATE)  # not needed here, but a folder with a damaged file is not to be trusted
         self.config = self._folder.config
         self._weights = self._folder.parts(WEIGHTS)
         check_weights(self._weights, self.config)
