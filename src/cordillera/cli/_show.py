@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from cordillera.distributed.environment import is_silent
 
 if TYPE_CHECKING:
     from cordillera.numerics.dispatch import Profile
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 def console() -> Console:
     """The console of all commands: no automatic colouring of numbers and paths, no lines cut when piped.
 
-    Of processes that a launcher started, only the first draws and prints.
+    Of the ranks of a job, only rank 0 draws and prints.
     """
-    return Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    return Console(highlight=False, soft_wrap=True, quiet=is_silent())
 
 
 def number(value: float, digits: int = 4) -> str:
