@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from cordillera.cli._terminal import Terminal
 from cordillera.cli.app import app
 from cordillera.errors import CordilleraError, Interrupted
 
@@ -13,6 +14,8 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
+    # before torch is imported: what went wrong between processes is said in a sentence, without torch's native stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app(standalone_mode=True)
     except CordilleraError as error:
@@ -20,7 +23,7 @@ def main() -> None:
             raise
         from rich.console import Console
 
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console = Console(file=Terminal.of(sys.stderr), highlight=False, soft_wrap=True)
         first, *rest = str(error).splitlines()
         console.print("interrupted: " if isinstance(error, Interrupted) else "[bold red]error:[/] ", end="")
         console.print(first, markup=False)

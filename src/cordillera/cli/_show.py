@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cordillera.cli._terminal import Terminal
 from cordillera.distributed.environment import is_silent
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def console() -> Console:
 
     Of the ranks of a job, only rank 0 draws and prints.
     """
-    return Console(highlight=False, soft_wrap=True, quiet=is_silent())
+    return Console(file=Terminal.of(sys.stdout), highlight=False, soft_wrap=True, quiet=is_silent())
 
 
 def number(value: float, digits: int = 4) -> str:

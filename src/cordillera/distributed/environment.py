@@ -60,7 +60,7 @@ def place_in_job(environment: Mapping[str, str] | None = None) -> Place | None:
         )
     size = _number(given, "WORLD_SIZE", 1, _MOST)
     return Place(
-        rank=_number(given, "RANK", 0, size - 1, f"below WORLD_SIZE ({size})"),
+        rank=_number(given, "RANK", 0, size - 1),
         size=size,
         local_rank=_number(given, "LOCAL_RANK", 0, _MOST, default="0"),
         address=given["MASTER_ADDR"].strip(),
@@ -90,15 +90,13 @@ def job_key(scope: str, token: str | None = None) -> bytes:
     return hashlib.sha256(f"{scope}\0{token}".encode("utf-8", "surrogateescape")).digest()
 
 
-def _number(
-    given: Mapping[str, str], name: str, least: int, most: int, limit: str = "", *, default: str | None = None
-) -> int:
+def _number(given: Mapping[str, str], name: str, least: int, most: int, *, default: str | None = None) -> int:
     text = given.get(name, default or "").strip()
     number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
     if number is None or not least <= number <= most:
+        size = f" (WORLD_SIZE is {most + 1})" if name == "RANK" else ""
         raise PlanError(
-            f"{name} is {text!r}, which is no whole number of {least} or more"
-            + (f" and {limit}" if limit else f" and at most {most}"),
+            f"{name} must be a whole number from {least} to {most}{size}, got {text[:40]!r}",
             where="environment",
             remedy="see what started this process; for one process without a launcher, unset RANK and WORLD_SIZE",
         )

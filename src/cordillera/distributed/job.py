@@ -32,7 +32,7 @@ from cordillera.distributed.watch import JOIN_S, Watch, WatchConfig
 from cordillera.errors import DependencyError, PlanError, printable
 
 _END_S = 10  # of a process that failed: torch waits for collectives that were begun
-_TAKEN_S = 5.0  # the least that is waited for what listens to answer
+_TAKEN_S = 10.0  # that is waited for what listens to answer
 _LOOK_S = 0.1
 _SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
 
@@ -158,8 +158,7 @@ def _rendezvous(place: Place | None, join_s: float) -> tuple[dist.Store, int, in
         if held is not None:
             return held, 0, place.size, "rank 0"
         listening = _listen(place)
-        if listening is None:
-            join_s = min(join_s, _TAKEN_S)
+        join_s = min(join_s, _TAKEN_S)  # somebody listens
     try:
         _find(place, join_s)
         store = _connect(place, listening, began + join_s - time.monotonic())
