@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from cordillera.distributed.hearts import Beat, Hearts, RankError, Verdict, named
+from cordillera.distributed.job_store import JobStore
 from cordillera.distributed.pipeline import PeerError
 from cordillera.distributed.watch import ABANDONED, Watch, WatchConfig
 from tests.distributed.processes import needs_gloo
@@ -32,7 +32,7 @@ class Job:
     """Ranks that beat every second of a clock that the test turns."""
 
     def __init__(self, size: int) -> None:
-        self.now, self.store = 0.0, dist.HashStore()
+        self.now, self.store = 0.0, JobStore(dist.HashStore())
         self.hearts = Hearts(self.store, size, DEADLINE_S, JOIN_S, lambda: self.now)
         self.beats = [Beat(0, 0, 0, f"at step 1 of rank {rank}", False) for rank in range(size)]
 
@@ -150,7 +150,7 @@ def test_ranks_are_named_as_people_do() -> None:
 
 
 def test_errors_that_are_not_of_communication_stay_as_they_are() -> None:
-    watch = Watch(WatchConfig(5.0), dist.HashStore(), 0, 2)
+    watch = Watch(WatchConfig(5.0), JobStore(dist.HashStore()), 0, 2)
     with pytest.raises(RuntimeError, match=r"^shapes"), watch.explaining():
         raise RuntimeError("shapes do not fit")
     with pytest.raises(RankError, match=r"^known$"), watch.explaining():
@@ -158,7 +158,7 @@ def test_errors_that_are_not_of_communication_stay_as_they_are() -> None:
 
 
 def test_a_late_message_with_a_known_sender_stays_as_it_is() -> None:
-    watch = Watch(WatchConfig(1.0), dist.HashStore(), 0, 2)
+    watch = Watch(WatchConfig(1.0), JobStore(dist.HashStore()), 0, 2)
     given = PeerError("rank 1 did not give a message within 1 s", peer=1)
     assert watch.explain(given) is given
 
@@ -247,9 +247,3 @@ def test_without_a_launcher_all_end_in_good_order(tmp_path: Path) -> None:
     with processes(tmp_path, "all well") as begun:
         assert [process.wait(120) for process, _ in begun] == [0, 0], [output.read_text() for _, output in begun]
         assert [output.read_text() for _, output in begun] == ["", ""]
-
-
-def test_beats_are_plain_text() -> None:
-    job = Job(1)
-    job.hearts.beat(0, Beat(1, 2, 3, "at step 4", True))
-    assert json.loads(job.store.get("heart/0")) == [1, 2, 3, "at step 4", True]

@@ -104,7 +104,7 @@ def test_resuming_a_finished_run_changes_nothing(make_trainer):
     assert records(first.run) == records(second.run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_returns_and_handlers_are_put_back(make_trainer, number):
     before = signal.getsignal(number)
     trainer = make_trainer(batches=10)

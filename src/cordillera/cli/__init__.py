@@ -30,6 +30,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters that the terminal's encoding lacks are escaped too
             stream.reconfigure(errors="backslashreplace")
+    # before torch is imported: what went wrong between processes is said in a sentence, without torch's native stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         sys.exit(app(standalone_mode=False))
     except CordilleraError as error:

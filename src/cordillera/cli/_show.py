@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from cordillera.cli._terminal import Terminal
+from cordillera.distributed.environment import is_silent
 from cordillera.errors import printable
 
 if TYPE_CHECKING:
@@ -34,13 +36,14 @@ class _PlainConsole(Console):
 def console(*, stderr: bool = False) -> Console:
     """The console of all commands: no markup, no automatic colouring of numbers and paths, no lines cut when piped.
 
-    Of processes that a launcher started, only the first draws and prints results.
+    Of the ranks of a job, only rank 0 draws and prints results.
 
     Args:
-        stderr: Print to standard error, in every process.
+        stderr: Print to standard error, in every rank.
     """
-    silent = not stderr and os.environ.get("RANK", "0") != "0"
-    return _PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=silent)
+    file = Terminal.of(sys.stderr if stderr else sys.stdout)
+    silent = not stderr and is_silent()
+    return _PlainConsole(file=file, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=silent)
 
 
 def echo(text: object, *, json: bool = False) -> None:

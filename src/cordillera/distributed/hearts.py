@@ -8,17 +8,18 @@ in :mod:`cordillera.distributed.watch`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
+from cordillera.distributed.job_store import JobStore
 from cordillera.distributed.pipeline import PeerError
+from cordillera.errors import printable
 
 _MOST_NAMED = 8
+_MOST_COUNTED = 2**53
+_MOST_PLACE, _MOST_TEXT = 300, 8_000  # characters
 
 
 class RankError(PeerError):
@@ -106,7 +107,7 @@ class Hearts:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: JobStore,
         size: int,
         deadline_s: float,
         join_s: float,
@@ -124,7 +125,7 @@ class Hearts:
             rank: It.
             beat: What it says.
         """
-        self._store.set(f"heart/{rank}", json.dumps(beat))
+        self._store.set(f"heart/{rank}", beat._replace(where=beat.where[:_MOST_PLACE]))
 
     def look(self) -> None:
         """Read what the processes say."""
@@ -134,19 +135,16 @@ class Hearts:
                 seen.heard += now - self._looked
                 seen.moved += now - self._looked
         self._looked = now
-        keys = [f"heart/{rank}" for rank in range(len(self._seen))]
-        there = [i for i, seen in enumerate(self._seen) if seen.beat is not None or self._store.check([keys[i]])]
-        for rank, text in zip(
-            there, self._store.multi_get([keys[rank] for rank in there]) if there else (), strict=True
-        ):
-            seen, beat = self._seen[rank], Beat(*json.loads(text))
-            if seen.beat is None or beat.number != seen.beat.number:
-                seen.heard = now
+        *values, verdict = self._store.read([*(f"heart/{rank}" for rank in range(len(self._seen))), "verdict"])
+        for seen, value in zip(self._seen, values, strict=True):
+            beat = _beat(value)
+            if beat is None or (seen.beat is not None and beat.number <= seen.beat.number):
+                continue  # nothing new
+            seen.heard = now
             if seen.beat is None or beat.life != seen.beat.life:
                 seen.moved = now
             seen.beat = beat
-        if self.verdict is None and self._store.check(["verdict"]):
-            self.verdict = _read(self._store.get("verdict"))
+        self.verdict = self.verdict or _verdict(verdict, len(self._seen))
 
     def accuse(self, verdict: Verdict) -> Verdict:
         """Tell all processes why the job cannot go on.
@@ -157,7 +155,8 @@ class Hearts:
         Returns:
             What they are told: the first that any process came to.
         """
-        self.verdict = _read(self._store.compare_set("verdict", "", json.dumps(verdict)))
+        told = self._store.first("verdict", [verdict.ranks, verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]])
+        self.verdict = _verdict(told, len(self._seen)) or verdict
         return self.verdict
 
     def judge(self) -> Verdict | None:
@@ -258,6 +257,29 @@ def named(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def _read(text: bytes | str) -> Verdict:
-    ranks, what, remedy = json.loads(text)
-    return Verdict(tuple(ranks), what, remedy)
+def _beat(value: Any) -> Beat | None:
+    """The beat that a value of the store is; None if it is none."""
+    if not isinstance(value, list) or len(value) != len(Beat._fields):
+        return None
+    *counts, where, waits = value
+    if not all(_is_count(count, _MOST_COUNTED) for count in counts):
+        return None
+    if not (isinstance(where, str) and len(where) <= _MOST_PLACE and isinstance(waits, bool)):
+        return None
+    return Beat(*counts, printable(where), waits)
+
+
+def _verdict(value: Any, size: int) -> Verdict | None:
+    """The verdict that a value of the store is; None if it is none."""
+    if not isinstance(value, list) or len(value) != len(Verdict._fields):
+        return None
+    ranks, *texts = value
+    if not isinstance(ranks, list) or len(ranks) > size or not all(_is_count(rank, size) for rank in ranks):
+        return None
+    if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
+        return None
+    return Verdict(tuple(ranks), *(printable(text, lines=True) for text in texts))
+
+
+def _is_count(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit

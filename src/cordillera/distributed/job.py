@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import errno
+import ipaddress
 import os
+import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +25,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.hearts import RankError
-from cordillera.distributed.watch import Watch, WatchConfig
-from cordillera.errors import DependencyError, PlanError
+from cordillera.distributed.environment import Place, job_key, place_in_job
+from cordillera.distributed.hearts import RankError, Verdict
+from cordillera.distributed.job_store import JobStore, StoreError, within
+from cordillera.distributed.watch import JOIN_S, Watch, WatchConfig
+from cordillera.errors import DependencyError, PlanError, printable
 
 _END_S = 10  # of a process that failed: torch waits for collectives that were begun
+_TAKEN_S = 10.0  # that is waited for what listens to answer
+_LOOK_S = 0.1
 _SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
+
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that ask to stop; SIGHUP comes when the terminal is closed."""
 
 
 class Job(NamedTuple):
@@ -43,11 +56,12 @@ class Job(NamedTuple):
     size: int
     watch: Watch
     restarts: int
-    store: dist.Store
+    store: JobStore
 
 
 _job: Job | None = None
 _joined = 0
+_held: dict[tuple[str, int], dist.TCPStore] = {}  # stores that this process holds for its jobs, one after another
 
 
 @contextlib.contextmanager
@@ -55,6 +69,7 @@ def join_job(
     device_type: str = "cpu",
     deadline_s: float = 300.0,
     *,
+    join_s: float = JOIN_S,
     stop: threading.Event | None = None,
     abandon: Callable[[RankError], None] | None = None,
 ) -> Iterator[Job]:
@@ -62,17 +77,21 @@ def join_job(
 
     A launcher's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK`` for its
     GPU) says which; without it, the job is this process. A group that exists is used and left as it is, and within a
-    job, joining gives that job. Ctrl-C and SIGTERM set the watch's ``stop``; a second one raises KeyboardInterrupt.
+    job, joining gives that job. Ctrl-C, SIGTERM and SIGHUP set the watch's ``stop``; a second one, or one before all
+    processes have come, raises KeyboardInterrupt. What the processes tell each other is signed with the environment's
+    ``CORDILLERA_JOB_TOKEN``, which :func:`~cordillera.distributed.launch.launch` makes; other launchers make none.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        deadline_s: The longest that one wait for other processes may take, seconds; for all to come, 120 or that.
+        deadline_s: The longest that one wait for other processes may take, seconds.
+        join_s: The longest until all processes have come, seconds.
         stop: What a request to stop sets; made if None.
         abandon: Ends this process at once, with an error that its main thread did not raise.
 
     Raises:
-        RankError: If another process ended, stalled or failed, instead of torch's error where a collective broke.
-        PlanError: If the environment says this in part only.
+        RankError: If another process ended, stalled or failed, instead of torch's error where a collective broke; if
+            one did not come, or two have the same rank.
+        PlanError: If the environment's variables are not all there, or make no sense.
         DependencyError: If there is no GPU for this process.
     """
     global _job, _joined
@@ -81,28 +100,34 @@ def join_job(
         return
     if not dist.is_available():
         raise DependencyError("this build of torch has no torch.distributed", where="torch")
-    device = _device(device_type)
-    config = WatchConfig(deadline_s)
+    place = place_in_job()
+    device = _device(device_type, place)
+    config = WatchConfig(deadline_s, join_s)
     is_owner = not dist.is_initialized()
-    store, rank, size, host = _rendezvous(config.join_s) if is_owner else _existing()
+    found, rank, size, host = _rendezvous(place, join_s) if is_owner else _existing()
     _joined += 1
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # a launcher may keep its store over several
-    kept = dist.PrefixStore(f"cordillera/kept/{_joined}", store)
-    store = dist.PrefixStore(f"cordillera/{restarts}/{_joined}", store)
-    watch = Watch(config, store, rank, size, host=host, stop=stop, abandon=abandon)
+    restarts = place.restarts if place else 0  # a launcher may keep its store over several
+    kept = _job_store(found, f"cordillera/kept/{_joined}", config)
+    scope = f"cordillera/{restarts}/{_joined}"
+    board = _job_store(found, scope, config)
+    watch = Watch(config, board, rank, size, host=host, stop=stop, abandon=abandon)
     try:
-        with stopped_by_signals(watch.stop), watch, watch.explaining():
+        if is_owner and size > 1:
+            _call_roll(board, rank, size, watch)
+        with watch, watch.explaining():
             if is_owner:
                 watch.meet("beginning")  # the time that a group takes for connections is one wait's
-                if device is not None:
-                    torch.cuda.set_device(device)
-                backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-                dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s)
-                )
-            _job = Job(rank, size, watch, restarts, kept)
-            yield _job
-            watch.leave()
+            with stopped_by_signals(watch.stop):
+                if is_owner:
+                    if device is not None:
+                        torch.cuda.set_device(device)
+                    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+                    store = dist.PrefixStore(scope, found)
+                    deadline = timedelta(seconds=deadline_s)
+                    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+                _job = Job(rank, size, watch, restarts, kept)
+                yield _job
+                watch.leave()
     except BaseException:
         if is_owner and size > 1:
             atexit.register(_end_soon)
@@ -111,33 +136,144 @@ def join_job(
         raise
     finally:
         _job = None
+        for one in (kept, board):
+            one.close()
     if is_owner:
         dist.destroy_process_group()
 
 
-def _rendezvous(join_s: float) -> tuple[dist.Store, int, int, str]:
+def _job_store(store: dist.Store, scope: str, config: WatchConfig) -> JobStore:
+    # a client of its own: the main thread may wait with the other
+    return JobStore(dist.PrefixStore(scope, store.clone()), job_key(scope), config.patience_s)  # type: ignore[attr-defined]
+
+
+def _rendezvous(place: Place | None, join_s: float) -> tuple[dist.Store, int, int, str]:
     """A store for all processes of the job, this one's rank, their number, and who holds the store."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if place is None:
         return dist.HashStore(), 0, 1, "this process"
-    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
-        raise PlanError(
-            f"RANK and WORLD_SIZE are set, {' and '.join(absent)} {'are' if len(absent) > 1 else 'is'} not",
-            where="environment",
-            remedy="the launcher must say where rank 0 is to be found; for one process, unset RANK",
-        )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    began = time.monotonic()
+    listening = None
+    if place.rank == 0 and not place.is_launchers:
+        held = _held.get((place.address, place.port))
+        if held is not None:
+            return held, 0, place.size, "rank 0"
+        listening = _listen(place)
+        join_s = min(join_s, _TAKEN_S)  # somebody listens
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=join_s)))
-    except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        _find(place, join_s)
+        store = _connect(place, listening, began + join_s - time.monotonic())
+    except OSError as error:
+        if listening is not None:
+            what, remedy = "does not reach the job's store, which it holds, at", "see whether MASTER_ADDR is its own"
+        elif place.rank == 0 and not place.is_launchers:
+            what, remedy = "finds another program at", "set MASTER_PORT to a port that is free"
+        else:
+            who = "the launcher" if place.is_launchers else "rank 0"
+            what = "did not find the job's store at"
+            remedy = f"see whether {who} has begun, and whether MASTER_ADDR and MASTER_PORT lead there"
+        why = f" ({error.strerror})" if error.strerror else ""
         raise RankError(
-            f"did not find the job's store at {address} within {join_s:g} s",
-            where=f"rank {rank}",
-            remedy="see whether rank 0 has begun, and whether MASTER_ADDR and MASTER_PORT lead there",
+            f"{what} {place.address}:{place.port} within {join_s:g} s{why}", where=f"rank {place.rank}", remedy=remedy
         ) from error
-    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return store, rank, size, "the launcher" if is_launchers else "rank 0"
+    finally:
+        if listening is not None:
+            listening.close()
+    if place.rank == 0 and listening is not None:
+        _held[place.address, place.port] = store
+    return store, place.rank, place.size, "the launcher" if place.is_launchers else "rank 0"
+
+
+def _listen(place: Place) -> socket.socket | None:
+    """A socket for the store that this process holds; None if the port is taken."""
+    try:
+        loopback = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address).is_loopback
+    except ValueError:
+        loopback = False  # a name
+    try:
+        if loopback:
+            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+            host = "127.0.0.1" if place.address == "localhost" else place.address
+            return socket.create_server((host, place.port), family=family, backlog=2 * place.size)
+        if socket.has_dualstack_ipv6():
+            everywhere = ("", place.port)
+            return socket.create_server(everywhere, family=socket.AF_INET6, backlog=2 * place.size, dualstack_ipv6=True)
+        return socket.create_server(("", place.port), backlog=2 * place.size)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise PlanError(
+            f"cannot listen at {place.address}:{place.port}: {error.strerror}",
+            where="MASTER_PORT",
+            remedy="set MASTER_PORT to a port above 1023 that is free, and MASTER_ADDR to an address of this machine",
+        ) from error
+
+
+def _find(place: Place, seconds: float) -> None:
+    """Wait until somebody listens where the store is to be; in Python, which hears Ctrl-C."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=max(0.1, min(5.0, seconds))).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until:
+                if isinstance(error, OSError):
+                    raise
+                raise OSError(errno.EINVAL, "no name of a host") from error
+            time.sleep(_LOOK_S)
+
+
+def _connect(place: Place, listening: socket.socket | None, seconds: float) -> dist.TCPStore:
+    seconds = max(seconds, _TAKEN_S)
+
+    def connect() -> dist.TCPStore:
+        timeout = timedelta(seconds=seconds)
+        if listening is None:
+            return dist.TCPStore(place.address, place.port, wait_for_workers=False, timeout=timeout)
+        return dist.TCPStore(
+            place.address,
+            place.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listening.detach(),
+        )
+
+    try:
+        return within(seconds, connect)
+    except (RuntimeError, TimeoutError) as error:
+        raise OSError(errno.EPROTO, "what answers there is no store") from error
+
+
+def _call_roll(board: JobStore, rank: int, size: int, watch: Watch) -> None:
+    """Say who this process is, and refuse a rank that another has, or another number of processes."""
+    try:
+        agreed = board.first("size", size)
+        own = [socket.gethostname()[:100], os.getpid(), secrets.token_hex(8)]
+        first = board.first(f"here/{rank}", own) if agreed == size else own
+        is_running = None not in board.read([f"here/{other}" for other in range(size)])
+    except StoreError as error:
+        raise watch.lost_store(error) from error
+    if agreed == size and first == own:
+        return
+    if agreed != size:
+        what = f"WORLD_SIZE is {size} in rank {rank} and {printable(agreed)[:10]} in another process of the job"
+        remedy = "start all processes of a job with the same WORLD_SIZE, and each job with a MASTER_PORT of its own"
+    else:
+        what = f"two processes say that they are rank {rank}: {_who(first)} and {_who(own)}"
+        remedy = "give each process a RANK of its own, and each job a MASTER_PORT of its own"
+    verdict = Verdict((rank,), what, remedy)
+    if not is_running:  # else the job of the others goes on
+        with contextlib.suppress(StoreError):
+            watch.tell(verdict)
+    raise verdict.error()
+
+
+def _who(entry: Any) -> str:
+    """The process of an entry in the roll."""
+    if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str) and type(entry[1]) is int:
+        return f"process {entry[1]} on {printable(entry[0])[:100]}"
+    return "another process"
 
 
 def _existing() -> tuple[dist.Store, int, int, str]:
@@ -145,11 +281,11 @@ def _existing() -> tuple[dist.Store, int, int, str]:
     return store, dist.get_rank(), dist.get_world_size(), "rank 0"
 
 
-def _device(device_type: str) -> int | None:
+def _device(device_type: str, place: Place | None) -> int | None:
     """The GPU of this process, by its number on the machine."""
     if device_type != "cuda":
         return None
-    here, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    here, count = place.local_rank if place else 0, torch.cuda.device_count()
     if here >= count:
         raise DependencyError(
             f"there is no GPU for process {here} of this machine, which has {count}",
@@ -161,7 +297,7 @@ def _device(device_type: str) -> int | None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask to stop, a second one raises KeyboardInterrupt; in the main thread alone.
+    """Ctrl-C, SIGTERM and SIGHUP ask to stop, a second one raises KeyboardInterrupt; in the main thread alone.
 
     Signals that are ignored stay so: then a launcher tells.
 
@@ -179,7 +315,18 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
         first.append(time.monotonic())
         stop.set()
 
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    with handling(handle):
+        yield
+
+
+@contextlib.contextmanager
+def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle Ctrl-C, SIGTERM and SIGHUP, those that are not ignored, until the end of the ``with`` block.
+
+    Args:
+        handle: Called with the signal's number and the frame.
+    """
+    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in heard}
     try:
         yield
@@ -189,6 +336,12 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _end_soon() -> None:
-    """At the end of a process that failed: should torch wait there for those that do not come, the system ends it."""
+    """At the end of a process that failed: torch neither waits for those that do not come nor aborts this process.
+
+    Its process groups are left to the system, which ends the process should anything else wait.
+    """
+    with contextlib.suppress(AttributeError):
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_END_S)

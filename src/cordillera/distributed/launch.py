@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -22,24 +23,26 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from multiprocessing.reduction import DupFd
+from typing import IO, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
+from cordillera.distributed.environment import TOKEN, job_key
 from cordillera.distributed.failures import Failure, pack, unpack
 from cordillera.distributed.hearts import Hearts, RankError, Verdict, named
-from cordillera.distributed.job import join_job
-from cordillera.distributed.watch import ABANDONED, GRACE_S, WatchConfig
-from cordillera.errors import DependencyError
+from cordillera.distributed.job import STOPPING, handling, join_job
+from cordillera.distributed.job_store import JobStore, StoreError, within
+from cordillera.distributed.watch import ABANDONED, WatchConfig
+from cordillera.errors import DependencyError, PlanError, printable
 
 _POLL_S = 0.1
-_LOOK_S = 0.5
+_FIND_S = 20.0  # until the store, in this process, answers
 _FINISH_S = 15.0  # from what a process gave back to its end
 _SAME_S = 1.0  # signals within this time are one: a launcher may send again what the terminal has sent
-_LAST_LINES = 5
+_LAST_LINES, _LAST_BYTES = 5, 4_000
 _PREFIX = "cordillera/0/1"  # of the first attempt's first job, as join_job has it
 
 _starting = threading.Lock()  # the environment is the process's
@@ -51,7 +54,8 @@ class LaunchConfig(BaseModel):
     Attributes:
         device_type: ``cpu``, or ``cuda`` with a GPU for each process.
         threads: That each computes with on the CPU; None for its share of the cores.
-        deadline_s: The longest that one may be silent, or stand still while others wait for it, seconds.
+        deadline_s: The longest from the moment at which one stops, or stands still while others wait for it, to the
+            end of the job, seconds.
         remedy: What to do when one has ended, for instance with which command to resume.
     """
 
@@ -71,20 +75,48 @@ class _Death(NamedTuple):
     code: int
 
 
+class _Told(NamedTuple):
+    message: bytes
+
+
+_to_launcher: Connection | None = None  # of a rank
+
+
+def tell(message: Any) -> None:
+    """Send a message from a rank to the process that launched it, which calls ``hear`` with it.
+
+    Args:
+        message: A plain value.
+
+    Raises:
+        PlanError: If :func:`launch` did not start this process.
+    """
+    if _to_launcher is None:
+        raise PlanError("this process was not started by cordillera.distributed.launch", where="tell")
+    _to_launcher.send_bytes(pickle.dumps(_Told(pickle.dumps(message))))
+
+
 def launch(
-    work: Callable[..., Any], size: int, arguments: Sequence[Any] = (), *, config: LaunchConfig | None = None
+    work: Callable[..., Any],
+    size: int,
+    arguments: Sequence[Any] = (),
+    *,
+    config: LaunchConfig | None = None,
+    hear: Callable[[Any], object] | None = None,
 ) -> Any:
     """Do work in several processes on this machine, each in their process group and under their watch.
 
-    Rank 0 writes to the terminal, the others are silent. Ctrl-C and SIGTERM ask the ranks to stop
+    Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
     (:attr:`Watch.stop <cordillera.distributed.watch.Watch>`); a second one ends all at once. In the ranks,
-    :func:`~cordillera.distributed.job.join_job` gives the job and its watch.
+    :func:`~cordillera.distributed.job.join_job` gives the job and its watch. What the ranks tell each other is signed
+    with a secret that they alone are given.
 
     Args:
         work: ``work(rank, *arguments)``, importable by the processes.
         size: How many.
         arguments: Plain values.
         config: How they are started.
+        hear: Called with every message that a rank sends by :func:`tell`, in order; what it raises ends all.
 
     Returns:
         What ``work`` gave on rank 0.
@@ -103,43 +135,66 @@ def launch(
             remedy="start fewer, or use the CPU",
         )
     payload = pickle.dumps((work, tuple(arguments)))
-    with tempfile.TemporaryDirectory(prefix="cordillera-") as folder, _asked() as asked:
+    with _asked() as asked:
+        token = secrets.token_hex(32)
         listener = socket.create_server(("127.0.0.1", 0), backlog=4 * size)
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=config.deadline_s),
-        )
         ranks: list[_Rank] = []
         try:
-            _start(ranks, size, payload, config, Path(folder), port)
-            return _Supervisor(ranks, store, config, asked).result()
+            store = _hold_store(listener, config)
+            _start(ranks, size, payload, config, port, token)
+            return _Supervisor(ranks, store, token, config, asked, hear).result()
         finally:
             for rank in ranks:
                 rank.end()
 
 
+def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
+    """The job's store, in this process."""
+    seconds, port = config.deadline_s, listener.getsockname()[1]
+
+    def hold() -> dist.TCPStore:
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=seconds),
+        )
+
+    try:
+        return within(min(seconds, _FIND_S), hold)
+    except (RuntimeError, TimeoutError) as error:
+        raise RankError(
+            "the processes cannot reach each other at 127.0.0.1", remedy="see whether the loopback link is up"
+        ) from error
+
+
 class _Rank:
     """A process, seen from the one that started it."""
 
-    def __init__(self, number: int, process: Any, pipe: Connection, log: Path) -> None:
+    def __init__(self, number: int, process: Any, pipe: Connection, log: IO[bytes]) -> None:
         self.number, self.process, self.log = number, process, log
         self.pipe: Connection | None = pipe
         self.outcome: _Done | Failure | _Death | None = None
         self.known = 0.0  # when the outcome was
 
-    def look(self) -> None:
+    def look(self, hear: Callable[[Any], object] | None) -> None:
         """Take what it says, or how it ended."""
         code = self.process.exitcode  # before its last words are read, so that none are missed
+        messages = []
         try:
             while self.pipe is not None and self.pipe.poll():
-                self._note(pickle.loads(self.pipe.recv_bytes()))
+                said = pickle.loads(self.pipe.recv_bytes())
+                if not isinstance(said, _Told):
+                    self._note(said)
+                elif hear is not None:
+                    messages.append(pickle.loads(said.message))
         except (EOFError, OSError):
             self.pipe = None
+        for message in messages:
+            hear(message)  # type: ignore[misc]
         if code is not None:
             self._note(_Death(code))
 
@@ -158,10 +213,10 @@ class _Rank:
 
     def last_words(self) -> str:
         """The last lines that it wrote, where they were not seen."""
-        if not self.log.exists():
-            return ""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return "".join(f"\n  | {line}" for line in lines[-_LAST_LINES:])
+        size = os.fstat(self.log.fileno()).st_size
+        text = os.pread(self.log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "".join(f"\n  | {printable(line)}" for line in lines[-_LAST_LINES:])
 
     def _note(self, outcome: _Done | Failure | _Death) -> None:
         if self.outcome is None:
@@ -171,38 +226,65 @@ class _Rank:
 class _Supervisor:
     """What the process that started the ranks does until they end."""
 
-    def __init__(self, ranks: list[_Rank], store: dist.Store, config: LaunchConfig, asked: Callable[[], int]) -> None:
-        self._ranks, self._config, self._asked = ranks, config, asked
-        watched = WatchConfig(config.deadline_s)
-        store = dist.PrefixStore(_PREFIX, store)
-        self._hearts = Hearts(store, len(ranks), watched.deadline_s, watched.join_s)
+    def __init__(
+        self,
+        ranks: list[_Rank],
+        store: dist.Store,
+        token: str,
+        config: LaunchConfig,
+        asked: Callable[[], int],
+        hear: Callable[[Any], object] | None,
+    ) -> None:
+        self._ranks, self._config, self._asked, self._hear = ranks, config, asked, hear
+        self._watched = watched = WatchConfig(config.deadline_s)
+        self._store = JobStore(dist.PrefixStore(_PREFIX, store), job_key(_PREFIX, token), watched.patience_s)
+        self._hearts = Hearts(self._store, len(ranks), watched.patience_s, watched.join_s)
+        self._lost: Verdict | None = None
         self._is_stopping = False
+        self._is_over, self._wake = threading.Event(), threading.Event()
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        return self._hearts.verdict or self._lost
 
     def result(self) -> Any:
         """Of rank 0, when all have ended."""
-        looked, until = 0.0, float("inf")
+        # the store may not answer: this thread, which hears signals, never asks it
+        threading.Thread(target=self._keep_looking, name="cordillera launcher", daemon=True).start()
+        try:
+            return self._result()
+        finally:
+            self._is_over.set()
+            self._wake.set()
+            self._store.close()
+
+    def _result(self) -> Any:
+        until = float("inf")
         while not all(rank.process.exitcode is not None for rank in self._ranks):
             pipes = [rank.pipe for rank in self._ranks if rank.pipe is not None]
             wait([*pipes, *(rank.process.sentinel for rank in self._ranks if rank.process.exitcode is None)], _POLL_S)
             for rank in self._ranks:
-                rank.look()
+                rank.look(self._hear)
             self._pass_on_signals()
             now = time.monotonic()
             outcomes = [rank.outcome for rank in self._ranks]
-            if now - looked > _LOOK_S or any(isinstance(outcome, _Death) for outcome in outcomes):
-                looked = now
-                self._judge()
-            is_over = self._hearts.verdict is not None or any(outcomes)
-            if is_over and until == float("inf"):
-                until = now + (_FINISH_S if any(isinstance(o, _Done) for o in outcomes) else GRACE_S + 2)
-            if now > until:
+            if any(isinstance(outcome, _Death) for outcome in outcomes):
+                self._wake.set()
+            verdict = self._verdict
+            if (verdict is not None or any(outcomes)) and until == float("inf"):
+                until = now + (_FINISH_S if any(isinstance(o, _Done) for o in outcomes) else self._watched.grace_s + 1)
+            if now > until or (verdict is not None and self._have_others_ended(verdict)):
                 break
         for rank in self._ranks:
-            rank.look()
+            rank.look(self._hear)
         first = self._ranks[0].outcome
         if isinstance(first, _Done) and all(isinstance(rank.outcome, _Done) for rank in self._ranks):
             return pickle.loads(first.result)
         raise self._error()
+
+    def _have_others_ended(self, verdict: Verdict) -> bool:
+        """Whether all have ended but those that are known not to go on."""
+        return all(rank.outcome is not None for rank in self._ranks if rank.number not in verdict.ranks)
 
     def _pass_on_signals(self) -> None:
         count = self._asked()
@@ -213,9 +295,21 @@ class _Supervisor:
             for rank in self._ranks:
                 rank.stop()
 
+    def _keep_looking(self) -> None:
+        """Look into the store, in a thread of its own."""
+        try:
+            while not self._is_over.is_set():
+                self._judge()
+                self._wake.wait(self._watched.beat_s / 2)
+                self._wake.clear()
+        except StoreError as error:
+            if not self._is_over.is_set():
+                what = f"the job's store, at 127.0.0.1, {error}"
+                self._lost = Verdict((), what, "see whether the loopback link is up")
+
     def _judge(self) -> None:
         """Look for what the ranks cannot go on with, and tell them."""
-        if self._hearts.verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
+        if self._verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
             return
         self._hearts.look()
         verdict = self._hearts.verdict
@@ -248,7 +342,7 @@ class _Supervisor:
         """What went wrong first, of what is no consequence of something else."""
         ended = sorted((rank for rank in self._ranks if rank.outcome is not None), key=lambda rank: rank.known)
         first = next((rank for rank in ended if not _is_consequence(rank.outcome)), None)
-        verdict = self._hearts.verdict
+        verdict = self._verdict
         if self._is_stopping and (_is_exit(first.outcome) if first else verdict is None):
             return KeyboardInterrupt()
         if first is None and verdict is not None:
@@ -267,7 +361,7 @@ class _Supervisor:
         return unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
 
 
-def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, folder: Path, port: int) -> None:
+def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
     """Begin the processes; those that were begun are in ``ranks``, whatever happens."""
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # unblocks signals where it begins
@@ -280,6 +374,7 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        TOKEN: token,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": str(threads),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
@@ -287,15 +382,14 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
     if loopback:
         job |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     # until a process has said what it does at signals, they wait
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         for number in range(size):
             pipe, other = context.Pipe()
-            log = folder / f"rank-{number}.txt"
+            log = tempfile.TemporaryFile()  # noqa: SIM115 (has no name, goes with its last process)
+            output = _Output(log if number else None)
             process = context.Process(
-                target=_be_rank,
-                args=(payload, other, config, threads, str(log) if number else None),
-                name=f"cordillera rank {number}",
+                target=_be_rank, args=(payload, other, config, threads, output), name=f"cordillera rank {number}"
             )
             with _starting, _environment({**job, "RANK": str(number), "LOCAL_RANK": str(number)}):
                 process.start()
@@ -305,20 +399,36 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: int, log: str | None) -> None:
+class _Output:
+    """Where a rank writes, handed to its process: a file without a name; None for the terminal."""
+
+    def __init__(self, file: IO[bytes] | None) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _redirected, (None if self._file is None else DupFd(self._file.fileno()),)
+
+
+def _redirected(handed: Any) -> int | None:
+    return None if handed is None else int(handed.detach())
+
+
+def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: int, output: int | None) -> None:
     """What a process does from its first moment to its last."""
+    global _to_launcher
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # what it starts ends with it
     stop = threading.Event()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOPPING:  # the launcher tells what the terminal says
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    if log is not None:
-        with open(log, "wb") as file:
-            for output in (sys.stdout, sys.stderr):
-                output.flush()
-                os.dup2(file.fileno(), output.fileno())
+    _to_launcher = pipe
+    if output is not None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(output, stream.fileno())
     torch.set_num_threads(threads)
     try:
         work, arguments = pickle.loads(payload)
@@ -394,10 +504,5 @@ def _asked() -> Iterator[Callable[[], int]]:
         if not times or time.monotonic() - times[-1] > _SAME_S:
             times.append(time.monotonic())
 
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, handle) for number in heard}
-    try:
+    with handling(handle):
         yield lambda: len(times)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -22,19 +22,20 @@ import torch
 import torch.distributed as dist
 
 from cordillera.distributed.hearts import Beat, Hearts, RankError, Verdict, named
+from cordillera.distributed.job_store import JobStore, StoreError, StoreSilent
 from cordillera.distributed.pipeline import PeerError
 from cordillera.errors import CordilleraError
 
 ABANDONED = 75
 """Exit code of a process that was ended because another could not go on: to be tried again, by sysexits.h."""
 
-GRACE_S = 3.0
-"""Seconds between an error that was found and the end of a process that did not raise it."""
+JOIN_S = 60.0
+"""Seconds after which a process that has not come is missing; processes of one job start at about the same time."""
 
-_JOIN_S = 120.0
 _SILENT_S = 3.0  # a heart that is silent for so long is taken for dead once a connection broke
 _EXPLAIN_S = 15.0  # the longest that is waited for such evidence
 _LOOK_S = 0.02
+_MOST_LOOK_S = 0.25
 _IDLE = 0.02  # of the processor's time; a thread that uses less stands still
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
@@ -47,15 +48,28 @@ class WatchConfig:
     """How long is waited.
 
     Attributes:
-        deadline_s: The longest that a process may be silent, or stand still while others wait for it, seconds.
+        deadline_s: The longest from the moment at which a process stops, or stands still while others wait for it,
+            to the end of the job, seconds.
+        join_s: The longest until all processes have come, seconds.
     """
 
     deadline_s: float = 300.0
+    join_s: float = JOIN_S
 
     @property
-    def join_s(self) -> float:
-        """The longest until all have come, seconds: programs take their time to load."""
-        return max(self.deadline_s, _JOIN_S)
+    def beat_s(self) -> float:
+        """Seconds between two beats of a process."""
+        return min(1.0, self.deadline_s / 20)
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds between an error that was found and the end of a process that did not raise it."""
+        return min(3.0, self.deadline_s / 8)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of silence or standstill after which a process is given up, so that the job ends by the deadline."""
+        return self.deadline_s - self.grace_s - 2 * self.beat_s
 
 
 class Watch:
@@ -80,7 +94,7 @@ class Watch:
     def __init__(
         self,
         config: WatchConfig,
-        store: dist.Store,
+        store: JobStore,
         rank: int,
         size: int,
         *,
@@ -90,9 +104,7 @@ class Watch:
     ) -> None:
         self.config, self.stop = config, threading.Event() if stop is None else stop
         self._rank, self._size, self._host, self._abandon = rank, size, host, abandon or _abandon
-        # a client of its own: the main thread may wait with the other
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
-        self._beat_s = min(1.0, config.deadline_s / 10)
+        self._store, self._beat_s = store, config.beat_s
         self._main = threading.get_ident()
         self._where, self._moves, self._beats, self._life = "at its beginning", 0, 0, 0
         self._lived: tuple[int, float] = (0, 0.0)
@@ -100,7 +112,7 @@ class Watch:
         self._lock = threading.Lock()
         self._left = threading.Event()
         self._answered = time.monotonic()
-        self._hearts = Hearts(self._store, size, config.deadline_s, config.join_s)
+        self._hearts = Hearts(store, size, config.patience_s, config.join_s)
         self._threads = [
             threading.Thread(target=keep, name=f"cordillera {name}", daemon=True)
             for keep, name in ((self._keep_beating, "heart"), (self._keep_guard, "guard"))
@@ -144,13 +156,10 @@ class Watch:
             RankError: If one does not come.
         """
         try:
-            self._store.add(f"meet/{name}", 1)
-            while self._store.add(f"meet/{name}", 0) < self._size:
-                if self._error is not None:
-                    raise self._error
-                time.sleep(_LOOK_S)
-        except RuntimeError as error:
-            raise self._lost_store() from error
+            self._store.set(f"meet/{name}/{self._rank}", True)
+            self._wait_for_flags(f"meet/{name}", float("inf"))
+        except StoreError as error:
+            raise self.lost_store(error) from error
 
     def leave(self) -> None:
         """Wait until all processes are at their ends, and their watch ends: what comes after concerns no other.
@@ -161,11 +170,24 @@ class Watch:
         self.at("its end")
         self.meet("end")
         self._end_threads()
-        with contextlib.suppress(RuntimeError):  # that the first to go took the store along
-            self._store.add("meet/gone", 1)
-            until = time.monotonic() + _EXPLAIN_S
-            while self._rank == 0 and self._store.add("meet/gone", 0) < self._size and time.monotonic() < until:
-                time.sleep(_LOOK_S)
+        with contextlib.suppress(StoreError):  # that the first to go took the store along
+            self._store.set(f"gone/{self._rank}", True)
+            if self._rank == 0:
+                self._wait_for_flags("gone", _EXPLAIN_S)
+
+    def _wait_for_flags(self, name: str, seconds: float) -> None:
+        """Wait until every process has set its flag, no longer than so many seconds."""
+        left, until, pause = set(range(self._size)), time.monotonic() + seconds, _LOOK_S
+        while True:
+            ranks = sorted(left)
+            flags = self._store.read([f"{name}/{rank}" for rank in ranks])
+            left -= {rank for rank, flag in zip(ranks, flags, strict=True) if flag is True}
+            if not left or time.monotonic() > until:
+                return
+            if self._error is not None and seconds == float("inf"):
+                raise self._error
+            time.sleep(pause)
+            pause = min(1.1 * pause, _MOST_LOOK_S)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -203,7 +225,7 @@ class Watch:
             return error  # as much as is known
         with self._lock:
             suspects = self._hearts.suspects()
-            verdict = self._hearts.blame(self.config.deadline_s) if is_late and suspects else None
+            verdict = self._hearts.blame(self.config.patience_s) if is_late and suspects else None
         if verdict is not None:
             self._found(verdict)
             assert self._error is not None
@@ -230,8 +252,8 @@ class Watch:
         if error is not None and self._error is None and not isinstance(error, RankError):
             said = (str(error).splitlines() or [""])[0]
             what = f"rank {self._rank} failed: {type(error).__name__}: {said}"
-            with contextlib.suppress(RuntimeError):
-                self._tell(Verdict((self._rank,), what, f"see what rank {self._rank} says"))
+            with contextlib.suppress(StoreError):
+                self.tell(Verdict((self._rank,), what, f"see what rank {self._rank} says"))
         self._end_threads()
 
     def _end_threads(self) -> None:
@@ -251,9 +273,9 @@ class Watch:
                 if verdict is not None and self._error is None:
                     self._found(verdict)
                 self._answered = time.monotonic()
-        except RuntimeError:
+        except StoreError as error:
             if not self._left.is_set():
-                self._error = self._error or self._lost_store()
+                self._error = self._error or self.lost_store(error)
         finally:
             self._answered = float("inf")
 
@@ -267,12 +289,11 @@ class Watch:
             if now - looked > min(5.0, self.config.deadline_s / 2):  # this process itself did not run
                 self._answered += now - looked
             looked = now
-            if self._error is None and now - self._answered > self.config.deadline_s:
-                what = f"{self._host}, which holds the job's store, did not answer for {self.config.deadline_s:g} s"
-                self._error = Verdict(self._hosting(), what, f"see what {self._host} does").error()
+            if self._error is None and now - self._answered > self.config.patience_s:
+                self._error = self.lost_store(StoreSilent(f"did not answer for {self.config.patience_s:g} s"))
             before, state = state, (self._error is not None, self._left.is_set())
             since = now if state != before else since
-            if self._error is not None and now - since > GRACE_S:
+            if self._error is not None and now - since > self.config.grace_s:
                 self._abandon(self._error)
 
     def _beat(self) -> None:
@@ -287,12 +308,20 @@ class Watch:
     def _found(self, verdict: Verdict) -> None:
         """Tell the others, and take what was told first."""
         try:
-            told = self._tell(verdict)
-        except RuntimeError:
+            told = self.tell(verdict)
+        except StoreError:
             told = verdict
         self._error = self._error or told.error()
 
-    def _tell(self, verdict: Verdict) -> Verdict:
+    def tell(self, verdict: Verdict) -> Verdict:
+        """Tell all processes why the job cannot go on.
+
+        Args:
+            verdict: What is to be told.
+
+        Returns:
+            What they are told: the first that any process came to.
+        """
         with self._lock:
             return self._hearts.verdict or self._hearts.accuse(verdict)
 
@@ -303,9 +332,17 @@ class Watch:
     def _hosting(self) -> tuple[int, ...]:
         return (0,) if self._host == "rank 0" else ()
 
-    def _lost_store(self) -> RankError:
-        what = f"{self._host}, which holds the job's store, has ended"
-        return Verdict(self._hosting(), what, f"see why {self._host} ended").error()
+    def lost_store(self, error: StoreError) -> RankError:
+        """The error of a job whose store has ended or does not answer.
+
+        Args:
+            error: Of the store.
+        """
+        if isinstance(error, StoreSilent):
+            how, remedy = str(error), f"see what {self._host} does, and whether the link to it is up"
+        else:
+            how, remedy = "has ended", f"see why {self._host} ended"
+        return Verdict(self._hosting(), f"{self._host}, which holds the job's store, {how}", remedy).error()
 
 
 def _abandon(error: RankError) -> None:
@@ -314,7 +351,9 @@ def _abandon(error: RankError) -> None:
 
 
 def _is_of_communication(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "by peer"))
+    return isinstance(error, (dist.DistError, StoreError)) or any(
+        word in str(error) for word in ("gloo", "NCCL", "by peer")
+    )
 
 
 def _processor_seconds(thread: int) -> float:

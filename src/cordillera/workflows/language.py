@@ -7,17 +7,12 @@ writes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import secrets
-import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +24,9 @@ from cordillera.data.document_work import DocumentWork
 from cordillera.data.held_out import held_out_batches
 from cordillera.data.text_batches import TextBatches
 from cordillera.data.text_corpora import TextCorpora, prepare_corpora, text_identity
+from cordillera.distributed.environment import place_in_job
 from cordillera.distributed.job import Job, join_job
-from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.distributed.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
@@ -137,7 +133,8 @@ def train(
         PlanError: the mesh does not fit the model or the processes.
         TrainingError: too many steps in a row were not finite.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else None
+    place = place_in_job()
+    size = None if place is None else place.size
     if size is not None and processes not in (None, size):
         raise PlanError(f"the launcher has started {size} processes, not {processes}", where="--nproc")
     recipe = with_processes(recipe, processes or size)
@@ -319,8 +316,9 @@ def _prepare_together(
     """
     place: list[Any] = ["", resume]
     if job.rank == 0:
-        if job.restarts and not resume and job.store.check([_BEGUN]):
-            folder, resume = job.store.get(_BEGUN).decode(), True
+        begun = job.store.read([_BEGUN])[0] if job.restarts and not resume else None
+        if isinstance(begun, str):
+            folder, resume = begun, True
             say(f"processes were started anew ({job.restarts}): {folder} goes on")
         run = _prepare(recipe, folder, resume, say)
         job.store.set(_BEGUN, str(run.folder))
@@ -377,30 +375,11 @@ def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
 class _Line:
     """From rank 0 to the process that started it: what the person who waits is told."""
 
-    def __init__(self, address: str, key: bytes) -> None:
-        self._connection: Connection = Client(address, authkey=key)
-
     def say(self, text: str) -> None:
-        self._connection.send(("say", text))
+        tell(("say", text))
 
     def watch(self, record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
-        self._connection.send(("watch", record, asdict(progress), total))
-
-
-def _listen(listener: Listener, watch: LanguageWatcher | None, say: Say, problems: list[Exception]) -> None:
-    """Pass on what rank 0 tells, until it ends; or until that cannot be done, which ends rank 0."""
-    with contextlib.suppress(EOFError, OSError, AuthenticationError), listener.accept() as connection:
-        while True:
-            kind, *content = connection.recv()
-            try:
-                if kind == "say":
-                    say(content[0])
-                elif watch is not None:
-                    record, progress, total = content
-                    watch(record, LanguageProgress(**progress), total)
-            except Exception as error:
-                problems.append(error)
-                return
+        tell(("watch", record, asdict(progress), total))
 
 
 def _launch(
@@ -413,19 +392,17 @@ def _launch(
         deadline_s=recipe.parallel.deadline_s,
         remedy=f"continue it with `cordillera train {run.folder} --resume`",
     )
-    key = secrets.token_bytes(32)
-    with Listener(authkey=key) as listener:
-        problems: list[Exception] = []
-        ear = threading.Thread(target=_listen, args=(listener, watch, say, problems), daemon=True)
-        ear.start()
-        arguments = (recipe, str(run.folder), resume, listener.address, key)
-        try:
-            found = launch(_launched, recipe.parallel.world, arguments, config=config)
-        except ConnectionError:
-            if problems:
-                raise problems[0] from None
-            raise
-    ear.join(10)
+
+    def hear(message: tuple[Any, ...]) -> None:
+        kind, *content = message
+        if kind == "say":
+            say(content[0])
+        elif watch is not None:
+            record, progress, total = content
+            watch(record, LanguageProgress(**progress), total)
+
+    arguments = (recipe, str(run.folder), resume)
+    found = launch(_launched, recipe.parallel.world, arguments, config=config, hear=hear)
     evaluation = found.pop("evaluation")
     return LanguageReport(
         progress=LanguageProgress(**found.pop("progress")),
@@ -434,10 +411,10 @@ def _launch(
     )
 
 
-def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool, address: str, key: bytes) -> dict[str, Any]:
+def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> dict[str, Any]:
     """One of several processes on this machine; what it returns are plain values."""
     with join_job() as job:
-        line = _Line(address, key) if rank == 0 else None
+        line = _Line() if rank == 0 else None
         report = _train(job, recipe, Run(folder), resume, *((line.watch, line.say) if line else (None, _silent)))
     return {**asdict(report), "evaluation": report.evaluation and report.evaluation._asdict()}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cordillera import recipe as recipes
 from cordillera.data.text_corpora import prepare_corpora
+from cordillera.distributed.environment import place_in_job
 from cordillera.errors import PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe
@@ -55,7 +55,7 @@ def isoflop(
         Interrupted: training was; what was trained is saved.
         DataError: the text cannot be had, or nothing could be trained.
     """
-    if "RANK" in os.environ:
+    if place_in_job() is not None:
         remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
         raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)
     recipe = _language_recipe(source, overrides)

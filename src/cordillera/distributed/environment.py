@@ -1,0 +1,103 @@
+"""What a launcher says to a process: its rank, the number of processes, and where they meet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cordillera.errors import PlanError
+
+TOKEN = "CORDILLERA_JOB_TOKEN"
+"""Environment variable with the secret that signs what the processes of a job tell each other."""
+
+_MOST = 1_000_000  # processes of a job
+
+
+class Place(NamedTuple):
+    """The place of this process in a job that a launcher started.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        local_rank: Number of this process on its machine, from 0.
+        address: Host of the job's store.
+        port: TCP port of the job's store.
+        restarts: How often the launcher has started all processes anew.
+        is_launchers: Whether the launcher holds the store; rank 0 does otherwise.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    restarts: int
+    is_launchers: bool
+
+
+def place_in_job(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place that a launcher gave this process, or None if no launcher started it.
+
+    A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
+
+    Args:
+        environment: Variables to read instead of those of this process.
+
+    Raises:
+        PlanError: If a variable is absent, is no number, or is out of range.
+    """
+    given = os.environ if environment is None else environment
+    if "RANK" not in given or "WORLD_SIZE" not in given:
+        return None
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not given.get(name, "").strip()]
+    if absent:
+        raise PlanError(
+            f"RANK and WORLD_SIZE are set, {' and '.join(absent)} {'are' if len(absent) > 1 else 'is'} not",
+            where="environment",
+            remedy="the launcher must say where rank 0 is to be found; for one process, unset RANK",
+        )
+    size = _number(given, "WORLD_SIZE", 1, _MOST)
+    return Place(
+        rank=_number(given, "RANK", 0, size - 1),
+        size=size,
+        local_rank=_number(given, "LOCAL_RANK", 0, _MOST, default="0"),
+        address=given["MASTER_ADDR"].strip(),
+        port=_number(given, "MASTER_PORT", 1, 65_535),
+        restarts=_number(given, "TORCHELASTIC_RESTART_COUNT", 0, _MOST, default="0"),
+        is_launchers=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def is_silent() -> bool:
+    """Whether this process is a rank other than 0 of a job, and leaves the terminal to rank 0."""
+    try:
+        place = place_in_job()
+    except PlanError:
+        return False
+    return place is not None and place.rank > 0
+
+
+def job_key(scope: str, token: str | None = None) -> bytes:
+    """The key that signs values of a job: from the job's token, without one from what anybody may know.
+
+    Args:
+        scope: Name of the job among those of one token; values of one scope are not valid in another.
+        token: The job's token; None for that of the environment.
+    """
+    token = os.environ.get(TOKEN, "") if token is None else token
+    return hashlib.sha256(f"{scope}\0{token}".encode("utf-8", "surrogateescape")).digest()
+
+
+def _number(given: Mapping[str, str], name: str, least: int, most: int, *, default: str | None = None) -> int:
+    text = given.get(name, default or "").strip()
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+    if number is None or not least <= number <= most:
+        size = f" (WORLD_SIZE is {most + 1})" if name == "RANK" else ""
+        raise PlanError(
+            f"{name} must be a whole number from {least} to {most}{size}, got {text[:40]!r}",
+            where="environment",
+            remedy="see what started this process; for one process without a launcher, unset RANK and WORLD_SIZE",
+        )
+    return number
