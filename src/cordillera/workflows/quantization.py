@@ -25,7 +25,14 @@ from cordillera.errors import DataError, DependencyError, Interrupted, NumericsE
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, chosen
-from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, median_seconds, try_all
+from cordillera.numerics.dispatch import (
+    DispatchConfig,
+    Trial,
+    forward_products,
+    median_seconds,
+    skipped_layers,
+    try_all,
+)
 from cordillera.numerics.drift import Alarm, Moments, alarms, check_false_alarms
 from cordillera.numerics.precision import Precision
 from cordillera.numerics.probe import Probe, ProbeConfig
@@ -248,7 +255,20 @@ def _try_layers(
     for product in products:
         found[product.site] = try_all(product, chosen(kernels), config)[_BATCH]
         say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(kernels) + 1}")
+    say_skipped(skipped_layers(found), say)
     return found
+
+
+def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Callable[[str], object]) -> None:
+    """Say which kernels cannot take some layers, and why.
+
+    Args:
+        skipped: Of each kernel the reasons and how many layers have them.
+        say: Told of each.
+    """
+    for kernel, reasons in skipped.items():
+        for reason, layers in reasons.items():
+            say(f"{kernel} is skipped in {layers} layer{'s' * (layers != 1)}: {reason}")
 
 
 def _fastest(trials: list[Trial]) -> str:
