@@ -23,7 +23,7 @@ from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, chosen
 from cordillera.numerics.dispatch import DispatchConfig, Product, Trial, apply, choose, forward_products, judge, profile
 from cordillera.numerics.precision_plan import PrecisionPlan, bucket
 from cordillera.numerics.probe import Probe, ProbeConfig
-from cordillera.numerics.sealed_json import write_sealed
+from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.training_linear import apply_for_training
 from cordillera.numerics.training_products import TrainedLayer, try_product
 
@@ -164,7 +164,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None], sign: bool = F
     content = json.loads(path.read_text())
     change(content)
     if sign:
-        write_sealed(path, content)
+        path.write_text(sealed(content))
     else:
         path.write_text(json.dumps(content))
 

@@ -271,7 +271,7 @@ def choose(product: Product, rows: int, trials: Sequence[Trial], config: Dispatc
     expected: dict[str, Any] = {"ms": best.milliseconds, "times_fp32": reference.milliseconds / best.milliseconds}
     if best.accuracy is not None:
         expected["accuracy"] = best.accuracy.to_json()
-    return Choice(product.site, product.of, bucket(rows), n, k, best.kernel, why, _range(product.calibration), expected)
+    return Choice(product.site, product.of, bucket(rows), n, k, best.kernel, why, expected, _range(product.calibration))
 
 
 def _range(rows: Tensor | None) -> tuple[float, float] | None:

@@ -18,8 +18,8 @@ import torch
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.candidates import CANDIDATES, Shape
-from cordillera.numerics.sealed_json import read_sealed, write_sealed
-from cordillera.run import describe_environment
+from cordillera.numerics.sealed_json import read_sealed, sealed
+from cordillera.run import describe_environment, write_atomically
 
 SCHEMA = 3
 _REMEDY = "`cordillera probe RUN` makes it anew"
@@ -42,8 +42,8 @@ class Choice:
         inputs: ``K``.
         kernel: The candidate's name.
         why: If it is the reference, why no other; else empty.
-        input_range: Smallest and largest input that kernels with static ranges are calibrated on; None without any.
         expected: What was measured of it: milliseconds, times as fast as fp32, accuracy.
+        input_range: Smallest and largest input that kernels with static ranges are calibrated on; None without any.
     """
 
     site: str
@@ -53,8 +53,8 @@ class Choice:
     inputs: int
     kernel: str
     why: str = ""
-    input_range: tuple[float, float] | None = None
     expected: dict[str, Any] = field(default_factory=dict)
+    input_range: tuple[float, float] | None = None
 
     @property
     def calibration(self) -> torch.Tensor | None:
@@ -193,7 +193,7 @@ class PrecisionPlan:
         Args:
             path: Of a JSON file, replaced whole.
         """
-        write_sealed(path, {**self._content(), "identity": self.identity})
+        write_atomically(path, sealed({**self._content(), "identity": self.identity}))
 
     def _content(self) -> dict[str, Any]:
         return {

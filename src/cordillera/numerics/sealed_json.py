@@ -10,31 +10,21 @@ from typing import Any
 
 from cordillera.errors import CordilleraError
 from cordillera.files import parse_json, read_text
-from cordillera.run import write_atomically
 
 
-def _text(content: Mapping[str, Any]) -> str:
-    """The one way in which content is written, its checksum last."""
+def sealed(content: Mapping[str, Any]) -> str:
+    """The one text that holds an object with its checksum.
+
+    Args:
+        content: What JSON can hold, without NaN and infinity; ``schema`` is its version.
+    """
     plain = {key: value for key, value in content.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True, allow_nan=False).encode()).hexdigest()
     return json.dumps({**plain, "sha256": digest}, indent=1, allow_nan=False) + "\n"
 
 
-def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object with its checksum.
-
-    Args:
-        path: Of the file, replaced whole.
-        content: What JSON can hold, without NaN and infinity; ``schema`` is its version.
-
-    Raises:
-        RunError: the disk is full or does not let itself be written to.
-    """
-    write_atomically(path, _text(content))
-
-
 def read_sealed(path: Path, schema: int, *, error: type[CordilleraError], remedy: str) -> dict[str, Any]:
-    """Read what :func:`write_sealed` wrote.
+    """Read what :func:`sealed` gave.
 
     Args:
         path: Of the file.
@@ -53,6 +43,6 @@ def read_sealed(path: Path, schema: int, *, error: type[CordilleraError], remedy
         raise error(
             f"is of version {content.get('schema')!r}, this library reads {schema}", where=str(path), remedy=remedy
         )
-    if text != _text(content):
+    if text != sealed(content):
         raise error("is damaged: its checksum differs", where=str(path), remedy=remedy)
     return content
