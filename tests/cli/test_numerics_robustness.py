@@ -11,7 +11,9 @@ import pytest
 from cordillera.data.datasets import prepare
 from cordillera.errors import CheckpointError, NumericsError
 from cordillera.recipe import load
+from cordillera.run import Run
 from cordillera.serving import quantized_model
+from cordillera.serving.observation import Observer
 from cordillera.workflows import probing, quantization
 from cordillera.workflows.ranking import load_model, model_of
 
@@ -50,7 +52,8 @@ def stop(*_: object, **__: object) -> None:
 
 def loaded(run: Path) -> Any:
     recipe = load(run / "recipe.toml")
-    return quantized_model.load(run / "quantized", model_of(recipe, prepare(recipe.data).features))
+    made_of = quantized_model.origin(Run(run), use_best=False)
+    return quantized_model.load(run / "quantized", model_of(recipe, prepare(recipe.data).features), made_of)
 
 
 @pytest.mark.parametrize("place", ["_parts", "select", "quantized_model.write_tensors"])
@@ -80,7 +83,7 @@ def test_a_model_whose_writer_was_killed_before_its_record_is_none(run, monkeypa
     model, seen = loaded(run)
     monkeypatch.setattr("cordillera.serving.quantized_model.write_atomically", stop)
     with pytest.raises(KeyboardInterrupt):
-        quantized_model.save(run / "quantized", model, seen, {})
+        quantized_model.save(run / "quantized", model, seen, {}, {})
     with pytest.raises(CheckpointError, match="holds no quantised model"):
         loaded(run)
 
@@ -148,13 +151,13 @@ def test_options_that_bound_nothing_are_refused_before_work_starts(cli, run, tmp
 
 def test_a_file_whose_samples_are_all_lost_is_said_to_be_so(cli, run, tmp_path, monkeypatch) -> None:
     write_log(tmp_path / "new.csv", rows=30)
-    observe = quantized_model.observe
+    observe = Observer.observe
 
     def lost(*arguments: Any) -> Any:
-        logits, seen = observe(*arguments)
-        return logits, seen * float("nan")
+        numbers, true = observe(*arguments)
+        return numbers * float("nan"), true
 
-    monkeypatch.setattr(quantized_model, "observe", lost)
+    monkeypatch.setattr(Observer, "observe", lost)
     refused = cli("watch", run, "new.csv")
     assert refused.code == 2
     assert "(0), and 30 on which a number of the model is not finite" in " ".join(refused.err.split())
