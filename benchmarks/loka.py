@@ -30,13 +30,13 @@ from rich.table import Table
 from cordillera.data.datasets import prepare
 from cordillera.data.loader import Loader
 from cordillera.numerics.candidates import CANDIDATES, chosen
-from cordillera.numerics.dispatch import DispatchConfig, Product, choose, forward_products, planned, try_all
-from cordillera.numerics.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.dispatch import DispatchConfig, Product, choose, planned, try_all
+from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.sites import replaced
 from cordillera.recipe import load
 from cordillera.training.trainer import scorer
-from cordillera.workflows.probing import PROBE_FILE, probe
+from cordillera.workflows.probing import probe
 from cordillera.workflows.ranking import load_model
 
 # Rows, outputs, inputs: of recommendation models, from single requests to large batches.
@@ -176,12 +176,10 @@ def _model(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
     found = probe(run, DispatchConfig(rows=(BATCH,), rounds=3 if quick else 15), BUDGET, say=console.print)
     splits = prepare(load(run.recipe_file).data)
     _, model = load_model(run, splits.features, CPU)
-    statistics = Probed(run.folder / PROBE_FILE).inputs
-    rows = {product.site: product.calibration for product in forward_products(model, statistics)}
     plans = {"fp32": found.profile.plan.uniform("fp32"), "plan": found.profile.plan}
     usable = [name for name in found.profile.uniform_milliseconds() if name != "fp32"]
     plans.update({name: found.profile.plan.uniform(name) for name in usable})
-    modules = {name: planned(model, plan, rows) for name, plan in plans.items()}
+    modules = {name: planned(model, plan) for name, plan in plans.items()}
     batches = [batch for batch, _ in zip(Loader(splits.test, BATCH).epoch(), range(16), strict=False)]
     score, turns = scorer(model, CPU, "fp32"), dict.fromkeys(plans, 0)
 

@@ -15,8 +15,9 @@ import torch
 from cordillera import workflows
 from cordillera.data.datasets import prepare
 from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.precision_plan import PASSES, Choice, PrecisionPlan, _digest, machine
+from cordillera.numerics.precision_plan import PASSES, Choice, PrecisionPlan, machine
 from cordillera.numerics.probe import Probed
+from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.sites import sites
 from cordillera.numerics.training_linear import apply_for_training
 from cordillera.recipe import load
@@ -200,7 +201,11 @@ def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"threads": 99}, "made with threads 99"), ({"libraries": {"torch": "1.0"}}, "made with libraries")],
+    [
+        ({"threads": 99}, "made with threads 99"),
+        ({"instructions": ["AVX2"]}, "made with instructions"),
+        ({"libraries": {"torch": "1.0"}}, "made with libraries"),
+    ],
 )
 def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path, change, message):
     run = shutil.copytree(trained, tmp_path / "run")
@@ -211,9 +216,8 @@ def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path,
     assert cli("probe", run, "--rows", 16).code == 0
     path = run / "precision-plan.json"
     content = json.loads(path.read_text())
-    content.pop("digest")
     content["machine"].update(change)
-    path.write_text(json.dumps({**content, "digest": _digest(content)}))
+    path.write_text(sealed(content))
     refused = cli("predict", run, "new.csv", "--plan")
     assert refused.code == 2
     assert message in refused.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from cordillera.serving import quantized_model
 from cordillera.training.trainer import scorer
 from cordillera.workflows.quantization import quantize
 from cordillera.workflows.ranking import load_model, model_of
+from tests.fuzzing import flips, survives
 
 from .conftest import RECIPE, write_log
 
@@ -35,6 +37,13 @@ def trained(tmp_path_factory):
     recipe = load(path, [*SIZES, f"data.cache_dir={folder / 'cache'}"])
     run = workflows.train(recipe, folder / "run").run
     return run.folder, quantize(run, 1e-3, smallest=True)
+
+
+def loaded_of(folder):
+    """A run's quantised model and what it saw at calibration."""
+    recipe = load(folder / "recipe.toml")
+    model = model_of(recipe, prepare(recipe.data).features)
+    return quantized_model.load(folder / "quantized", model, quantized_model.origin(Run(folder), use_best=False))
 
 
 @pytest.fixture
@@ -72,7 +81,7 @@ def test_the_reported_change_is_that_of_the_written_model(trained):
     recipe = load(folder / "recipe.toml")
     splits = prepare(recipe.data)
     _, exact = load_model(Run(folder), splits.features, torch.device("cpu"))
-    loaded, _ = quantized_model.load(folder / "quantized", model_of(recipe, splits.features))
+    loaded, _ = loaded_of(folder)
     batch = splits.test.batch(slice(0, len(splits.test)))
     losses = []
     for model in (exact, loaded):
@@ -88,8 +97,7 @@ def test_rows_of_two_bits_are_offered_where_bytes_alone_count_and_taken_where_ne
     folder = shutil.copytree(trained[0], tmp_path / "run")
     outcome = quantize(Run(folder), 10.0, smallest=True)
     assert {outcome.selection.options[f"table {name}"] for name in ("user", "device")} == {"int2"}
-    recipe = load(folder / "recipe.toml")
-    loaded, _ = quantized_model.load(folder / "quantized", model_of(recipe, prepare(recipe.data).features))
+    loaded, _ = loaded_of(folder)
     assert set(loaded.tables.kinds.values()) == {"int2"}
     assert outcome.confirmed is not None
     faster = quantize(Run(folder), 10.0)
@@ -118,18 +126,17 @@ def test_a_table_whose_scale_grew_raises_an_alarm(cli, run_folder, tmp_path):
     """As a table of another snapshot would: every row four times as large."""
     write_log(tmp_path / "new.csv", rows=400, seed=6)
     folder = run_folder / "quantized"
-    recipe = load(run_folder / "recipe.toml")
-    features = prepare(recipe.data).features
-    model, seen = quantized_model.load(folder, model_of(recipe, features))
+    model, seen = loaded_of(run_folder)
     kind = model.tables.kinds["user"]
     width, dtype = {"int2": (2, torch.float16), "int4": (2, torch.float16), "int8": (4, torch.float32)}[kind]
     rows = model.tables.rows_of("user")
     parameters = rows[:, -2 * width :].clone().view(dtype)
     rows[:, -2 * width :] = (4 * parameters).view(torch.uint8)
-    quantized_model.save(folder, model, seen, {})
+    quantized_model.save(folder, model, seen, quantized_model.origin(Run(run_folder), use_best=False), {})
     watched = cli("watch", run_folder, "new.csv")
     assert watched.code == 1
-    assert "alarm embedding of user" in watched.out
+    assert "alarm" in watched.out
+    assert "embedding of user" in watched.out
     assert "quantise the run anew" in watched.out
 
 
@@ -143,7 +150,35 @@ def test_a_feature_that_moved_raises_an_alarm(cli, run_folder, tmp_path):
     (tmp_path / "new.csv").write_text("\n".join(moved) + "\n")
     watched = cli("watch", run_folder, "new.csv")
     assert watched.code == 1
-    assert "dense feature price" in watched.out
+    assert "feature price" in watched.out
+    assert "blanks of price" not in watched.out
+
+
+def test_ids_that_were_never_seen_and_blanks_raise_an_alarm_by_name(cli, run_folder, tmp_path):
+    log = write_log(tmp_path / "new.csv", rows=1000, seed=8).read_text().splitlines()
+    rows = [line.split(",") for line in log]
+    for row in rows[1::4]:
+        row[3], row[4] = "toaster", ""
+    (tmp_path / "new.csv").write_text("\n".join(map(",".join, rows)) + "\n")
+    watched = cli("watch", run_folder, "new.csv")
+    assert watched.code == 1
+    out = " ".join(watched.out.replace("│", " ").split())
+    assert "blank or unseen ids of device share 0 0.25" in out
+    assert "blanks of price share 0.0" in out
+
+
+def test_a_file_without_the_column_of_groups_is_said_to_be_so(cli, tmp_path):
+    """Where no feature is of that column, so that the file may lack it."""
+    from cordillera import workflows
+
+    text = RECIPE.format(path=write_log(tmp_path / "log.csv", rows=600)).replace('{ name = "user" }, ', "")
+    (tmp_path / "small.toml").write_text(text)
+    run = workflows.train(load(tmp_path / "small.toml", ["training.epochs=1"]), tmp_path / "run").run
+    quantize(run, 1.0)
+    rows = [line.split(",") for line in write_log(tmp_path / "new.csv", rows=300, seed=9).read_text().splitlines()]
+    (tmp_path / "new.csv").write_text("\n".join(",".join((*row[:2], *row[3:])) for row in rows) + "\n")
+    watched = cli("watch", run.folder, "new.csv")
+    assert "the file has no column 'user'" in watched.out
 
 
 def test_mistakes_are_answered_with_what_to_do(cli, trained, tmp_path, run_folder):
@@ -193,8 +228,44 @@ def test_weights_that_are_no_numbers_are_not_quantised(trained):
         quantized_model.quantize_model(model, {"user": "fp32", "device": "fp32"}, {"top.layers.0": "bf16"}, {})
 
 
-def test_a_model_of_another_run_is_refused(trained, run_folder):
+def test_a_model_of_another_shape_is_refused(trained, run_folder):
     recipe = load(run_folder / "recipe.toml", ["model.top_mlp=[32]"])
-    features = prepare(recipe.data).features
+    model = model_of(recipe, prepare(recipe.data).features)
     with pytest.raises(CheckpointError, match=r"'top.layers.0' of another size|does not fit the run's model"):
-        quantized_model.load(run_folder / "quantized", model_of(recipe, features))
+        quantized_model.load(run_folder / "quantized", model, quantized_model.origin(Run(run_folder), use_best=False))
+
+
+def test_a_quantised_model_that_was_copied_into_another_run_is_refused(cli, trained, tmp_path):
+    """Of the same shape: nothing but what it was made of tells."""
+    from cordillera import workflows
+
+    changes = ["seed=2", "training.epochs=1"]
+    other = workflows.train(load(trained[0] / "recipe.toml", changes), tmp_path / "other").run.folder
+    shutil.copytree(trained[0] / "quantized", other / "quantized")
+    write_log(tmp_path / "new.csv", rows=10)
+    for command in (["predict", other, "new.csv", "--quantized"], ["watch", other, "new.csv"]):
+        refused = cli(*command)
+        assert refused.code == 2
+        assert "was made of another checkpoint than that of this run" in refused.err.replace("\n", " ")
+    assert not (tmp_path / "new-scores.csv").exists()
+    with pytest.raises(CheckpointError, match="another checkpoint"):
+        loaded_of(other)
+    recipe = load(trained[0] / "recipe.toml")
+    model = model_of(recipe, prepare(recipe.data).features)
+    with pytest.raises(CheckpointError, match="another checkpoint"):
+        quantized_model.load(trained[0] / "quantized", model, {})
+
+
+def test_a_byte_that_is_changed_and_a_file_that_is_cut_are_refused_by_name(run_folder, fuzz_inputs):
+    rng = random.Random(0)
+    for name in ("model.safetensors", "quantized.json"):
+        path = run_folder / "quantized" / name
+        content = path.read_bytes()
+        for number in range(fuzz_inputs(30)):
+            cut = number % 5 == 4
+            path.write_bytes(content[: rng.randrange(len(content))] if cut else flips(content, rng))
+            error = survives(lambda: loaded_of(run_folder), f"{name} {number}")
+            assert isinstance(error, CheckpointError), f"{name} {number} was read"
+            assert str(path) in str(error)
+        path.write_bytes(content)
+    loaded_of(run_folder)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 from cordillera.errors import NumericsError
 from cordillera.numerics import dispatch
 from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, load_fp8, then_relu
+from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, chosen, load_fp8, then_relu
 from cordillera.numerics.dispatch import DispatchConfig, Product, Trial, apply, choose, forward_products, judge, profile
 from cordillera.numerics.precision_plan import PrecisionPlan, bucket
 from cordillera.numerics.probe import Probe, ProbeConfig
+from cordillera.numerics.sealed_json import sealed
+from cordillera.numerics.training_linear import apply_for_training
+from cordillera.numerics.training_products import TrainedLayer, try_product
 
 QUICK = DispatchConfig(rows=(16,), draws=2, judged_rows=64, rounds=1)
 
@@ -160,11 +164,9 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None], sign: bool = F
     content = json.loads(path.read_text())
     change(content)
     if sign:
-        from cordillera.numerics.precision_plan import _digest
-
-        content.pop("digest")
-        content["digest"] = _digest(content)
-    path.write_text(json.dumps(content))
+        path.write_text(sealed(content))
+    else:
+        path.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None], sign: bool = F
         (lambda c: c["machine"].update(name="another processor"), "made with name 'another processor'"),
         (lambda c: c["machine"]["libraries"].update(torch="1.0"), "made with libraries"),
         (lambda c: c["machine"].update(threads=99), "made with threads 99"),
+        (lambda c: c["machine"].update(instructions=["DEFAULT"]), "made with instructions"),
         (lambda c: c.update(schema=99), "version 99"),
         (lambda c: c["choices"][0].update(kernel="int3"), "names the kernel 'int3'"),
         (lambda c: c["choices"][0].pop("rows"), "is no plan"),
@@ -196,10 +199,10 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         PrecisionPlan.load(path)
     profiled(model()).plan.save(path)
     changed(path, lambda c: c["choices"][0].update(rows=1 << 20))
-    with pytest.raises(NumericsError, match="does not agree with its digest"):
+    with pytest.raises(NumericsError, match="its checksum differs"):
         PrecisionPlan.load(path)
     path.write_text(path.read_text()[:100])
-    with pytest.raises(NumericsError, match="is no plan"):
+    with pytest.raises(NumericsError, match="is not JSON"):
         PrecisionPlan.load(path)
 
 
@@ -214,3 +217,66 @@ def test_a_plan_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (256, 256), (257, 512)])
 def test_sizes_are_rounded_up_to_powers_of_two(rows: int, expected: int) -> None:
     assert bucket(rows) == expected
+
+
+def test_a_plan_has_one_identity_however_long_its_kernels_took() -> None:
+    plan = profiled(model()).plan.uniform("bf16")
+    slower = replace(
+        plan, choices=tuple(replace(c, expected={"ms": 9.0}, why="no other is faster") for c in plan.choices)
+    )
+    assert slower.identity == plan.identity
+    others = [
+        replace(plan, weights="others"), replace(plan, statistics="others"), replace(plan, seed=3),
+        replace(plan, bound={"sqnr_db": 20.0}), replace(plan, kernels=("fp32",)), plan.uniform("fp32"),
+        replace(plan, machine={**plan.machine, "instructions": ["AVX2"]}), replace(plan, purpose="training"),
+        replace(plan, choices=tuple(replace(c, input_range=(0.0, 1.0)) for c in plan.choices)),
+    ]  # fmt: skip
+    assert len({plan.identity, *(other.identity for other in others)}) == 1 + len(others)
+
+
+def test_the_library_refuses_a_plan_of_other_weights_or_of_another_machine() -> None:
+    net = model()
+    plan = profiled(net).plan.uniform("int8 static")
+    elsewhere = replace(plan, machine={**plan.machine, "instructions": ["AVX2"]})
+    with pytest.raises(NumericsError, match="made with instructions"):
+        apply(net, elsewhere)
+    assert dispatch.planned(net, elsewhere, allow_stale=True)
+    with pytest.raises(NumericsError, match="made with instructions"):
+        apply_for_training(net, replace(elsewhere, purpose="training"))
+    with torch.no_grad():
+        net[2].bias[3] += 1e-3
+    with pytest.raises(NumericsError, match="made for other weights"):
+        apply(net, plan, allow_stale=True)
+
+
+def test_static_ranges_are_part_of_a_plan(tmp_path: Path) -> None:
+    """Rows to calibrate on cannot be exchanged, as a plan asks for none."""
+    net = model()
+    plan = profiled(net).plan.uniform("int8 static")
+    plan.save(tmp_path / "plan")
+    x = normal(16, torch.Generator().manual_seed(7))
+    found = apply(model(), PrecisionPlan.load(tmp_path / "plan"))(x)
+    low, high = plan.choices[0].input_range
+    kernel = CANDIDATES["int8 static"].pack(net[0].weight.detach(), net[0].bias.detach(), torch.tensor([[low], [high]]))
+    assert torch.equal(dispatch.planned(net, plan)["0"](x), kernel(x))
+    assert torch.equal(apply(net, plan)(x), found)
+
+
+@pytest.mark.parametrize(("inputs", "weight", "unable"), [(64, 1e30, "fp16 weights"), (70_000, 0.02, "int8 dynamic")])
+def test_a_kernel_that_cannot_take_a_layer_is_skipped_with_its_reason(inputs: int, weight: float, unable: str) -> None:
+    """A weight beyond fp16; more inputs than whole numbers of 32 bits can sum."""
+    weights = 0.02 * torch.randn(16, inputs, generator=torch.Generator().manual_seed(0))
+    weights[0, 0] = weight
+
+    def draw(rows: int, generator: torch.Generator, columns: int = inputs) -> Tensor:
+        return torch.randn(rows, columns, generator=generator)
+
+    config = QUICK.model_copy(update={"draws": 1, "judged_rows": 2, "rows": (2,), "kernels": ("bf16", unable)})
+    found = profile([Product("top", "forward", weights, None, draw, calibration=draw(2, torch.Generator()))], config)
+    assert list(found.skipped()) == [unable]
+    assert list(found.skipped()[unable].values()) == [1]
+    assert "cannot take it: " in next(iter(found.skipped()[unable]))
+    assert found.plan.choices[0].kernel != unable
+    layer = TrainedLayer("top", weights, None, draw, partial(draw, columns=16))
+    (trials,) = try_product(layer, "forward", chosen(config.kernels), config).values()
+    assert [trial.kernel for trial in trials if "cannot take it: " in trial.refused] == [unable]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +17,18 @@ from torch import nn
 from cordillera.errors import CheckpointError, CordilleraError, NumericsError
 from cordillera.numerics import tensor_files
 from cordillera.numerics.dispatch import DispatchConfig
-from cordillera.numerics.drift import Moments, alarms
-from cordillera.numerics.precision_plan import Choice, PrecisionPlan, _digest, machine
+from cordillera.numerics.drift import DriftCheck, DriftReference
+from cordillera.numerics.precision_plan import Choice, PrecisionPlan, machine
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.quantized_files import load_quantized, save_quantized
 from cordillera.numerics.quantized_linear import QuantizedLinear
 from cordillera.numerics.range_estimators import RunningHistogram
 from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.selection import Change, Part, select
 from cordillera.numerics.weight_statistics import WeightStatistics
 from cordillera.serving import quantized_model
+from tests.fuzzing import flips, survives
 
 
 class Kind(NamedTuple):
@@ -56,22 +59,22 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bit_that_is_flipped_anywhere_is_noticed(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "file"
+def test_a_byte_that_is_changed_and_a_file_that_is_cut_are_refused_by_name(
+    kind: str, tmp_path: Path, fuzz_inputs: Callable[[int], int]
+) -> None:
+    path, rng = tmp_path / "file", random.Random(kind)
     KINDS[kind].write(path)
     KINDS[kind].read(path)
     content = path.read_bytes()
-    for place in range(0, len(content) - 1, max(1, len(content) // 97)):
-        spoilt = bytearray(content)
-        spoilt[place] ^= 1 << (place % 7)
-        path.write_bytes(spoilt)
-        try:
-            found = KINDS[kind].read(path)
-        except NumericsError as error:
-            assert str(path) in str(error)  # noqa: PT017 (spaces of JSON may differ without harm)
-        else:
-            assert kind == "plan"
-            assert found == _plan()
+    for number in range(fuzz_inputs(250)):
+        cut = number % 5 == 4
+        path.write_bytes(content[: rng.randrange(len(content))] if cut else flips(content, rng))
+        error = survives(lambda: KINDS[kind].read(path), f"{kind} {number}")
+        assert isinstance(error, NumericsError), f"{kind} {number} was read"
+        assert str(path) in str(error)
+    path.write_bytes(content.replace(b"}", b" }", 1))
+    with pytest.raises(NumericsError):
+        KINDS[kind].read(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,8 +157,10 @@ def test_plans_of_any_json_are_refused_or_hold_what_a_plan_may(tmp_path: Path) -
     refused = 0
     for value in NONSENSE:
         for spoilt in _spoilt(content, value):
-            signed = {**spoilt, "digest": _digest(spoilt)} if isinstance(spoilt, dict) else spoilt
-            path.write_text(json.dumps(signed))
+            if isinstance(spoilt, dict):
+                path.write_text(sealed(spoilt))
+            else:
+                path.write_text(json.dumps(spoilt))
             try:
                 found = PrecisionPlan.load(path, allow_stale=True)
             except NumericsError:
@@ -165,11 +170,11 @@ def test_plans_of_any_json_are_refused_or_hold_what_a_plan_may(tmp_path: Path) -
             assert not any(math.isnan(bound) for bound in found.bound.values())
             found.find("0", "forward", 3)
     assert refused > 100
-    path.write_text(json.dumps({**content, "digest": _digest(content)}).replace("30.0", "NaN"))
-    with pytest.raises(NumericsError, match="NaN is no number"):
+    path.write_text(json.dumps(content).replace("30.0", "NaN"))
+    with pytest.raises(NumericsError, match="NaN is not a number"):
         PrecisionPlan.load(path)
     path.write_text("[" * 100_000)
-    with pytest.raises(NumericsError, match="is no plan"):
+    with pytest.raises(NumericsError, match="nested too deeply"):
         PrecisionPlan.load(path)
 
 
@@ -199,33 +204,37 @@ def test_files_of_any_content_under_a_right_digest_are_refused(kind: str, tmp_pa
                 read(path)
 
 
+def _reference() -> DriftReference:
+    true = torch.rand(90, 1) < 0.3
+    return DriftReference.of(["a", "b"], torch.randn(90, 2), ["c"], true, torch.arange(90) // 3)
+
+
 def _record(**changes: Any) -> dict[str, Any]:
-    seen = Moments(["a"])
-    seen.update(torch.randn(9, 1))
     record: dict[str, Any] = {
-        "schema": quantized_model.SCHEMA, "tables": {"user": "int8"}, "layers": {"top.0": "bf16"}, "sha256": "00",
-        "precision": "fp32", "seen": seen.to_json(), "facts": {}, **changes,
+        "schema": quantized_model.SCHEMA, "made_of": {"checkpoint": "00"}, "tables": {"user": "int8"},
+        "layers": {"top.0": "bf16"}, "tensors": "00", "precision": "fp32", "seen": _reference().to_json(), "facts": {},
+        **changes,
     }  # fmt: skip
-    return {**record, "digest": quantized_model._digest(record)}
+    return json.loads(sealed(record))
 
 
 def test_a_record_of_a_quantised_model_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
     """Two tables of one size whose formats change places would otherwise be decoded into other numbers."""
     path = tmp_path / "quantized.json"
     record = _record()
-    path.write_text(json.dumps(record))
+    path.write_text(sealed(record))
     assert quantized_model.read_record(tmp_path) == record
-    for key, value in (("tables", {"user": "int4"}), ("layers", {}), ("precision", "bf16"), ("sha256", "01")):
-        path.write_text(json.dumps({**record, key: value}))
-        with pytest.raises(CheckpointError, match="does not agree with its digest"):
+    for key, value in (("tables", {"user": "int4"}), ("layers", {}), ("precision", "bf16"), ("tensors", "01")):
+        path.write_text(json.dumps({**record, key: value}, indent=1) + "\n")
+        with pytest.raises(CheckpointError, match="its checksum differs"):
             quantized_model.read_record(tmp_path)
-    path.write_text(json.dumps(_record(schema=1)))
-    with pytest.raises(CheckpointError, match=r"version 1, this library reads 2\n  -> cordillera quantize"):
+    path.write_text(sealed(_record(schema=2)))
+    with pytest.raises(CheckpointError, match=r"version 2, this library reads 3\n  -> cordillera quantize"):
         quantized_model.read_record(tmp_path)
     for value in NONSENSE:
-        for key in ("tables", "layers", "seen", "sha256", "precision"):
-            path.write_text(json.dumps(_record(**{key: value})))
-            expected = {"tables": dict, "layers": dict, "seen": dict}.get(key, str)
+        for key in ("made_of", "tables", "layers", "seen", "tensors", "precision"):
+            path.write_text(sealed(_record(**{key: value})))
+            expected = str if key in ("tensors", "precision") else dict
             if not isinstance(value, expected):
                 with pytest.raises(CheckpointError, match="is damaged"):
                     quantized_model.read_record(tmp_path)
@@ -234,17 +243,22 @@ def test_a_record_of_a_quantised_model_is_believed_only_as_it_was_written(tmp_pa
             quantized_model.read_record(tmp_path)
 
 
-def test_moments_of_anything_else_are_refused() -> None:
-    seen = Moments(["a", "b"])
-    seen.update(torch.randn(9, 2))
-    content = seen.to_json()
-    assert torch.equal(Moments.from_json(content).seen.mean, seen.seen.mean)
-    for spoilt in ({}, {**content, "names": ["a"]}, {**content, "seen": {}}, {**content, "lost": "many"}):
-        with pytest.raises(NumericsError):
-            Moments.from_json(spoilt)
-    for mean in ([0.0], [math.nan, 0.0], ["x", 0.0], None):
-        with pytest.raises(NumericsError):
-            Moments.from_json({**content, "seen": {**content["seen"], "mean": mean}})
+def test_references_of_anything_else_are_refused() -> None:
+    found = _reference()
+    content = found.to_json()
+    assert DriftReference.from_json(json.loads(json.dumps(content))) == found
+    refused = 0
+    for value in NONSENSE:
+        for spoilt in _spoilt(content, value):
+            try:
+                read = DriftReference.from_json(spoilt)
+            except NumericsError:
+                refused += 1
+                continue
+            check = DriftCheck(read)
+            check.update(torch.randn(9, len(read.names)), torch.zeros(9, len(read.shares)).bool())
+            assert all(0 <= alarm.probability <= 1 for alarm in check.alarms())
+    assert refused > 500
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -283,10 +297,8 @@ def test_bounds_that_bound_nothing_are_refused(bad: float) -> None:
     """Every comparison with NaN is false, so that a NaN would take everything, or never ring."""
     with pytest.raises(NumericsError, match="budget"):
         select([Part("a", ("fp32",), (1.0,))], lambda options: Change(0, 0, 0), bad)
-    seen = Moments(["a"])
-    seen.update(torch.randn(9, 1))
     with pytest.raises(NumericsError, match="false_alarms"):
-        alarms(seen, seen, bad)
+        DriftCheck(_reference()).alarms(bad)
     if bad != -1:
         with pytest.raises(ValidationError):
             DispatchConfig(sqnr_db=bad)

@@ -18,7 +18,7 @@ from cordillera.numerics.dispatch import forward_products, planned
 from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import quantize_weight
 from cordillera.numerics.packed_weights import WeightOnlyLinear
-from cordillera.numerics.precision_plan import Choice, PrecisionPlan, machine
+from cordillera.numerics.precision_plan import Choice, PrecisionPlan, machine, weights_digest
 from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear
 from cordillera.numerics.quantized_mlp import quantize_mlp
 from cordillera.numerics.quantizers import AffineParameters, Granularity, choose_symmetric, quantize
@@ -124,8 +124,9 @@ def test_a_scale_of_a_chain_s_output_that_cannot_be_is_refused_when_it_is_loaded
 def _dispatched(linear: nn.Linear, kernel: str) -> nn.Module:
     """The layer by one kernel, for at most 64 rows; more are computed in float32."""
     outputs, inputs = linear.weight.shape
-    plan = PrecisionPlan((Choice("0", "forward", 64, outputs, inputs, kernel),), machine(), {})
-    return planned(nn.Sequential(linear), plan, {"0": torch.randn(200, inputs)})["0"]
+    choice = Choice("0", "forward", 64, outputs, inputs, kernel, input_range=(-4.0, 4.0))
+    weights = weights_digest({"0": (linear.weight, linear.bias)})
+    return planned(nn.Sequential(linear), PrecisionPlan((choice,), machine(), {}, weights=weights))["0"]
 
 
 def _quantized(linear: nn.Linear) -> nn.Module:

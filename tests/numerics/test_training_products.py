@@ -19,6 +19,7 @@ from cordillera.numerics.dispatch import DispatchConfig, apply
 from cordillera.numerics.precision_plan import PASSES, Choice, Pass, PrecisionPlan, machine
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.training_linear import TrainedLinear, apply_for_training
 from cordillera.numerics.training_products import by_kernel, exact, profile_training, trained_layers
 
@@ -283,18 +284,12 @@ def test_plans_of_one_purpose_are_not_used_for_the_other(tmp_path: Path) -> None
         apply_for_training(model().double(), plan)
 
 
-def test_a_plan_of_version_1_is_for_scoring(tmp_path: Path) -> None:
-    from cordillera.numerics.precision_plan import _digest
-
+@pytest.mark.parametrize(
+    ("change", "message"), [({"schema": 2}, "of version 2, this library reads 3"), ({"purpose": "painting"}, "no plan")]
+)
+def test_a_plan_of_an_earlier_version_or_of_no_purpose_is_refused(change, message, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     everywhere(model(), "bf16").save(path)
-    content = json.loads(path.read_text())
-    for change, schema in (({}, 1), ({"purpose": "painting"}, 2)):
-        old = {key: value for key, value in content.items() if key not in ("digest", "purpose")}
-        old |= {"schema": schema, **change}
-        path.write_text(json.dumps({**old, "digest": _digest(old)}))
-        if schema == 1:
-            assert PrecisionPlan.load(path).purpose == "scoring"
-        else:
-            with pytest.raises(NumericsError, match="is no plan"):
-                PrecisionPlan.load(path)
+    path.write_text(sealed({**json.loads(path.read_text()), **change}))
+    with pytest.raises(NumericsError, match=message):
+        PrecisionPlan.load(path)

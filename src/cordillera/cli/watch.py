@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
+
+from cordillera.errors import printable
+
+if TYPE_CHECKING:
+    from cordillera.numerics.drift import Alarm
 
 
 def watch(
@@ -16,18 +23,30 @@ def watch(
     ] = 1e-3,
 ) -> None:
     """Say whether a quantised model still sees what it was calibrated on; the exit status is 1 if it does not."""
-    from rich.text import Text
 
     from cordillera.cli._show import console
     from cordillera.workflows.quantization import watch as work
 
     found = work(run, file, false_alarms=false_alarms)
     out = console()
-    for alarm in found.alarms:
-        out.print(Text("alarm", "bold red"), str(alarm))
+    if found.alarms:
+        out.print(_table(found.alarms))
+    if found.lacks is not None:
+        out.print(f"the file has no column {found.lacks!r}: samples of one group count as independent")
     out.print(
-        f"{found.samples:,} samples, {found.numbers} numbers watched: "
+        f"{found.samples:,} samples, {found.watched} numbers and shares watched by {found.checks:,} checks: "
         + (f"{len(found.alarms)} moved; quantise the run anew on recent data" if found.alarms else "no alarm"),
     )
     if found.alarms:
         raise typer.Exit(1)
+
+
+def _table(alarms: list[Alarm]) -> Table:
+    """What has moved since calibration."""
+    table = Table(title="alarm: moved since calibration", title_justify="left")
+    for heading in ("", "check", "calibration", "now", "p"):
+        table.add_column(heading)
+    for one in alarms:
+        chance = f"{one.probability:.1g}" if one.probability > 1e-99 else "< 1e-99"
+        table.add_row(Text(printable(one.name)), one.check, f"{one.before:.4g}", f"{one.now:.4g}", chance)
+    return table

@@ -6,10 +6,10 @@ with the others, quantisation included. The outcome is a :class:`PrecisionPlan`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import Candidate, Kernel, Shape, candidate, chosen
 from cordillera.numerics.fixed_dtypes import refuse_double
-from cordillera.numerics.precision_plan import Choice, Pass, PrecisionPlan, bucket, machine
+from cordillera.numerics.precision_plan import Choice, Pass, PrecisionPlan, bucket, machine, weights_digest
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.sites import replace, sites
 
@@ -134,6 +134,23 @@ def refusal(one: Candidate, found: Accuracy, config: DispatchConfig) -> str:
     return "emulated here: no time to go by" if one.emulated else ""
 
 
+@contextmanager
+def skipped(one: Candidate, refused: dict[str, str]) -> Iterator[None]:
+    """Skip a candidate that cannot take a layer (a weight beyond its format, a size beyond its sums), with the reason.
+
+    Args:
+        one: The candidate; an error of the reference itself is raised.
+        refused: Gets the reason by the candidate's name.
+    """
+    try:
+        yield
+    except (NumericsError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        if one.name == "fp32":
+            raise
+        what = error.what if isinstance(error, NumericsError) else str(error).split("\n")[0]
+        refused[one.name] = f"cannot take it: {what}"
+
+
 def try_all(
     product: Product, candidates: Sequence[Candidate], config: DispatchConfig, timed_rows: Sequence[int] | None = None
 ) -> dict[int, list[Trial]]:
@@ -156,11 +173,12 @@ def try_all(
         if reason is not None:
             refused[one.name] = reason
             continue
-        kernels[one.name] = one.pack(product.weight, product.bias, product.calibration)
-        accuracy[one.name] = found = judge(product, kernels[one.name], config)
-        if reason := refusal(one, found, config):
-            refused[one.name] = reason
-    if "fp32" not in kernels:
+        with skipped(one, refused):
+            kernels[one.name] = one.pack(product.weight, product.bias, product.calibration)
+            accuracy[one.name] = found = judge(product, kernels[one.name], config)
+            if reason := refusal(one, found, config):
+                refused[one.name] = reason
+    if "fp32" not in accuracy:
         raise NumericsError("fp32 must be among the candidates", where="dispatch")
     refused.pop("fp32", None)
     trials = {}
@@ -253,7 +271,25 @@ def choose(product: Product, rows: int, trials: Sequence[Trial], config: Dispatc
     expected: dict[str, Any] = {"ms": best.milliseconds, "times_fp32": reference.milliseconds / best.milliseconds}
     if best.accuracy is not None:
         expected["accuracy"] = best.accuracy.to_json()
-    return Choice(product.site, product.of, bucket(rows), n, k, best.kernel, why, expected)
+    return Choice(product.site, product.of, bucket(rows), n, k, best.kernel, why, expected, _range(product.calibration))
+
+
+def _range(rows: Tensor | None) -> tuple[float, float] | None:
+    return None if rows is None or not rows.numel() else (float(rows.min()), float(rows.max()))
+
+
+def skipped_layers(trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, int]]:
+    """Candidates that cannot take a layer at all: of each, the reasons and how many layers have them.
+
+    Args:
+        trials: Of each layer.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for of_layer in trials.values():
+        for kernel, reason in dict.fromkeys((t.kernel, t.refused) for t in of_layer if t.refused and not t.accuracy):
+            reasons = found.setdefault(kernel, {})
+            reasons[reason] = reasons.get(reason, 0) + 1
+    return found
 
 
 @dataclass
@@ -275,6 +311,15 @@ class Profile:
             for trial in trials:
                 times.setdefault(trial.kernel, []).append(trial.milliseconds)
         return {name: sum(taken) for name, taken in times.items() if math.isfinite(sum(taken))}
+
+    def skipped(self) -> dict[str, dict[str, int]]:
+        """Candidates that cannot take a product at all: of each, the reasons and how many layers have them."""
+        return skipped_layers(
+            {
+                site: [t for key, trials in self.trials.items() if key[0] == site for t in trials]
+                for site in self.plan.sites
+            }
+        )
 
     def geometric_mean(self) -> float:
         """Times as fast as fp32, over all that was tried."""
@@ -339,20 +384,9 @@ def profile(products: Sequence[Product], config: DispatchConfig, device: torch.d
             trials[product.site, product.of, rows] = found
             choices.append(choose(product, rows, found, config))
     bound = {"sqnr_db": config.sqnr_db, "median_relative": config.median_relative}
-    return Profile(PrecisionPlan(tuple(choices), machine(device), bound, config.seed), trials)
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of the weights of all linear layers, by which a plan knows the model it was made for.
-
-    Args:
-        model: On any device.
-    """
-    digest = hashlib.sha256()
-    for name, module in sites(model).items():
-        digest.update(name.encode())
-        digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    weights = weights_digest({product.site: (product.weight, product.bias) for product in products})
+    names = tuple(one.name for one in candidates)
+    return Profile(PrecisionPlan(tuple(choices), machine(device), bound, config.seed, weights, kernels=names), trials)
 
 
 class DispatchedLinear(nn.Module):
@@ -369,10 +403,9 @@ class DispatchedLinear(nn.Module):
         linear: The layer.
         name: Its name in the plan.
         plan: With choices for it.
-        calibration: Rows for kernels whose ranges are static.
     """
 
-    def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan, calibration: Tensor | None = None) -> None:
+    def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan) -> None:
         super().__init__()
         refuse_double(linear.weight, name)
         self.weight, self.bias = linear.weight, linear.bias
@@ -386,7 +419,7 @@ class DispatchedLinear(nn.Module):
                 packed[choice.kernel] = one.pack(
                     linear.weight.detach().float(),
                     None if linear.bias is None else linear.bias.detach().float(),
-                    calibration,
+                    choice.calibration,
                 )
         self._kernels = [(choice.rows, packed[choice.kernel]) for choice in choices]
 
@@ -426,38 +459,49 @@ def planned_sites(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Linear]
     return own
 
 
-def planned(
-    model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tensor | None] | None = None
-) -> dict[str, nn.Module]:
+def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> dict[str, nn.Module]:
     """What a plan puts in the places of a model's linear layers, by name.
 
     Args:
         model: Trained; not changed.
-        plan: For this model.
-        calibration: Rows that each layer was given, for kernels with static ranges.
+        plan: For this model and machine.
+        allow_stale: Take a plan that was made on another device, with other threads or libraries.
 
     Raises:
-        NumericsError: the plan is for training, or names a layer that the model does not have, or has of another size.
+        NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
+            does not have, or has of another size.
     """
     plan.check_purpose("scoring")
     own = planned_sites(model, plan)
-    return {name: DispatchedLinear(own[name], name, plan, (calibration or {}).get(name)) for name in plan.sites}
+    layers = {name: own[name] for name in plan.sites}
+    if not allow_stale:
+        plan.check_machine(next((layer.weight.device for layer in layers.values()), torch.device("cpu")))
+    for name, layer in layers.items():
+        refuse_double(layer.weight, name)
+    if plan.weights != weights_digest({name: (layer.weight, layer.bias) for name, layer in layers.items()}):
+        raise NumericsError(
+            "was made for other weights",
+            where="plan",
+            remedy="make the plan anew: `cordillera probe RUN`, or profile()",
+        )
+    return {name: DispatchedLinear(layer, name, plan) for name, layer in layers.items()}
 
 
-def apply(model: nn.Module, plan: PrecisionPlan, calibration: Mapping[str, Tensor | None] | None = None) -> nn.Module:
+def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> nn.Module:
     """Put the plan's kernels in the places of a model's linear layers.
 
     Args:
         model: Trained; changed in place.
-        plan: For this model.
-        calibration: Rows that each layer was given, for kernels with static ranges.
+        plan: For this model and machine.
+        allow_stale: Take a plan that was made on another device, with other threads or libraries.
 
     Returns:
         The model.
 
     Raises:
-        NumericsError: the plan names a layer that the model does not have, or has of another size.
+        NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
+            does not have, or has of another size.
     """
-    for name, module in planned(model, plan, calibration).items():
+    for name, module in planned(model, plan, allow_stale).items():
         replace(model, name, module)
     return model

@@ -1,11 +1,15 @@
-"""The file that says which kernel computes which layer: written once, checked against the machine before it is used."""
+"""The file that says which kernel computes which layer: written once, checked against the machine before it is used.
+
+The identity of a plan is a digest of what decides its outcome: products, kernels, bounds, seed, weights, statistics and
+machine. What was measured stands beside it, so that two measurements of the same plan have one identity.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,10 +18,13 @@ import torch
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.candidates import CANDIDATES, Shape
+from cordillera.numerics.sealed_json import read_sealed, sealed
 from cordillera.run import describe_environment, write_atomically
 
-SCHEMA = 2
-_READ = (1, SCHEMA)  # plans of version 1 are all for scoring
+SCHEMA = 3
+_REMEDY = "`cordillera probe RUN` makes it anew"
+_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_int8",
+          "amx_bf16", "amx_fp16", "asimddp", "i8mm", "bf16", "sve", "sve2")  # fmt: skip
 Purpose = Literal["scoring", "training"]
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
@@ -36,6 +43,7 @@ class Choice:
         kernel: The candidate's name.
         why: If it is the reference, why no other; else empty.
         expected: What was measured of it: milliseconds, times as fast as fp32, accuracy.
+        input_range: Smallest and largest input that kernels with static ranges are calibrated on; None without any.
     """
 
     site: str
@@ -46,6 +54,12 @@ class Choice:
     kernel: str
     why: str = ""
     expected: dict[str, Any] = field(default_factory=dict)
+    input_range: tuple[float, float] | None = None
+
+    @property
+    def calibration(self) -> torch.Tensor | None:
+        """``float32 [2, 1]``: rows that stand for the range; None without one."""
+        return None if self.input_range is None else torch.tensor(self.input_range).unsqueeze(1)
 
     @property
     def shape(self) -> Shape:
@@ -62,8 +76,24 @@ def bucket(rows: int) -> int:
     return 1 << max(0, rows - 1).bit_length()
 
 
+def instruction_set() -> list[str]:
+    """What decides which kernels the libraries choose on this CPU: torch's level, and the processor's own flags.
+
+    The flags are those of Linux; elsewhere the level stands alone.
+    """
+    level = str(torch.backends.cpu.get_cpu_capability())
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [level]
+    known = next(
+        (set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set()
+    )
+    return [level, *(flag for flag in _FLAGS if flag in known)]
+
+
 def machine(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
-    """What a plan depends on: the device by name, its threads, and the libraries whose kernels it names.
+    """What a plan depends on: the device by name and instruction set, its threads, and the libraries of its kernels.
 
     Args:
         device: On which the model runs.
@@ -73,12 +103,18 @@ def machine(device: torch.device | str = "cpu", threads: int | None = None) -> d
     known = describe_environment()
     if device.type == "cuda":
         name, threads = torch.cuda.get_device_name(device), 0
+        instructions = ["sm_{}{}".format(*torch.cuda.get_device_capability(device))]
     else:
         name, threads = known["processor"], torch.get_num_threads() if threads is None else threads
+        instructions = instruction_set()
     libraries = {
-        key: value for key, value in known["libraries"].items() if key in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu")
+        key: value
+        for key, value in known["libraries"].items()
+        if key in ("torch", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu")
     }
-    return {"device": device.type, "name": name, "threads": threads, "libraries": libraries}
+    return {
+        "device": device.type, "name": name, "instructions": instructions, "threads": threads, "libraries": libraries,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,9 +126,11 @@ class PrecisionPlan:
         machine: Where; see :func:`machine`.
         bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
         seed: Of the inputs that were drawn.
-        weights: Digest of the weights that it was made for; empty for any.
+        weights: Digest of the weights that it was made of; see :func:`weights_digest`. A plan for scoring is of these
+            alone, a plan for training holds while they change.
         purpose: ``scoring``, where weights are packed once, or ``training``, where packing is part of every product.
-        statistics: Digest of the statistics that ranges are drawn from; empty for any.
+        statistics: Digest of the file of the statistics that inputs were drawn from; empty where there is none.
+        kernels: Candidates among which was chosen.
     """
 
     choices: tuple[Choice, ...]
@@ -102,6 +140,15 @@ class PrecisionPlan:
     weights: str = ""
     purpose: Purpose = "scoring"
     statistics: str = ""
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of all but what was measured."""
+        content = self._content()
+        measured = ("why", "expected")
+        content["choices"] = [{k: v for k, v in one.items() if k not in measured} for one in content["choices"]]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def find(self, site: str, of: Pass, rows: int) -> Choice | None:
         """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
@@ -141,13 +188,12 @@ class PrecisionPlan:
         return replace(self, choices=tuple(replace(c, kernel=kernel, why="", expected={}) for c in self.choices))
 
     def save(self, path: Path) -> None:
-        """Write it, with a digest of all it says.
+        """Write it, with its identity and a checksum of the whole file.
 
         Args:
             path: Of a JSON file, replaced whole.
         """
-        content = self._content()
-        write_atomically(path, json.dumps({**content, "digest": _digest(content)}, indent=1, allow_nan=False) + "\n")
+        write_atomically(path, sealed({**self._content(), "identity": self.identity}))
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -158,6 +204,7 @@ class PrecisionPlan:
             "weights": self.weights,
             "purpose": self.purpose,
             "statistics": self.statistics,
+            "kernels": list(self.kernels),
             "choices": [asdict(choice) for choice in self.choices],
         }
 
@@ -177,35 +224,25 @@ class PrecisionPlan:
         where = str(path)
         if not path.is_file():
             raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
+        content = read_sealed(path, SCHEMA, error=NumericsError, remedy=_REMEDY)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-            digest = content.pop("digest")
-            if content["schema"] not in _READ:
-                raise NumericsError(
-                    f"is a plan of version {content['schema']}, this library reads {SCHEMA}", where=where,
-                    remedy="make it anew",
-                )  # fmt: skip
-            if digest != _digest(content):
-                raise NumericsError("does not agree with its digest", where=where, remedy="make it anew")
             choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
             if any(math.isnan(value) for value in bound.values()):
                 raise ValueError("a bound is NaN")
-            purpose: Purpose = content["purpose"] if content["schema"] > 1 else "scoring"
+            purpose: Purpose = content["purpose"]
             if purpose not in get_args(Purpose):
                 raise ValueError(f"for {purpose}")
             found = cls(
                 choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]), purpose,
-                str(content["statistics"] if content["schema"] > 1 else ""),
+                str(content["statistics"]), tuple(map(str, content["kernels"])),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise NumericsError(f"is no plan: {error!r}", where=where, remedy="make it anew") from error
-        except OSError as error:
-            raise NumericsError(f"cannot be read: {error}", where=where) from error
+            raise NumericsError(f"is no plan: {error!r}", where=where, remedy=_REMEDY) from error
         for choice in choices:
             if choice.kernel not in CANDIDATES:
                 raise NumericsError(
-                    f"names the kernel {choice.kernel!r}, which is not here", where=where, remedy="make it anew"
+                    f"names the kernel {choice.kernel!r}, which is not here", where=where, remedy=_REMEDY
                 )
         if not allow_stale:
             found.check_machine(device, where)
@@ -247,18 +284,31 @@ class PrecisionPlan:
                 )
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def weights_digest(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]) -> str:
+    """SHA-256 of the weights of layers, by which a plan knows what it was made of.
+
+    Args:
+        layers: Weight ``[N, K]`` and bias ``[N]`` or None of each, by name; on any device, compared in float32.
+    """
+    digest = hashlib.sha256()
+    for name, parts in layers.items():
+        for part in parts:
+            digest.update(f"{name} {None if part is None else list(part.shape)}".encode())
+            if part is not None:
+                digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _checked(choice: Choice) -> Choice:
     sizes = (choice.rows, choice.outputs, choice.inputs)
     if not all(isinstance(size, int) and size >= 1 for size in sizes) or choice.of not in PASSES:
         raise ValueError(f"{choice.of} of {' x '.join(map(str, sizes))} is no product")
-    if not isinstance(choice.site, str) or not isinstance(choice.kernel, str) or not isinstance(choice.expected, dict):
+    texts = (choice.site, choice.kernel, choice.why)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(choice.expected, dict):
         raise TypeError(f"{choice} is no choice")
-    return choice
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    if choice.input_range is None:
+        return choice
+    low, high = (float(end) for end in choice.input_range)
+    if not -math.inf < low <= high < math.inf:
+        raise ValueError(f"{low} to {high} is no range")
+    return replace(choice, input_range=(low, high))

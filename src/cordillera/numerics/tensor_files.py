@@ -1,4 +1,4 @@
-"""Tensors and what is said of them: safetensors with a SHA-256 of everything, checked before anything is used."""
+"""Tensors and what is said of them: safetensors with a SHA-256 of every byte, checked before anything is used."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.errors import NumericsError
+from cordillera.files import parse_json
 from cordillera.run import disk_errors
+
+_KEY, _BLANK = "sha256 of the file", b"0" * 64
+_HEADER_BYTES = 100_000_000  # the most that the format's own library reads
 
 
 def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content: Any) -> None:
@@ -36,11 +39,15 @@ def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with disk_errors(path):
-            save_file(tensors, beside, {"kind": kind, "content": text, "sha256": _digest(text, tensors)})
+            save_file(tensors, beside, {"kind": kind, "content": text, _KEY: _BLANK.decode()})
+            digest, place = _digest(beside)
             with open(beside, "rb+") as file:
+                file.seek(place)
+                file.write(digest.encode())
+                file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise NumericsError(f"could not be written: {error}", where=str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
@@ -69,19 +76,33 @@ def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor],
             if metadata.get("kind") != kind:
                 found = metadata.get("kind", "another kind of file")
                 raise NumericsError(f"is no {kind!r}, but {found!r}", where=where, remedy=remedy)
+            if metadata.get(_KEY) != _digest(path)[0]:
+                earlier = _KEY not in metadata and "sha256" in metadata
+                why = "was written by an earlier version" if earlier else "is damaged: its SHA-256 differs"
+                raise NumericsError(why, where=where, remedy=remedy)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
     except (SafetensorError, OSError, ValueError) as error:
         raise NumericsError(f"is damaged: {error}", where=where, remedy=remedy) from error
-    text = metadata.get("content", "")
-    if metadata.get("sha256") != _digest(text, tensors):
-        raise NumericsError("is damaged: its SHA-256 differs", where=where, remedy=remedy)
-    return tensors, json.loads(text)
+    return tensors, parse_json(metadata.get("content", ""), where, error=NumericsError, remedy=remedy)
 
 
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    content = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()
+def _digest(path: Path) -> tuple[str, int]:
+    """SHA-256 of a whole file, in which the digest's own place in the header counts as zeros, and that place.
+
+    Raises:
+        ValueError: the header has no such place, or several.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > min(_HEADER_BYTES, path.stat().st_size - 8):
+            raise ValueError("its header is cut")
+        header = bytearray(size.to_bytes(8, "little") + file.read(size))
+        mark = f'"{_KEY}":"'.encode()
+        place = header.find(mark) + len(mark)
+        if header.count(mark) != 1 or header[place + len(_BLANK) : place + len(_BLANK) + 1] != b'"':
+            raise ValueError("its header has no digest")
+        header[place : place + len(_BLANK)] = _BLANK
+        digest = hashlib.sha256(header)
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest(), place

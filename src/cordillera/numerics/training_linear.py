@@ -141,7 +141,7 @@ class Applied:
         return sum(sum(layer.unplanned.values()) for layer in self.planned.values())
 
 
-def apply_for_training(model: nn.Module, plan: PrecisionPlan) -> Applied:
+def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> Applied:
     """Train a model's linear layers by the kernels of a plan from here on.
 
     Parameters stay the same objects with the same names, so optimizers and state dicts know them. Layers of which the
@@ -149,16 +149,20 @@ def apply_for_training(model: nn.Module, plan: PrecisionPlan) -> Applied:
 
     Args:
         model: In float32, before ``torch.compile`` or any wrapper; changed in place.
-        plan: For training, of this model.
+        plan: For training, of this model and machine; of any weights, as these change.
+        allow_stale: Take a plan that was made on another device, with other threads or libraries.
 
     Returns:
         Which layers have kernels, and which have none.
 
     Raises:
-        NumericsError: the plan is for scoring, or names a layer that the model does not have or has of another size.
+        NumericsError: the plan is for scoring or another machine, or names a layer that the model does not have or has
+            of another size.
     """
     plan.check_purpose("training")
     own = planned_sites(model, plan)
+    if not allow_stale:
+        plan.check_machine(next((own[name].weight.device for name in plan.sites), torch.device("cpu")))
     lowered = {choice.site for choice in plan.choices if choice.kernel != "fp32"}
     made = {name: TrainedLinear(own[name], name, plan) for name in own if name in lowered}
     for name, layer in made.items():

@@ -21,8 +21,17 @@ from torch.nn import functional as F
 from cordillera.errors import NumericsError
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import Candidate, Shape, candidate, chosen
-from cordillera.numerics.dispatch import DispatchConfig, Product, Profile, Trial, choose, median_seconds, refusal
-from cordillera.numerics.precision_plan import PASSES, Pass, PrecisionPlan, machine
+from cordillera.numerics.dispatch import (
+    DispatchConfig,
+    Product,
+    Profile,
+    Trial,
+    choose,
+    median_seconds,
+    refusal,
+    skipped,
+)
+from cordillera.numerics.precision_plan import PASSES, Pass, PrecisionPlan, machine, weights_digest
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.sites import sites
 
@@ -162,11 +171,16 @@ def try_product(
             if reason := unusable(one, of, first.shape, second.shape, device):
                 refused[one.name] = reason
                 continue
-            found = Accuracy.of(by_kernel(one, of, first, second, bias), reference)
-            if one.name not in accuracy or found.sqnr_db < accuracy[one.name].sqnr_db:
-                accuracy[one.name] = found
+            with skipped(one, refused):
+                found = Accuracy.of(by_kernel(one, of, first, second, bias), reference)
+                if one.name not in accuracy or found.sqnr_db < accuracy[one.name].sqnr_db:
+                    accuracy[one.name] = found
     for one in candidates:
-        if one.name in accuracy and one.name != "fp32" and (reason := refusal(one, accuracy[one.name], config)):
+        if (
+            one.name in accuracy
+            and one.name not in ("fp32", *refused)
+            and (reason := refusal(one, accuracy[one.name], config))
+        ):
             refused[one.name] = reason
     trials = {}
     for rows in config.rows:
@@ -213,4 +227,7 @@ def profile_training(
                 trials[layer.site, of, rows] = found
                 choices.append(choose(product, rows, found, config))
     bound = {"sqnr_db": config.sqnr_db, "median_relative": config.median_relative}
-    return Profile(PrecisionPlan(tuple(choices), machine(device), bound, config.seed, purpose="training"), trials)
+    weights = weights_digest({layer.site: (layer.weight, layer.bias) for layer in layers})
+    names = tuple(one.name for one in candidates)
+    plan = PrecisionPlan(tuple(choices), machine(device), bound, config.seed, weights, "training", kernels=names)
+    return Profile(plan, trials)

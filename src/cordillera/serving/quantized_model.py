@@ -1,14 +1,13 @@
 """A ranking model in fewer bits: made from a trained one, written to a folder, read from it.
 
 A folder holds ``model.safetensors`` (rows, weights and scales as kernels keep them) and ``quantized.json`` (which table
-and layer is kept how, what the model saw when it was calibrated, and the digests of both files).
+and layer is kept how, what the model was made of, what it saw when it was calibrated, and the digests of both files).
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cordillera.data.features import RankingBatch
+from cordillera.data.files import checksum
 from cordillera.embeddings.quantized_tables import QuantizedTables
 from cordillera.errors import CheckpointError, NumericsError
+from cordillera.files import read_json_object, read_text
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.candidates import CANDIDATES
-from cordillera.numerics.drift import Moments
+from cordillera.numerics.drift import DriftReference
 from cordillera.numerics.precision import Precision
+from cordillera.numerics.sealed_json import read_sealed, sealed
 from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import replace, sites
 from cordillera.numerics.stored_linear import StoredLinear
-from cordillera.run import disk_errors, write_atomically
+from cordillera.run import Run, disk_errors, write_atomically
+from cordillera.training import checkpoints
 from cordillera.training.checkpoints import write_tensors
 
-SCHEMA = 2
+SCHEMA = 3
 FOLDER = "quantized"
 """Where a run has its quantised model."""
 _TENSORS, _RECORD = "model.safetensors", "quantized.json"
@@ -91,48 +93,48 @@ def size_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values() if tensor.numel())
 
 
-def watched(model: RankingModel) -> list[str]:
-    """Names of the numbers that :func:`observe` gives of a sample.
+def origin(run: Run, *, use_best: bool) -> dict[str, str]:
+    """What a run's quantised model is made of: digests of the checkpoint that the run stands for and of its encoder.
 
     Args:
-        model: Any ranking model.
+        run: The run.
+        use_best: True for the step of the lowest validation NE, False for the newest.
+
+    Raises:
+        CheckpointError: there is no checkpoint or no encoder, or one cannot be read.
     """
-    features = model.features
-    return [
-        *(f"embedding of {feature.name}, root mean square" for feature in features.sparse),
-        *(f"dense feature {name}" for name in features.dense),
-        *(f"logit of {task}" for task in features.tasks),
-    ]
-
-
-def observe(model: RankingModel, batch: RankingBatch) -> tuple[Tensor, Tensor]:
-    """Logits of a batch, and what is watched of its samples.
-
-    Args:
-        model: What scores.
-        batch: Of ``B`` samples.
-
-    Returns:
-        ``[B, tasks]`` and ``float32 [B, numbers]``.
-    """
-    with torch.inference_mode():
-        if model.features.sparse:
-            embeddings = model.tables(batch.sparse).float()
-        else:
-            embeddings = batch.dense.new_zeros(len(batch), 0, 1)
-        logits = model.score(batch.dense, embeddings).float()
-        return logits, torch.cat([embeddings.square().mean(2).sqrt(), batch.dense.float(), logits], 1)
+    steps = checkpoints.steps(run.checkpoints)
+    if not steps:
+        raise CheckpointError(
+            "holds no checkpoint, so that nothing tells whose quantised model lies beside it",
+            where=str(run.checkpoints), remedy="keep the checkpoint that it was made of, or train again",
+        )  # fmt: skip
+    newest = checkpoints.folder_of(run.checkpoints, steps[-1])
+    best = read_json_object(newest / "state.json", error=CheckpointError).get("best_step")
+    folder = checkpoints.folder_of(run.checkpoints, best) if use_best and isinstance(best, int) else newest
+    digest = read_json_object(folder / "checksums.json", error=CheckpointError).get("tensors.safetensors")
+    if not isinstance(digest, str):
+        raise CheckpointError("holds no digest of the weights", where=str(folder / "checksums.json"))
+    encoder = run.folder / "encoder" / "encoder.json"
+    text = read_text(encoder, error=CheckpointError)
+    return {"checkpoint": digest, "encoder": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def save(
-    folder: Path, model: RankingModel, seen: Moments, facts: Mapping[str, Any], precision: Precision = "fp32"
+    folder: Path,
+    model: RankingModel,
+    seen: DriftReference,
+    made_of: Mapping[str, str],
+    facts: Mapping[str, Any],
+    precision: Precision = "fp32",
 ) -> None:
     """Write a quantised model.
 
     Args:
         folder: Made if need be; what was there is replaced.
         model: Of :func:`quantize_model`.
-        seen: What was watched at calibration.
+        seen: What it saw at calibration.
+        made_of: :func:`origin` of the run, without which it is not loaded.
         facts: For readers: budget, quality, sizes.
         precision: In which what has no kernel of its own is computed.
     """
@@ -142,27 +144,22 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         try:
             write_tensors(temporary, tensors)
-            digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
+            digest = checksum(temporary)
             (folder / _RECORD).unlink(missing_ok=True)  # from here on there is no model until the new one is whole
             temporary.replace(folder / _TENSORS)
         finally:
             temporary.unlink(missing_ok=True)
     record: dict[str, Any] = {
         "schema": SCHEMA,
+        "made_of": dict(made_of),
         "tables": getattr(model.tables, "kinds", {}),
         "layers": {n: m.kernel for n, m in model.named_modules() if isinstance(m, StoredLinear)},
-        "sha256": digest,
+        "tensors": digest,
         "precision": precision,
         "seen": seen.to_json(),
         "facts": dict(facts),
     }
-    record["digest"] = _digest(record)
-    write_atomically(folder / _RECORD, json.dumps(record, indent=1) + "\n")
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    content = {key: value for key, value in record.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    write_atomically(folder / _RECORD, sealed(record))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -177,19 +174,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / _RECORD
     if not path.is_file():
         raise CheckpointError("holds no quantised model", where=str(folder), remedy="cordillera quantize RUN makes one")
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if record["schema"] != SCHEMA:
-            raise CheckpointError(
-                f"is of version {record['schema']!r}, this library reads {SCHEMA}", where=str(path), remedy=_REMEDY
-            )
-        if record["digest"] != _digest(record):
-            raise CheckpointError("does not agree with its digest", where=str(path), remedy=_REMEDY)
-        for name, kind in (("tables", dict), ("layers", dict), ("seen", dict), ("sha256", str), ("precision", str)):
-            if not isinstance(record[name], kind):
-                raise TypeError(f"{name} is {type(record[name]).__name__}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"is damaged: {error!r}", where=str(path), remedy=_REMEDY) from error
+    record = read_sealed(path, SCHEMA, error=CheckpointError, remedy=_REMEDY)
+    kinds = {"made_of": dict, "tables": dict, "layers": dict, "seen": dict, "tensors": str, "precision": str}
+    for name, kind in kinds.items():
+        if not isinstance(record.get(name), kind):
+            raise CheckpointError(f"is damaged: {name} is no {kind.__name__}", where=str(path), remedy=_REMEDY)
     return record
 
 
@@ -205,21 +194,27 @@ def precision_of(folder: Path) -> Precision:
     return "bf16" if read_record(folder).get("precision") == "bf16" else "fp32"
 
 
-def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
+def load(folder: Path, model: RankingModel, made_of: Mapping[str, str]) -> tuple[RankingModel, DriftReference]:
     """Read a quantised model.
 
     Args:
         folder: Where it lies.
         model: Of the run's recipe; its tables and layers are replaced, its numbers do not matter.
+        made_of: :func:`origin` of the run that it serves.
 
     Returns:
-        The model, ready to score, and what was watched at calibration.
+        The model, ready to score, and what it saw at calibration.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or does not belong to this model.
+        CheckpointError: a file is missing, damaged, or the model was made of another run or of other weights.
     """
     self_test()
     record = read_record(folder)
+    for part in dict.fromkeys((*record["made_of"], *made_of)):
+        if record["made_of"].get(part) != made_of.get(part):
+            raise CheckpointError(
+                f"was made of another {part} than that of this run", where=str(folder), remedy=_REMEDY
+            )
     try:
         return _load(folder, model, record)
     except (NumericsError, RuntimeError) as error:
@@ -227,11 +222,11 @@ def load(folder: Path, model: RankingModel) -> tuple[RankingModel, Moments]:
         raise CheckpointError(f"does not fit the run's model: {what}", where=str(folder), remedy=_REMEDY) from error
 
 
-def _load(folder: Path, model: RankingModel, record: Mapping[str, Any]) -> tuple[RankingModel, Moments]:
+def _load(folder: Path, model: RankingModel, record: Mapping[str, Any]) -> tuple[RankingModel, DriftReference]:
     path = folder / _TENSORS
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+    if not path.is_file() or checksum(path) != record["tensors"]:
         raise CheckpointError(
-            "does not agree with its digest" if path.is_file() else "is missing", where=str(path),
+            "is damaged: its checksum differs" if path.is_file() else "is missing", where=str(path),
             remedy=_REMEDY,
         )  # fmt: skip
     try:
@@ -263,4 +258,4 @@ def _load(folder: Path, model: RankingModel, record: Mapping[str, Any]) -> tuple
         )
     for layer in placed:
         layer.prepare()
-    return model.eval().requires_grad_(False), Moments.from_json(record["seen"])
+    return model.eval().requires_grad_(False), DriftReference.from_json(record["seen"])

@@ -14,17 +14,17 @@ import torch
 from cordillera.data.datasets import prepare
 from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.dispatch import DispatchConfig, Profile, forward_products, planned, profile, weights_digest
+from cordillera.numerics.dispatch import DispatchConfig, Profile, apply, forward_products, planned, profile
 from cordillera.numerics.precision_plan import Choice, PrecisionPlan
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.row_statistics import RowStatistics
 from cordillera.numerics.selection import Change, check_budget
 from cordillera.numerics.self_test import self_test
-from cordillera.numerics.sites import replace, replaced, sites
+from cordillera.numerics.sites import replaced, sites
 from cordillera.numerics.training_products import profile_training, trained_layers
 from cordillera.run import Run, disk_errors
 from cordillera.training.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
-from cordillera.workflows.quantization import BUDGET
+from cordillera.workflows.quantization import BUDGET, say_skipped
 from cordillera.workflows.ranking import load_model, recipe_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches
 
@@ -108,13 +108,13 @@ def probe(
             say(f"probed {len(inputs)} layers on {sum(map(len, batches)):,} samples")
         products = forward_products(model, inputs)
         found = profile(products, config)
-        rows = {product.site: product.calibration for product in products}
+        say_skipped(found.skipped(), say)
         split = splits.validation if len(splits.validation) else splits.train
         size = max(config.rows)  # more rows than the plan knows would be computed in fp32
         base = scored(model, split, splits, batch_size=size)
-        plan, returned = dataclasses.replace(found.plan, weights=weights_digest(model)), list[str]()
+        plan, returned = found.plan, list[str]()
         while True:
-            with replaced(model, planned(model, plan, rows)):
+            with replaced(model, planned(model, plan)):
                 change = base.beside(scored(model, split, splits, batch_size=size))
             lowered = [choice for choice in plan.choices if choice.kernel != "fp32"]
             say(f"{len({c.site for c in lowered})} layers in lower precision: NE {100 * change.mean:+.4f} %")
@@ -196,6 +196,8 @@ def probe_training(
             gathered.save(run.folder / GRADIENT_PROBE_FILE)
         say(f"probed {len(gathered.inputs)} layers and their gradients: {run.folder / GRADIENT_PROBE_FILE}")
         found = profile_training(trained_layers(model, gathered.inputs, gathered.gradients), config)
+        say_skipped(found.skipped(), say)
+        found.plan = dataclasses.replace(found.plan, statistics=_digest(run.folder / GRADIENT_PROBE_FILE))
         found.plan.save(run.folder / TRAINING_PLAN_FILE)
         return TrainingProbing(run.folder / GRADIENT_PROBE_FILE, run.folder / TRAINING_PLAN_FILE, found)
 
@@ -244,21 +246,12 @@ def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tu
         allow_stale: Take a plan that was made on another machine or with other libraries.
 
     Raises:
-        NumericsError: there is no plan, it is damaged, or it was made elsewhere, for other weights or with other
-            statistics than lie beside it.
+        NumericsError: there is no plan, it is damaged, or it was made elsewhere or for other weights.
     """
-    plan = PrecisionPlan.load(run.folder / PLAN_FILE, allow_stale=allow_stale)
-    if plan.weights != weights_digest(model):
-        raise NumericsError(
-            "was made for other weights", where=str(run.folder / PLAN_FILE), remedy="cordillera probe RUN makes it anew"
-        )
-    statistics = Probed(run.folder / PROBE_FILE).inputs
-    if plan.statistics != _digest(run.folder / PROBE_FILE):
-        raise NumericsError(
-            "holds other statistics than the plan was made with", where=str(run.folder / PROBE_FILE),
-            remedy="cordillera probe RUN makes both anew",
-        )  # fmt: skip
-    products = forward_products(model, statistics)
-    for name, module in planned(model, plan, {p.site: p.calibration for p in products}).items():
-        replace(model, name, module)
+    path = run.folder / PLAN_FILE
+    plan = PrecisionPlan.load(path, allow_stale=allow_stale)
+    try:
+        apply(model, plan, allow_stale)
+    except NumericsError as error:
+        raise NumericsError(error.what, where=str(path), remedy="`cordillera probe RUN` makes the plan anew") from error
     return model, max((choice.rows for choice in plan.choices), default=1)

@@ -21,12 +21,19 @@ from cordillera.data.encoding import Encoder
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
 from cordillera.embeddings.quantized_tables import QuantizedTables, encoded
-from cordillera.errors import DataError, DependencyError, Interrupted, NumericsError
+from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, chosen
-from cordillera.numerics.dispatch import DispatchConfig, Trial, forward_products, median_seconds, try_all
-from cordillera.numerics.drift import Alarm, Moments, alarms, check_false_alarms
+from cordillera.numerics.dispatch import (
+    DispatchConfig,
+    Trial,
+    forward_products,
+    median_seconds,
+    skipped_layers,
+    try_all,
+)
+from cordillera.numerics.drift import Alarm, DriftCheck, check_false_alarms
 from cordillera.numerics.precision import Precision
 from cordillera.numerics.probe import Probe, ProbeConfig
 from cordillera.numerics.row_statistics import RowStatistics
@@ -37,6 +44,7 @@ from cordillera.numerics.stored_linear import StoredLinear
 from cordillera.recipe import Recipe
 from cordillera.run import Run, write_atomically
 from cordillera.serving import quantized_model
+from cordillera.serving.observation import Observer
 from cordillera.training.quantization_report import quantization_page
 from cordillera.training.trainer import autocast, scorer, select_device
 from cordillera.workflows.ranking import load_model, model_of, recipe_of, with_threads
@@ -171,19 +179,18 @@ def quantize(
         options = {name: option for name, option in selection.options.items() if option != "fp32"}
         quantized, precision = build(options), _precision(options)
         searched = next((e.change for e in selection.evaluated if e.options == options), Change(0.0, 0.0, 0.0))
-        watched = Moments(quantized_model.watched(model))
         # Of samples that the model was not trained on, as live ones are: on others it is surer of itself.
-        for batch in some_batches(search, recipe, _CALIBRATION_ROWS):
-            watched.update(quantized_model.observe(quantized, batch)[1])
+        seen_now = Observer(quantized, splits.encoder).reference(some_batches(search, recipe, _CALIBRATION_ROWS))
+        made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
         for name in (_REPORT, _PAGE):
             (target / name).unlink(missing_ok=True)  # it would speak of another model
-        quantized_model.save(target, quantized, watched, facts, precision)
+        quantized_model.save(target, quantized, seen_now, made_of, facts, precision)
     with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
-        loaded, _ = quantized_model.load(target, model_of(recipe, splits.features))
+        loaded, _ = quantized_model.load(target, model_of(recipe, splits.features), made_of)
         confirmed, ne = None, base.ne_beside(scored(loaded, search, splits, base.first, precision=precision))
         if len(splits.test):
             exact, ours = scored(model, splits.test, splits), scored(loaded, splits.test, splits, precision=precision)
@@ -248,7 +255,20 @@ def _try_layers(
     for product in products:
         found[product.site] = try_all(product, chosen(kernels), config)[_BATCH]
         say(f"layer {product.site}: {_fastest(found[product.site])} is the fastest of {len(kernels) + 1}")
+    say_skipped(skipped_layers(found), say)
     return found
+
+
+def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Callable[[str], object]) -> None:
+    """Say which kernels cannot take some layers, and why.
+
+    Args:
+        skipped: Of each kernel the reasons and how many layers have them.
+        say: Told of each.
+    """
+    for kernel, reasons in skipped.items():
+        for reason, layers in reasons.items():
+            say(f"{kernel} is skipped in {layers} layer{'s' * (layers != 1)}: {reason}")
 
 
 def _fastest(trials: list[Trial]) -> str:
@@ -407,21 +427,25 @@ def _plain(outcome: Quantized) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Drift:
     """What :func:`watch` saw.
 
     Attributes:
-        samples: That were looked at.
-        alarms: Numbers that moved, the farthest first.
-        numbers: How many were watched.
+        samples: Samples that were looked at.
+        alarms: Numbers and shares that moved, the least probable first.
+        watched: How many numbers and shares were watched.
+        checks: Comparisons among which the probability of a false alarm is shared out.
+        lacks: Name of the column of groups where the file has none, so that all samples count as independent.
     """
 
     samples: int
     alarms: list[Alarm]
-    numbers: int
+    watched: int
+    checks: int
+    lacks: str | None
 
 
-def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3) -> Watch:
+def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3) -> Drift:
     """Compare what a quantised model sees in a file of samples with what it saw when it was calibrated.
 
     Args:
@@ -430,7 +454,7 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
         false_alarms: Probability of an alarm where nothing has changed.
 
     Raises:
-        CheckpointError: there is no quantised model, or it is damaged.
+        CheckpointError: there is no quantised model, or it is damaged or of another run.
         DataError: the file cannot be read, or holds fewer than two samples whose numbers are finite.
         NumericsError: ``false_alarms`` is no probability.
     """
@@ -440,14 +464,23 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
     with with_threads(recipe.threads):
         encoder = Encoder.load(run.folder / "encoder")
         features = replace(encoder.features, tasks=tuple(run.read_json("model.json")["tasks"]))
-        model, before = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
-        now = Moments(before.names)
+        made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
+        folder = run.folder / quantized_model.FOLDER
+        model, reference = quantized_model.load(folder, model_of(recipe, features), made_of)
+        observer, check, grouped = Observer(model, encoder), DriftCheck(reference), True
+        if (observer.numbers, observer.shares) != (list(reference.names), list(reference.shares)):
+            raise CheckpointError(
+                "watches other numbers than this library", where=str(folder), remedy="cordillera quantize RUN"
+            )
         for frame, place in read_rows(str(file), recipe.data, encoder.schema):
             rows = encoder.encode(frame, where=place, labels=False)
+            grouped &= rows.groups is not None
             for begin in range(0, len(rows), 1024):
                 part = rows.take(np.arange(begin, min(begin + 1024, len(rows)))).batch()
-                now.update(quantized_model.observe(model, part)[1])
-    if now.count < 2:
-        lost = f", and {now.lost} on which a number of the model is not finite" if now.lost else ""
-        raise DataError(f"holds fewer than two samples that can be looked at ({now.count}){lost}", where=str(file))
-    return Watch(now.count + now.lost, alarms(before, now, false_alarms), len(before.names))
+                observer.update(check, part)
+    if check.samples < 2:
+        lost = f", and {check.lost} on which a number of the model is not finite" if check.lost else ""
+        raise DataError(f"holds fewer than two samples that can be looked at ({check.samples}){lost}", where=str(file))
+    lacks = None if grouped else encoder.schema.group
+    watched = len(reference.names) + len(reference.shares) + 1
+    return Drift(check.samples + check.lost, check.alarms(false_alarms), watched, check.checks, lacks)

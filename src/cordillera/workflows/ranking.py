@@ -399,7 +399,8 @@ def predict(
         features = replace(encoder.features, tasks=tasks)
         if quantized:
             device = torch.device("cpu")
-            model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features))
+            made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
+            model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features), made_of)
             score = scorer(model, device, quantized_model.precision_of(run.folder / quantized_model.FOLDER))
         elif planned:
             from cordillera.workflows.probing import load_planned
