@@ -1,13 +1,15 @@
 """One workload in a process of its own, which takes steps when it is told to: ``_thread_worker.py WORKLOAD THREADS``.
 
-``THREADS`` is a number, or ``default`` for what Cordillera's settings choose. Each line of its input is a number of
-seconds; it answers with the steps that it took in them, the seconds that these took, and the number of threads.
+``THREADS`` is a number, ``default`` for what Cordillera chooses, or ``library`` for what torch and OpenMP do when they
+are left alone. Each line of its input is a number of seconds; it answers with the steps that it took in them, the
+seconds that these took, and the number of threads.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +50,7 @@ def _int8(quick: bool) -> Callable[[int], object]:
     from cordillera.numerics.quantized_mlp import quantize_mlp
 
     sizes, rows = (512, 1024, 1024, 512, 1), 64 if quick else 256
-    layers = [part for a, b in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(a, b), nn.ReLU())]
+    layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     batches = [torch.randn(rows, sizes[0]) for _ in range(4)]
     model = quantize_mlp(nn.Sequential(*layers[:-1]), batches)
 
@@ -72,21 +74,30 @@ def main(workload: str, threads: str, quick: str) -> None:
 
     Args:
         workload: In :data:`WORKLOADS`.
-        threads: A number, or ``default``.
+        threads: A number, ``default`` or ``library``.
         quick: ``quick`` for small sizes.
     """
+    if threads != "library":
+        import cordillera  # noqa: F401  # which settles how threads wait, before torch is imported
     import torch
 
     torch.manual_seed(0)
-    if threads != "default":
+    chosen = ""
+    if threads == "default":
+        from cordillera.kernels.threads import choose_threads
+
+        choice = choose_threads()
+        torch.set_num_threads(choice.count)
+        chosen = choice.why
+    elif threads != "library":
         torch.set_num_threads(int(threads))
     take = WORKLOADS[workload](quick == "quick")
     for step in range(WARMUP):
         take(step)
-    print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
+    print(json.dumps({"threads": torch.get_num_threads(), "chosen": chosen}), flush=True)
     for line in sys.stdin:
         wanted, began, busy, steps = float(line), time.perf_counter(), time.process_time(), 0
-        while (seconds := time.perf_counter() - began) < wanted or not steps:
+        while time.perf_counter() - began < wanted or not steps:
             take(steps)
             steps += 1
         answer: dict[str, Any] = {"steps": steps, "seconds": time.perf_counter() - began}

@@ -37,6 +37,8 @@ from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
 from cordillera.training.scaling_laws import ScalingStudy
 from cordillera.training.trainer import Report, Trainer, Watcher, best_checkpoint, load_weights, scorer, select_device
+from cordillera.workflows.threads import keep as keep_threads
+from cordillera.workflows.threads import threads_of
 
 USED_PLAN_FILE = "used-training-plan.json"
 """In a run's folder: the plan by which it is trained."""
@@ -141,7 +143,10 @@ def train(
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
-    with with_threads(recipe.threads):
+    threads = recipe.threads
+    if recipe.training.plan is None:  # which holds for the number of threads that it was measured with
+        threads = threads_of(recipe.threads, say, folder=folder if resume else None)
+    with with_threads(threads):
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
@@ -171,6 +176,8 @@ def train(
             (run.folder / "encoder").mkdir()
             splits.encoder.save(run.folder / "encoder")
             run.write_json("model.json", described)
+        if recipe.threads is None and threads is not None:
+            keep_threads(run, threads)
         say(
             f"model: {described['name']}, {described['parameters']:,} parameters "
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
@@ -330,7 +337,8 @@ def predict(
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
     tasks = tuple(run.read_json("model.json")["tasks"])
-    with with_threads(recipe.threads):
+    # a plan holds for the number of threads that it was measured with
+    with with_threads(recipe.threads if planned else threads_of(recipe.threads, _silent)):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
             device = torch.device("cpu")
