@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 WARMUP = 3

@@ -8,6 +8,7 @@ alone. Once where nothing else runs, and once beside two processes that compute.
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import select
@@ -30,11 +31,19 @@ from rich.table import Table
 from cordillera.kernels.threads import usable_cores
 
 WORKER = Path(__file__).resolve().parent / "_thread_worker.py"
-WORKLOADS = ("dlrm", "wukong", "llama", "int8")
 NEIGHBOURS = (0, 2)
 LEAST_BESIDE, LEAST_ALONE = 0.8, 1.0
 DEADLINE_S = 300.0
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+class Workload(str, enum.Enum):
+    """What runs."""
+
+    dlrm = "dlrm"
+    wukong = "wukong"
+    llama = "llama"
+    int8 = "int8"
 
 
 class _Worker:
@@ -97,18 +106,20 @@ def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
     """Steps of one workload with all settings in turn.
 
     Args:
-        workload: In :data:`WORKLOADS`.
+        workload: A :class:`Workload`.
         neighbours: Processes that compute beside it.
         quick: Few and small steps.
     """
     cores = usable_cores()
-    counts = [str(count) for count in sorted({1, max(1, cores // 2), cores})]
-    rounds, duration = (2, 0.05) if quick else (9, 1.5)
+    counts = [str(count) for count in ((cores,) if quick else sorted({1, max(1, cores // 2), cores}))]
+    rounds, duration = (2, 0.05) if quick else (9, 1.0)
     with _neighbours(neighbours), ExitStack() as stack:
-        workers, facts = {}, {}
-        for name in ("default", *counts, "library"):
-            workers[name] = stack.enter_context(_started(workload, name, quick))
-            facts[name] = workers[name].answer()
+        workers = {name: stack.enter_context(_started(workload, name, quick)) for name in (*counts, "library")}
+        for worker in workers.values():
+            worker.answer()
+        # the others wait now: it is not to take them for neighbours
+        workers["default"] = stack.enter_context(_started(workload, "default", quick))
+        chosen = workers["default"].answer()
         seconds: dict[str, list[float]] = {name: [] for name in workers}
         names = list(workers)
         for turn in range(rounds):
@@ -119,8 +130,8 @@ def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
     return {
         "workload": workload,
         "neighbours": neighbours,
-        "threads": facts["default"]["threads"],
-        "chosen": facts["default"]["chosen"],
+        "threads": chosen["threads"],
+        "chosen": chosen["chosen"],
         "best": int(best),
         "times_best": times_faster(timings["default"], timings[best]).to_json(),
         "times_library": times_faster(timings["default"], timings["library"]).to_json(),
@@ -128,11 +139,11 @@ def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def _measure(console: Console, quick: bool) -> dict[str, Any]:
+def _measure(console: Console, workloads: list[str], quick: bool) -> dict[str, Any]:
     load = busy()
     if load is not None and load > 1:
         console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
-    rows = [measure_case(workload, count, quick) for count in NEIGHBOURS for workload in WORKLOADS]
+    rows = [measure_case(workload, count, quick) for count in NEIGHBOURS[quick:] for workload in workloads]
     table = Table(title="steps with the default settings (measured)", title_justify="left")
     for heading in ("workload", "beside", "threads", "times the best number", "times the library's", "quartiles"):
         table.add_column(heading)
@@ -147,7 +158,7 @@ def _measure(console: Console, quick: bool) -> dict[str, Any]:
     notes = [
         f"asked: at least {LEAST_BESIDE:g} times as fast as the best number of threads beside two processes, and no "
         "slower than the library left alone where nothing else runs",
-        "default: threads and waiting as Cordillera chooses; library: torch imported first, so that it spins as it likes",
+        "default: threads and waiting as Cordillera chooses; library: torch imported first, which spins as it likes",
     ]
     print_notes(console, notes)
     return {
@@ -160,13 +171,17 @@ def _measure(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def main(
+    workload: Annotated[
+        list[Workload] | None, typer.Option("--workload", help="What to run; repeat it for several. Default: all.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Folder of the result file.")] = None,
 ) -> None:
     """Measure training and scoring beside processes that compute."""
     console = make_console()
     folder = results or (RESULTS / "quick" if quick else RESULTS)
-    write_part(console, folder, "threads", "neighbours", quick, partial(_measure, console, quick))
+    workloads = [one.value for one in workload or Workload]
+    write_part(console, folder, "threads", "neighbours", quick, partial(_measure, console, workloads, quick))
 
 
 if __name__ == "__main__":
