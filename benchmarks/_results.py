@@ -84,7 +84,7 @@ def write_part(
         "quick": quick,
         "seconds": time.perf_counter() - began,
         "machine": fingerprint(),
-        "sources": digests_of(system.replace("-", "_")),
+        "sources": digests_of(system.replace("-", "_"), part),
         **conditions,
         **figures,
     }
