@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _machine import fingerprint
+from _sources import digests_of
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def write_part(
     measure: Callable[[], dict[str, Any]],
     **conditions: str,
 ) -> None:
-    """Measure a part of a benchmark and write its figures with the machine's fingerprint.
+    """Measure a part of a benchmark and write its figures with the machine's fingerprint and digests of the code.
 
     Args:
         console: Told where the file is.
@@ -83,6 +84,7 @@ def write_part(
         "quick": quick,
         "seconds": time.perf_counter() - began,
         "machine": fingerprint(),
+        "sources": digests_of(system.replace("-", "_"), part),
         **conditions,
         **figures,
     }

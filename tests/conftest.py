@@ -8,6 +8,7 @@ one process and thus run one after another, from the beginning on, as they take 
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from cordillera.kernels.threads import usable_cores
+
+# Tests compare results bit for bit: the number of threads must not follow what else the machine does.
+os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

@@ -29,6 +29,7 @@ from cordillera.errors import (
     RecipeError,
     TrainingError,
 )
+from cordillera.kernels.threads import limit_spinning
 
 if TYPE_CHECKING:
     from cordillera.jagged import JaggedBatch, JaggedTensor
@@ -64,6 +65,8 @@ __all__ = [
     "sweep",
     "train",
 ]
+
+limit_spinning()  # before torch is imported
 
 _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),

@@ -25,6 +25,7 @@ from cordillera.data.text_corpora import TextDataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, RecipeError
+from cordillera.kernels.threads import MOST_THREADS
 from cordillera.mistakes import explain, known_keys, models_of
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
@@ -50,7 +51,8 @@ class _AnyRecipe(BaseModel):
         description: One sentence for people.
         seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        threads: Threads of the CPU's kernels; null for all cores, shared among the processes of a run.
+        threads: Threads of the CPU's kernels, of each process. Null for all processors, shared among the processes of a
+            run, or for fewer if others keep them busy when the run begins; a run that goes on keeps its number.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,7 +61,7 @@ class _AnyRecipe(BaseModel):
     description: str = ""
     seed: int = Field(1, ge=0, lt=2**63)
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS)
 
 
 class Recipe(_AnyRecipe):

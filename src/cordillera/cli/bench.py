@@ -14,6 +14,13 @@ from cordillera.errors import CordilleraError
 
 # What follows SYSTEM belongs to the benchmark's own program.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+_LISTING = "_sources.py"
+_REMEDY = "benchmarks are part of the source checkout, not of the installed package: "
+_REMEDY += "clone the repository and run this command in it"
+
+
+def _looked() -> str:
+    return ", ".join(str(folder) for folder in folders())
 
 
 def folders() -> list[Path]:
@@ -35,18 +42,30 @@ def programs() -> dict[str, Path]:
 
 def bench(
     context: typer.Context,
-    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="What to measure, for instance `ranking`.")],
+    system: Annotated[
+        str | None, typer.Argument(metavar="SYSTEM", help="What to measure, for instance `ranking`.")
+    ] = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="List result files whose code has changed since; exit status 1 if any has.")
+    ] = False,
 ) -> None:
     """Measure a system beside its peers; options after SYSTEM go to its benchmark (`bench ranking -- --help`)."""
     available = programs()
+    if stale:
+        if system is not None or context.args:
+            raise CordilleraError("takes no SYSTEM and no other option", where="--stale")
+        listing = next((folder / _LISTING for folder in folders() if (folder / _LISTING).is_file()), None)
+        if listing is None:
+            raise CordilleraError("there are no benchmarks", where=_looked(), remedy=_REMEDY)
+        raise typer.Exit(subprocess.run([sys.executable, str(listing)]).returncode)
+    if system is None:
+        raise CordilleraError("is missing", where="SYSTEM", remedy=f"one of {', '.join(available)}, or --stale")
     if system not in available:
-        looked = ", ".join(str(folder) for folder in folders())
         known = f"one of {', '.join(available)}" if available else "none was found"
         raise CordilleraError(
             f"there is no benchmark {system!r} ({known})",
-            where=looked,
-            remedy="benchmarks are part of the source checkout, not of the installed package: "
-            "clone the repository and run this command in it",
+            where=_looked(),
+            remedy=_REMEDY,
         )
     done = subprocess.run([sys.executable, str(available[system]), *context.args])
     if done.returncode:

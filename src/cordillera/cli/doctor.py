@@ -25,6 +25,7 @@ from rich.text import Text
 
 from cordillera.cli._show import console, echo
 from cordillera.kernels.host_memory import keep_freed_memory
+from cordillera.kernels.threads import quota, spins_long, usable_cores
 
 Status = Literal["usable", "limited", "absent", "broken"]
 
@@ -115,8 +116,7 @@ def _cpu() -> Finding:
     }
     has = [name for name, flag in wanted.items() if flag in flags]
     native = {"avx512_bf16", "amx_bf16", "bf16"} & flags
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = _cgroup_cores()
+    cores, share = usable_cores(), quota()
     text = f"{model}, {platform.machine()}, {cores} usable cores"
     if share is not None and share < cores:
         text += f" (the container may use {share:g} of them)"
@@ -131,14 +131,6 @@ def _cpu() -> Finding:
         f"{text}; no bf16 instructions, so bf16 is emulated and saves memory traffic but not arithmetic",
         "if bf16 is not faster here, train with --set training.precision=fp32",
     )
-
-
-def _cgroup_cores() -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        if quota != "max":
-            return float(quota) / float(period)
-    return None
 
 
 def _memory() -> Finding:
@@ -179,6 +171,9 @@ def _torch_and_gpu() -> list[Finding]:
         return [Finding("python", "torch", "broken", text, remedy)]
     version, kernels, threads, runtime, names = json.loads(text)
     detail = f"{version}, {kernels} kernels, {threads} threads"
+    spinning = spins_long()
+    if threads > 1 and spinning:
+        detail += f", slow beside other processes: {spinning}"
     if _minor(version) in FBGEMM_OF_TORCH:
         finding = Finding("python", "torch", "usable", detail)
     else:

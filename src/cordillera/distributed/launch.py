@@ -37,6 +37,7 @@ from cordillera.distributed.job import STOPPING, handling, join_job
 from cordillera.distributed.job_store import JobStore, StoreError, within
 from cordillera.distributed.watch import ABANDONED, WatchConfig
 from cordillera.errors import DependencyError, PlanError, printable
+from cordillera.kernels.threads import usable_cores
 
 _POLL_S = 0.1
 _FIND_S = 20.0  # until the store, in this process, answers
@@ -365,8 +366,7 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
     """Begin the processes; those that were begun are in ``ranks``, whatever happens."""
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # unblocks signals where it begins
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or max(1, cores // size)
+    threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     job = {
         "WORLD_SIZE": str(size),

@@ -52,6 +52,8 @@ from cordillera.training.language_trainer import (
 )
 from cordillera.training.sharded_checkpoints import ShardedCheckpoints
 from cordillera.training.trainer import select_device
+from cordillera.workflows.threads import keep as keep_threads
+from cordillera.workflows.threads import threads_of
 
 Say = Callable[[str], object]
 
@@ -155,6 +157,10 @@ def train(
                 remedy="start fewer processes, or set device=cpu",
             )
         run = _prepare(recipe, folder, resume, say)  # in no job yet: Ctrl-C ends it at once
+        if recipe.threads is None:
+            threads = threads_of(None, say, folder=run.folder if resume else None, processes=parallel.world)
+            keep_threads(run, threads, parallel.world)
+            recipe = recipe.model_copy(update={"threads": threads})
         if parallel.world > 1:
             report = _launch(recipe, run, resume, device, watch, say)
         else:

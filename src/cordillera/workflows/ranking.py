@@ -42,6 +42,8 @@ from cordillera.training.evaluation import evaluate as evaluate_split
 from cordillera.training.report import write_report
 from cordillera.training.scaling_laws import ScalingStudy
 from cordillera.training.trainer import Report, Trainer, Watcher, best_checkpoint, load_weights, scorer, select_device
+from cordillera.workflows.threads import keep as keep_threads
+from cordillera.workflows.threads import threads_of
 
 USED_PLAN_FILE = "used-training-plan.json"
 """In a run's folder: the plan by which it is trained."""
@@ -146,10 +148,14 @@ def train(
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
-    with with_threads(recipe.threads), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if resume:
             run = Run(folder or "")
             stack.enter_context(run.lock())
+        threads = recipe.threads
+        if recipe.training.plan is None:  # which holds for the number of threads that it was measured with
+            threads = threads_of(recipe.threads, say, folder=folder if resume else None)
+        stack.enter_context(with_threads(threads))
         say(f"data: {recipe.data.label}")
         splits = prepare(recipe.data)
         model = model_of(recipe, splits.features)
@@ -182,6 +188,8 @@ def train(
                     where=recipe.data.label,
                     remedy="restore the files, or start a new run",
                 )
+        if recipe.threads is None and threads is not None:
+            keep_threads(run, threads)
         say(
             f"model: {described['name']}, {described['parameters']:,} parameters "
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
@@ -395,7 +403,8 @@ def predict(
     encoder = Encoder.load(run.folder / "encoder")
     card = card_of(run)
     tasks, unseen = tuple(card["tasks"]), UnseenCount(encoder, card["data"]["facts"])
-    with with_threads(recipe.threads):
+    # a plan holds for the number of threads that it was measured with
+    with with_threads(recipe.threads if planned else threads_of(recipe.threads, _silent)):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
             device = torch.device("cpu")

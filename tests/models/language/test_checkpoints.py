@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -607,3 +609,17 @@ def test_gguf_cut_anywhere_is_refused(make_llama: MakeLlama, tmp_path: Path) -> 
         path.write_bytes(whole[:size])
         with pytest.raises(CordilleraError, match=r"model\.gguf: is truncated, damaged or not GGUF"):
             load(path)
+
+
+def test_loading_a_checkpoint_imports_no_compiler(make_llama: MakeLlama, tmp_path: Path) -> None:
+    save_hugging_face(make_llama(), tmp_path / "model")
+    program = """
+import sys, torch
+from cordillera.models.language.checkpoints import load
+config, model = load(sys.argv[1], torch.bfloat16)
+assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in model.parameters())
+print(sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr

@@ -313,6 +313,12 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+def _make_embedding(config: LlamaConfig) -> nn.Embedding:
+    """An embedding as torch makes it; on the meta device its values are not drawn, as that imports torch's compiler."""
+    weight = torch.empty(config.vocabulary, config.hidden)
+    return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
+
+
 class Llama(nn.Module):
     """Embedding, blocks, norm, head.
 
@@ -328,7 +334,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.embedding = _make_embedding(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cordillera.errors import CheckpointError
 from cordillera.models.language.checkpoints.consolidated import Consolidated, save_consolidated
@@ -107,7 +107,10 @@ def read_model(
     """
     with torch.device("meta"):
         model = Llama(source.config)
-    model.to(dtype).to_empty(device=device)
+    # Module.to_empty asks the meta tensors for ones like them, which imports sympy: 37 MiB
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
     _fill(model, source, threads)
     return model
 

@@ -1,0 +1,304 @@
+"""Which code a figure comes from, and whether that code is still the same: ``cordillera bench --stale``.
+
+A figure depends on the definitions (functions, classes, constants) that its part of a benchmark names, directly or
+through others: in the benchmark, in helpers beside it and in the package, but not in modules that only read recipes,
+talk to people or draw. Definitions are compared without comments, docstrings, layout and annotations of arguments, so
+that only what computes counts. Result files keep a digest of each module's share; those that were written before they
+did are held against the commit that they name.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+CHECKOUT = BENCHMARKS.parent
+
+# Modules that compute nothing, by the beginning or the end of their names; what they import does not count either.
+_TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.mistakes", "cordillera.recipe")
+_TALKING += ("cordillera.run",)
+_DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
+_MACHINERY = ("_machine", "_results", "_sources", "_tables")  # which print and write
+
+
+def counts(module: str) -> bool:
+    """Whether a module can change a figure."""
+    parts = module.rsplit(".", 1)[-1].split("_")
+    return module not in _MACHINERY and not module.startswith(_TALKING) and parts[-1] not in _DRAWING
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of the benchmarks or of the package, or None if it is of neither."""
+    base = CHECKOUT / "src" if module.split(".")[0] == "cordillera" else BENCHMARKS
+    path = base.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+class _Module:
+    """The definitions of a module by name; what is in none of them, by the empty name.
+
+    Args:
+        code: Its text.
+    """
+
+    def __init__(self, code: str) -> None:
+        self.defined: dict[str, list[ast.AST]] = {"": []}
+        self.imported: dict[str, tuple[str, str]] = {}
+        for node in _plain(ast.parse(code)).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self.imported |= _imports(node)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                self.defined.setdefault(node.name, []).append(node)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    names = [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]
+                    for name in names[:1] if isinstance(target, (ast.Subscript, ast.Attribute)) else names:
+                        self.defined.setdefault(name, []).append(node)
+            elif not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
+                self.defined[""].append(node)
+                for one in ast.walk(node):
+                    if isinstance(one, (ast.Import, ast.ImportFrom)):
+                        self.imported |= _imports(one)
+
+    def digest(self, names: Iterable[str]) -> str:
+        """Of some definitions; one that is not there counts as well."""
+        dumped = {name: [ast.dump(node) for node in self.defined.get(name, ())] for name in sorted({"", *names})}
+        return hashlib.sha256(json.dumps(dumped).encode()).hexdigest()[:12]
+
+    def uses(self, nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
+        """Names, with their modules, that nodes use; the module is empty for those of this one."""
+        found: set[tuple[str, str]] = set()
+        imported, waiting = dict(self.imported), [*nodes]
+        for node in waiting[:]:
+            for one in ast.walk(node):
+                if isinstance(one, (ast.Import, ast.ImportFrom)):
+                    imported |= _imports(one)
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+                module, name = imported[node.value.id]
+                found.add((module, name or node.attr))
+            elif isinstance(node, ast.Name):
+                found.add(imported.get(node.id, ("", node.id)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= _started(node.value)
+            else:
+                waiting.extend(ast.iter_child_nodes(node))
+        return found
+
+
+def _plain(tree: ast.Module) -> ast.Module:
+    """Without docstrings and annotations of functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            words = [line for line in node.body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
+            node.body = [line for line in node.body if line not in words]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    return tree
+
+
+def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
+    """Local names to modules and the names in them; empty for whole modules."""
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name.split(".")[0]: (alias.name, "") for alias in node.names}
+    found = {}
+    for alias in node.names:
+        whole = f"{node.module}.{alias.name}"
+        is_module = not node.level and file_of(whole) is not None
+        found[alias.asname or alias.name] = (whole, "") if is_module else (node.module or "", alias.name)
+    return found
+
+
+def _started(text: str) -> set[tuple[str, str]]:
+    """What programs use that code holds as text, or starts by the names of their files."""
+    if text.startswith("_") and text.endswith(".py"):
+        return {(text.removesuffix(".py"), name) for name in ("main", "")}
+    if "import " not in text:
+        return set()
+    try:
+        module = _Module(text)
+    except (SyntaxError, ValueError):
+        return set()
+    nodes = [node for nodes in module.defined.values() for node in nodes]
+    return {use for use in module.uses(nodes) if use[0]} | set(module.imported.values())
+
+
+@lru_cache(maxsize=1024)
+def _module(code: str) -> _Module:
+    return _Module(code)
+
+
+def _code(module: str) -> str | None:
+    file = file_of(module)
+    return None if file is None else file.read_text(encoding="utf-8")
+
+
+def _roots(program: _Module, part: str) -> set[tuple[str, str]]:
+    """What a benchmark calls for one of its parts; all of it where it has no table of parts."""
+    for node in program.defined.get("PARTS", ()):
+        table = getattr(node, "value", None)
+        if isinstance(table, ast.Dict):
+            for key, value in zip(table.keys, table.values, strict=True):
+                if isinstance(key, ast.Attribute) and key.attr == part:
+                    return program.uses([value])
+    return {("", name) for name in program.defined}
+
+
+def definitions_of(program: str, part: str) -> dict[str, set[str]]:
+    """Names of the definitions that a part of a benchmark depends on, by module.
+
+    Args:
+        program: Name of its file, without ``.py``.
+        part: Of the benchmark.
+    """
+    found: dict[str, set[str]] = {program: {""}}
+    waiting = [(module or program, name) for module, name in _roots(_module(_code(program) or ""), part)]
+    while waiting:
+        module, name = waiting.pop()
+        if name in found.get(module, ()) or (module != program and not counts(module)):
+            continue
+        code = _code(module)
+        if code is None:
+            continue
+        tree = _module(code)
+        if name in tree.imported:  # handed on
+            waiting.append(tree.imported[name])
+        elif name in tree.defined:
+            fresh = {name} if module in found else {name, ""}
+            found.setdefault(module, set()).update(fresh)
+            for one in fresh:
+                waiting += [(other or module, used) for other, used in tree.uses(tree.defined[one])]
+    return found
+
+
+def digests_of(program: str, part: str) -> dict[str, str]:
+    """Digests, by module, of the definitions that a part of a benchmark depends on, for its result file.
+
+    Args:
+        program: Name of its file, without ``.py``.
+        part: Of the benchmark.
+    """
+    return {
+        module: _module(_code(module) or "").digest(names)
+        for module, names in sorted(definitions_of(program, part).items())
+    }
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _changed_since(commit: str, definitions: dict[str, set[str]]) -> list[str] | None:
+    """Modules whose definitions are others than at a commit; None where that is not known here."""
+    listed = _git("diff", "--name-only", "--no-renames", commit, "--", "src", "benchmarks")
+    if listed is None:
+        return None
+    differing, changed = set(listed.splitlines()), []
+    for module, names in definitions.items():
+        file = file_of(module)
+        assert file is not None
+        path = file.relative_to(CHECKOUT).as_posix()
+        if path in differing:
+            before = _git("show", f"{commit}:{path}")
+            if before is None or _module(before).digest(names) != _module(_code(module) or "").digest(names):
+                changed.append(module)
+    return changed
+
+
+@dataclass(frozen=True)
+class Age:
+    """What is known about the code behind a result file.
+
+    Attributes:
+        file: The result file.
+        measured: Day on which it was measured.
+        commit: Commit at which it was measured, with ``+`` if files differed from it.
+        changed: Modules of which definitions that the figure depends on have changed since.
+        problem: Why that cannot be told, or empty.
+        command: That measures it again.
+    """
+
+    file: Path
+    measured: str
+    commit: str
+    changed: tuple[str, ...]
+    problem: str
+    command: str
+
+    @property
+    def stale(self) -> bool:
+        """Whether it should be measured again."""
+        return bool(self.changed or self.problem)
+
+
+def age_of(file: Path) -> Age:
+    """Compare the code behind a result file with that of this checkout.
+
+    Args:
+        file: A result file.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        system, part = str(content["system"]), str(content["part"])
+        machine: dict[str, Any] = content["machine"]
+        recorded = {str(name): str(value) for name, value in content.get("sources", {}).items()}
+        measured, commit = str(machine["date"])[:10], str(machine.get("commit") or "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Age(file, "", "", (), f"is no result file ({error!r})", "")
+    program = system.replace("-", "_")
+    code = _code(program)
+    shown = commit[:9] + ("+" if machine.get("uncommitted_changes") else "")
+    if code is None:
+        return Age(file, measured, shown, (), f"there is no benchmark {system}", "")
+    command = f"cordillera bench {program.replace('_', '-')}" + (f" --part {part}" if '"--part"' in code else "")
+    if recorded:
+        now = digests_of(program, part)
+        changed: list[str] | None = [name for name in {**now, **recorded} if now.get(name) != recorded.get(name)]
+    else:
+        changed = _changed_since(commit, definitions_of(program, part)) if commit else None
+    problem = "" if changed is not None else f"commit {commit[:9] or 'none'} is not known here"
+    return Age(file, measured, shown, tuple(sorted(changed or ())), problem, command)
+
+
+def main(folder: Path = BENCHMARKS / "results") -> int:
+    """Print the result files whose code has changed since they were measured; 1 if there are any.
+
+    Args:
+        folder: Of result files.
+    """
+    from _results import make_console
+    from rich.table import Table
+
+    console = make_console()
+    ages = [age_of(file) for file in sorted(folder.glob("*.json"))]
+    stale = [age for age in ages if age.stale]
+    table = Table(title="figures whose code has changed since they were measured", title_justify="left")
+    for heading in ("result file", "measured", "commit", "what changed", "measured again by"):
+        table.add_column(heading)
+    for age in stale:
+        names = [name.removeprefix("cordillera.") for name in age.changed]
+        what = age.problem or ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        table.add_row(age.file.name, age.measured, age.commit, what, age.command)
+    if stale:
+        console.print(table)
+    console.print(f"{len(stale)} of {len(ages)} result files are stale", markup=False)
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,68 @@
+"""The number of threads of a run: chosen when it begins, and kept when it goes on, as results depend on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from cordillera.errors import CordilleraError
+from cordillera.files import read_json_object
+from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_cores
+from cordillera.run import Run, RunError, write_atomically
+
+FILE = "threads.json"
+"""In a run's folder: how many threads it computes with, where its recipe leaves that open."""
+
+
+def threads_of(
+    wanted: int | None, say: Callable[[str], object], *, folder: Path | str | None = None, processes: int = 1
+) -> int:
+    """Number of threads that each process of a run computes with.
+
+    Args:
+        wanted: ``threads`` of the recipe; None to choose.
+        say: Told what was chosen, if there is anything to say about it.
+        folder: Of a run that goes on: it keeps its number, as far as this machine has as many processors.
+        processes: Of the run on this machine, among which threads are shared.
+    """
+    if wanted is not None:
+        return wanted
+    kept = None if folder is None else _kept(Path(folder) / FILE, processes)
+    if kept is not None:
+        return kept
+    chosen = choose_threads()
+    if chosen.why:
+        say(f"threads: {chosen.why}")
+    return max(1, chosen.count // processes)
+
+
+def keep(run: Run, threads: int, processes: int = 1) -> None:
+    """Write down how many threads a run computes with.
+
+    Args:
+        run: The run.
+        threads: Of each process.
+        processes: Of the run.
+    """
+    content = {"threads": threads, "processes": processes}
+    write_atomically(run.folder / FILE, json.dumps(content, indent=2) + "\n")
+
+
+def _kept(file: Path, processes: int) -> int | None:
+    if not file.exists():
+        return None
+    found = read_json_object(file, error=RunError, remedy="delete the file: the number is chosen anew")
+    threads = found.get("threads")
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MOST_THREADS:
+        raise _wrong(file, threads)
+    fits = found.get("processes") == processes and threads * processes <= max(usable_cores(), processes)
+    return threads if fits else None
+
+
+def _wrong(file: Path, threads: object) -> CordilleraError:
+    return RunError(
+        f"threads is {threads!r}, not a number from 1 to {MOST_THREADS}",
+        where=str(file),
+        remedy="delete the file: the number is chosen anew",
+    )
