@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import tempfile
@@ -22,17 +23,26 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from cordillera.errors import PlanError, printable
-from cordillera.files import TOML_BYTES, parse_toml, read_text
+from cordillera.files import parse_toml, read_text
 from cordillera.mistakes import explain, known_keys
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 
 # Limits keep costs and results finite: memory and time grow with counts, quotients of extreme rates overflow.
 MOST_DEVICES = 1 << 20
-_MOST_LISTED = 20  # mistakes of one file that an error lists
+_MOST_BYTES = 512 << 10  # of a file
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes of one file that an error lists, and that it counts
 
 
 def _number(value: object) -> object:
@@ -102,7 +112,7 @@ class Level(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)
-    members: Count | tuple[Count, ...]
+    members: Count | Annotated[tuple[Count, ...], Field(fail_fast=True)]
     latency_s: NotNegative
     distance_km: NotNegative = 0.0
     bytes_per_s: Positive | None = None
@@ -161,7 +171,7 @@ class Topology(BaseModel):
     source: Words = ""
     device: Device
     levels: tuple[Level, ...] = Field(min_length=1, max_length=16)
-    links: tuple[Link, ...] = ()
+    links: Annotated[tuple[Link, ...], Field(fail_fast=True)] = ()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Topology:
@@ -419,8 +429,10 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = explain(error.errors(), partial(known_keys, model))
-        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        entries = error.errors(include_url=False)
+        problems = explain(entries[:_MOST_EXPLAINED], partial(known_keys, model))
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems):,} mistakes"
+        count += " or more" if len(entries) > _MOST_EXPLAINED else ""
         shown = problems[:_MOST_LISTED]
         listing = "".join(f"\n  {path}: {message}" for path, message in shown)
         listing += f"\n  and {len(problems) - len(shown):,} more" if len(problems) > len(shown) else ""
@@ -448,17 +460,18 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
     Raises:
         PlanError: If there is no such file, or it is not TOML.
     """
-    names, where = [one.name.removesuffix(".toml") for one in resources.files(package).iterdir()], str(source)
+    entries, where = [one.name for one in resources.files(package).iterdir()], str(source)
+    names = sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml"))
     if where in names:
         text = (resources.files(package) / f"{where}.toml").read_text(encoding="utf-8")
     elif where not in ("", ".") and os.path.lexists(where.replace("\0", "")):
-        text = read_text(source, error=PlanError, limit=TOML_BYTES)
+        text = read_text(source, error=PlanError, limit=_MOST_BYTES)
     else:
         close = difflib.get_close_matches(where[:200], names, n=1)
         raise PlanError(
             f"is neither a shipped {kind} nor a file",
             where=where or f"{kind} ''",
-            remedy=f"did you mean {close[0]}?" if close else f"shipped: {', '.join(sorted(names))}",
+            remedy=f"did you mean {close[0]}?" if close else f"shipped: {', '.join(names)}",
         )
     content = parse_toml(text, where, error=PlanError)
     content.setdefault("name", printable(Path(source).stem)[:200])
@@ -512,6 +525,8 @@ def check_writable(*paths: Path) -> None:
                 raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
             for folder in reversed([path.parent, *path.parent.parents]):
                 if not folder.is_dir():
+                    if os.path.lexists(folder):
+                        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")
                     folder.mkdir()
                     made.append(folder)
             with tempfile.TemporaryFile(dir=path.parent):

@@ -107,6 +107,22 @@ WORDS = [
 ]  # fmt: skip
 
 
+VALUES = [
+    b"0", b"1", b"2", b"3", b"7", b"64", b"1000", b"4096", b"65536", b"100000", b"1048576", b"16777216", b"4294967296",
+    b"1125899906842624", b"4611686018427387904", b"1e-300", b"1e-6", b"0.001", b"0.5", b"0.999999", b"1e6", b"1e12",
+    b"1e24", b"1e300", b"[1]", b"[512, 512]", b"-1", b"true", b'"dot"', b'"concat"',
+]  # fmt: skip
+
+
+def other_values(content: bytes, rng: random.Random) -> bytes:
+    """The content with one to six values replaced by extreme ones."""
+    lines = content.split(b"\n")
+    places = [place for place, line in enumerate(lines) if b" = " in line]
+    for place in rng.sample(places, rng.randint(1, 6)):
+        lines[place] = lines[place].split(b" = ")[0] + b" = " + rng.choice(VALUES)
+    return b"\n".join(lines)
+
+
 def _finite(**numbers: float) -> None:
     for name, number in numbers.items():
         assert math.isfinite(number), (name, number)
@@ -165,7 +181,8 @@ def test_damaged_files_are_refused_or_predicted_with_finite_numbers(
     rng = random.Random(0)
     accepted = 0
     for number in range(fuzz_inputs(150)):
-        content = damaged(rng.choice(texts).encode(), rng, WORDS)
+        text = rng.choice(texts).encode()
+        content = damaged(text, rng, WORDS) if number % 3 == 0 else other_values(text, rng)
         path = tmp_path / "input.toml"
         path.write_bytes(content)
         found = survives(lambda path=path: read(path), f"input {number}: {content!r}")  # type: ignore[misc]

@@ -35,9 +35,9 @@ def parse_change(text: str) -> tuple[str, float | str]:
     except ValueError:
         number = math.nan
     if not sign or not re.fullmatch(r"\w+\.\w+", path) or not math.isfinite(number):
-        raise PlanError("is not a change", where=text, remedy="write level.key=number or level.key*=number")
+        raise PlanError("is not a change", where=text or "change ''", remedy="write level.key=number or level.key*=number")
     if operator == "/" and not number:
-        raise PlanError("divides by 0", where=text, remedy="write another number")
+        raise PlanError("divides by 0", where=text or "change ''", remedy="write another number")
     return path, f"{operator}={number!r}" if operator else number
 
 
@@ -84,7 +84,7 @@ def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     for text in changes:
         path, value = parse_change(text)
         if path in edits:
-            raise PlanError(f"changes {path} a second time", where=text, remedy="one change of each key")
+            raise PlanError(f"changes {path} a second time", where=text or "change ''", remedy="one change of each key")
         edits[path] = value
     topology = clusters.load(cluster)
     return topology.changed(edits) if edits else topology

@@ -31,6 +31,10 @@ from cordillera.topology import Topology
 
 DRAWS = 10_000
 _MOST = 1_000_000  # of a factor and of a jitter, so that times stay finite
+_MEANS = {
+    "--slow": "how many times as long a device computes",
+    "--jitter": "what is added to a latency on average, as a part of it",
+}
 _AS_GOOD = 0.95  # of what all devices' seconds were before: a number of devices with as little needs no smaller rival
 
 
@@ -75,16 +79,9 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
     Raises:
         PlanError: For what is too small or not finite.
     """
-    if slow is not None and not 1 <= slow <= _MOST:
-        raise PlanError(
-            f"{slow:g} times as slow is not slow", where="--slow", remedy=f"a factor of 1 or more, at most {_MOST:,}"
-        )
-    if jitter is not None and not 0 <= jitter <= _MOST:
-        raise PlanError(
-            f"{jitter:g} is not a jitter",
-            where="--jitter",
-            remedy=f"0 or more, as a part of the latency, at most {_MOST:,}",
-        )
+    for name, value, least in (("--slow", slow, 1), ("--jitter", jitter, 0)):
+        if value is not None and not least <= value <= _MOST:
+            raise PlanError(f"{value:g} is not from {least} to {_MOST:,}", where=name, remedy=_MEANS[name])
 
 
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:

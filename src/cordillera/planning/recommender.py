@@ -101,10 +101,10 @@ class Recommender(BaseModel):
     source: Words = ""
     tables: tuple[Tables, ...] = Field(min_length=1, max_length=10_000)
     dense: Annotated[int, Number, Field(ge=0, le=1 << 24)] = 0
-    bottom: tuple[Count, ...] = Field(default=(), max_length=1_000)
+    bottom: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(default=(), max_length=1_000)
     interaction: Literal["dot", "concat", "cross"] = "dot"
     cross: Cross | None = None
-    top: tuple[Count, ...] = Field(min_length=1, max_length=1_000)
+    top: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(min_length=1, max_length=1_000)
     batch: Annotated[int, Number, Field(ge=1, le=1 << 40)]
     id_bytes: Bytes = 8.0
     forward_bytes: Bytes = 4.0
