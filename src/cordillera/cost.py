@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from cordillera.errors import PlanError
 from cordillera.files import read_text
 from cordillera.measurements import MOST_BYTES, Cells, Measurements
-from cordillera.topology import Device, NotNegative, Number, Words, write
+from cordillera.topology import Device, NotNegative, Numeric, Words, write
 
-Share = Annotated[float, Number, Field(ge=1e-6, le=1, allow_inf_nan=False)]
-Seconds = Annotated[float, Number, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Share = Annotated[float, Numeric, Field(ge=1e-6, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Shape = tuple[int, int, int, int]  # rows, columns, inner, count
 
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.

@@ -76,9 +76,7 @@ class Measurements:
             raise PlanError("holds no measurements", where=self.source, remedy=f"columns are {listing}")
 
     @classmethod
-    def read(
-        cls, path: str | Path, columns: Mapping[str, Sequence[str]], optional: Sequence[str] = ()
-    ) -> Measurements:
+    def read(cls, path: str | Path, columns: Mapping[str, Sequence[str]], optional: Sequence[str] = ()) -> Measurements:
         """Read a file.
 
         Args:
@@ -203,6 +201,4 @@ class Measurements:
         )
         more = len(self._problems) - len(shown)
         listing += f"\n  and {more:,} more" if more else ""
-        raise PlanError(
-            f"{count}{listing}", where=self.source, remedy=f"columns are {', '.join(self._columns)}"
-        )
+        raise PlanError(f"{count}{listing}", where=self.source, remedy=f"columns are {', '.join(self._columns)}")

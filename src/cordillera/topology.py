@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import math
 import os
 import re
 import tempfile
@@ -48,6 +49,8 @@ _MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes of one file that an error 
 def _number(value: object) -> object:
     if isinstance(value, bool | str):  # pydantic would take true for 1 and "8" for 8
         raise ValueError("input should be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("input should be a finite number")
     return value
 
 
@@ -57,13 +60,13 @@ def _words(value: str) -> str:
     return value
 
 
-Number = BeforeValidator(_number)
-Positive = Annotated[float, Number, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
-NotNegative = Annotated[float, Number, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Numeric = BeforeValidator(_number)
+Positive = Annotated[float, Numeric, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
+NotNegative = Annotated[float, Numeric, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Words = Annotated[str, AfterValidator(_words), Field(max_length=10_000)]
 Label = Annotated[str, AfterValidator(_words), Field(max_length=200, pattern=r"^[^\n\t]*$")]
 
-Count = Annotated[int, Number, Field(ge=1, le=MOST_DEVICES)]
+Count = Annotated[int, Numeric, Field(ge=1, le=MOST_DEVICES)]
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -116,10 +119,10 @@ class Level(BaseModel):
     latency_s: NotNegative
     distance_km: NotNegative = 0.0
     bytes_per_s: Positive | None = None
-    oversubscription: Annotated[float, Number, Field(ge=1, le=1e12, allow_inf_nan=False)] = 1.0
-    planes: Annotated[int, Number, Field(ge=1, le=4096)] = 1
-    planes_lost: Annotated[int, Number, Field(ge=0)] = 0
-    loss_rate: Annotated[float, Number, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    oversubscription: Annotated[float, Numeric, Field(ge=1, le=1e12, allow_inf_nan=False)] = 1.0
+    planes: Annotated[int, Numeric, Field(ge=1, le=4096)] = 1
+    planes_lost: Annotated[int, Numeric, Field(ge=0)] = 0
+    loss_rate: Annotated[float, Numeric, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")
     def _has_a_way(self) -> Level:
@@ -148,7 +151,7 @@ class Link(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     level: Label
-    member: Annotated[int, Number, Field(ge=0)]
+    member: Annotated[int, Numeric, Field(ge=0)]
     bytes_per_s: Positive
 
 
@@ -502,7 +505,9 @@ def write(texts: Mapping[Path, str]) -> None:
             os.replace(beside[path], path)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="free space or another place") from error
+        raise PlanError(
+            f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
+        ) from error
     finally:
         for part in beside.values():
             with contextlib.suppress(OSError, ValueError):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
-from cordillera.errors import CordilleraError, PlanError
+from cordillera.errors import CordilleraError
 from cordillera.planning import workload
 from cordillera.planning.estimate import Job
 from cordillera.planning.explorer import production_network, tuned_network
@@ -101,7 +100,7 @@ weight_bytes = 2
 """
 WORDS = [
     b"0", b"-1", b"nan", b"inf", b"-inf", b"1e308", b"1e-308", b"1e8", b"4611686018427387904", b"1000000000", b"true",
-    b'"8"', b"[1, 2]", b"[]", b"{}", b'"', b"'''", b"[[levels]]\n", b"[[tables]]\n", b"[model]\n", b"members = 1048576\n",
+    b'"8"', b"[1, 2]", b"[]", b"{}", b'"', b"'''", b"[[levels]]\n", b"[[tables]]\n", b"[model]\n",
     b"1979-05-27", b"\\u001b[2J", b"\x1b[2J", b"name = \"[/x]\"\n", b"e3", b"e9", b"000000", b".", b"\n", b"#", b"=",
     "é\u202e".encode(),
 ]  # fmt: skip
@@ -192,11 +191,18 @@ def test_damaged_files_are_refused_or_predicted_with_finite_numbers(
 
 def test_damaged_schedules_are_refused_or_checked(fuzz_inputs: Callable[[int], int]) -> None:
     text, rng = interleaved(4, 8, 2).to_csv(), random.Random(0)
-    words = [b"0F0", b"99999999999F0", b"0F99999999999", b"(0F0;0B0)OVERLAP_F_B", b",", b"\n", "²F1".encode(), b"9" * 12]
+    words = [
+        b"0F0",
+        b"99999999999F0",
+        b"0F99999999999",
+        b"(0F0;0B0)OVERLAP_F_B",
+        b",",
+        b"\n",
+        "²F1".encode(),
+        b"9" * 12,
+    ]
     for number in range(fuzz_inputs(150)):
         content = damaged(text.encode(), rng, words).decode("utf-8", "replace")
         found = survives(lambda content=content: Schedule.from_csv(content), f"input {number}: {content!r}")  # type: ignore[misc]
         if isinstance(found, Schedule):
             found.check()
-
-

@@ -35,7 +35,9 @@ def parse_change(text: str) -> tuple[str, float | str]:
     except ValueError:
         number = math.nan
     if not sign or not re.fullmatch(r"\w+\.\w+", path) or not math.isfinite(number):
-        raise PlanError("is not a change", where=text or "change ''", remedy="write level.key=number or level.key*=number")
+        raise PlanError(
+            "is not a change", where=text or "change ''", remedy="write level.key=number or level.key*=number"
+        )
     if operator == "/" and not number:
         raise PlanError("divides by 0", where=text or "change ''", remedy="write another number")
     return path, f"{operator}={number!r}" if operator else number

@@ -19,13 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
 from cordillera.partition import NOWHERE, list_scheduling
-from cordillera.topology import Label, Number, Words
+from cordillera.topology import Label, Numeric, Words
 
 # Limits keep costs and results finite: tables, their columns and layers are gone through one by one.
 MOST_TABLES = 100_000
 MOST_PARTS = 200_000
-Count = Annotated[int, Number, Field(ge=1, le=1 << 24)]
-Bytes = Annotated[float, Number, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
+Count = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
+Bytes = Annotated[float, Numeric, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 
@@ -51,8 +51,8 @@ class Tables(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     count: Count = 1
-    rows: Annotated[int, Number, Field(ge=1, le=1 << 50)]
-    dim: Annotated[int, Number, Field(ge=1, le=1 << 16)]
+    rows: Annotated[int, Numeric, Field(ge=1, le=1 << 50)]
+    dim: Annotated[int, Numeric, Field(ge=1, le=1 << 16)]
     lookups: Bytes = 1.0
     weight_bytes: Bytes = 4.0
 
@@ -67,7 +67,7 @@ class Cross(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layers: Annotated[int, Number, Field(ge=1, le=1_000)]
+    layers: Annotated[int, Numeric, Field(ge=1, le=1_000)]
     rank: Count
 
 
@@ -100,17 +100,17 @@ class Recommender(BaseModel):
     description: Words = ""
     source: Words = ""
     tables: tuple[Tables, ...] = Field(min_length=1, max_length=10_000)
-    dense: Annotated[int, Number, Field(ge=0, le=1 << 24)] = 0
+    dense: Annotated[int, Numeric, Field(ge=0, le=1 << 24)] = 0
     bottom: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(default=(), max_length=1_000)
     interaction: Literal["dot", "concat", "cross"] = "dot"
     cross: Cross | None = None
     top: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(min_length=1, max_length=1_000)
-    batch: Annotated[int, Number, Field(ge=1, le=1 << 40)]
+    batch: Annotated[int, Numeric, Field(ge=1, le=1 << 40)]
     id_bytes: Bytes = 8.0
     forward_bytes: Bytes = 4.0
     backward_bytes: Bytes = 4.0
     gradient_bytes: Bytes = 4.0
-    optimizer_bytes: Annotated[float, Number, Field(ge=0, le=1e6, allow_inf_nan=False)] = 4.0
+    optimizer_bytes: Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)] = 4.0
     dense_bytes: Bytes = 16.0
 
     @model_validator(mode="after")

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
 from cordillera.planning.recommender import Recommender, divisors
-from cordillera.topology import Label, Number, Words, parse, shipped, validate
+from cordillera.topology import Label, Numeric, Words, parse, shipped, validate
 
 # Limits keep costs and results finite: layers and experts are gone through one by one, products of sizes are floats.
-Layers = Annotated[int, Number, Field(ge=1, le=4096)]
-Count = Annotated[int, Number, Field(ge=1, le=1 << 32)]
-Bytes = Annotated[float, Number, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
+Count = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
+Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
 
 BYTES = 2  # of a weight, an activation and its gradient in 16 bits
@@ -47,7 +47,7 @@ class Experts(BaseModel):
     count: Count
     active: Count
     ffn: Count
-    shared_ffn: Annotated[int, Number, Field(ge=0, le=1 << 32)] = 0
+    shared_ffn: Annotated[int, Numeric, Field(ge=0, le=1 << 32)] = 0
     every: Count = 1
 
     @model_validator(mode="after")
