@@ -493,16 +493,17 @@ def write(texts: Mapping[Path, str]) -> None:
         PlanError: If one cannot be written.
     """
     beside = {path: path.with_name(path.name + ".part") for path in texts}
-    path = next(iter(texts))
+    path, made = next(iter(texts)), list[Path]()
     try:
         for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make(path.parent, made)
             with open(beside[path], "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         for path in texts:
             os.replace(beside[path], path)
+            made.clear()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
         raise PlanError(
@@ -512,6 +513,23 @@ def write(texts: Mapping[Path, str]) -> None:
         for part in beside.values():
             with contextlib.suppress(OSError, ValueError):
                 part.unlink(missing_ok=True)
+        _remove(made)
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make a folder and its parents; those that were made are added to a list."""
+    for one in reversed([folder, *folder.parents]):
+        if not one.is_dir():
+            if os.path.lexists(one):
+                raise NotADirectoryError(errno.ENOTDIR, f"{one} is not a folder")
+            one.mkdir(exist_ok=True)
+            made.append(one)
+
+
+def _remove(made: list[Path]) -> None:
+    for one in reversed(made):
+        with contextlib.suppress(OSError):
+            one.rmdir()
 
 
 def check_writable(*paths: Path) -> None:
@@ -528,21 +546,14 @@ def check_writable(*paths: Path) -> None:
         try:
             if path.is_dir():
                 raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
-            for folder in reversed([path.parent, *path.parent.parents]):
-                if not folder.is_dir():
-                    if os.path.lexists(folder):
-                        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")
-                    folder.mkdir()
-                    made.append(folder)
+            _make(path.parent, made)
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="another place") from error
         finally:
-            for folder in reversed(made):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            _remove(made)
 
 
 def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:

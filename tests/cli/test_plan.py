@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -254,6 +255,7 @@ def _drain(screen: int) -> None:
         (["gpt-22b", "a100-node", "--set", "host.members=1e8"], "host.members: input should be less than or equal to"),
         (["gpt-22b", "a100-node", "--what-if", "host.latency_s/=0"], "host.latency_s/=0: divides by 0"),
         (["gpt-22b", "a100-node", "--what-if", "host.name*=2"], "is not one number"),
+        (["gpt-22b", "a100-node", "--what-if", "host.members=4"], "leaves 4 devices for a plan on 8"),
         (["llama3-8b", "two-buildings", "--set", "region.members=100000"], "at most 1,048,576 can be planned"),
         (["gpt-22b", "a100-node", "--lose", "host:" + "9" * 5000], "write level or level:number"),
         (["gpt-22b", "a100-node", "--calibrate", "absent.csv"], "needs the cluster alone"),
@@ -299,7 +301,7 @@ def test_a_full_disk_leaves_the_earlier_plan_and_no_parts(cli: Any, monkeypatch:
 
     def full(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == 3:
+        if len(calls) % 3 == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
@@ -308,6 +310,8 @@ def test_a_full_disk_leaves_the_earlier_plan_and_no_parts(cli: Any, monkeypatch:
     assert result.code == 2
     assert "p/trace.json: cannot be written: No space left on device" in result.err
     assert {path: path.read_bytes() for path in Path("p").iterdir()} == before
+    assert cli(*command[:-1], "new/folder").code == 2
+    assert not Path("new").exists()
 
 
 def test_ctrl_c_before_the_first_plan_says_that_nothing_is_written(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,3 +337,14 @@ def test_names_that_look_like_markup_are_printed_as_they_are(cli: Any, tmp_path:
     result = cli("plan", "a100-node", "--calibrate", "steps.csv", "--out", "mine")
     assert result.code == 0, result.err
     assert "[/y] TP" in result.out
+
+
+def test_a_what_if_of_the_device_changes_the_step_and_says_where_it_no_longer_fits(cli: Any) -> None:
+    Path("small.toml").write_text(SMALL)
+    changes = ["--what-if", "device.matrix_flops_per_s/=1e6", "--what-if", "device.memory_bytes=1e3"]
+    result = cli("plan", "small.toml", "a100-node", "--only", "network", *changes, "--out", "p")
+    assert result.code == 0, result.err
+    slower, smaller = json.loads(Path("p/plan.json").read_text())["what_if"]
+    assert slower["seconds"] > 2 * smaller["seconds"]
+    assert slower["note"] == ""
+    assert re.search(r"with device.memory_bytes=1e3: .* but it needs .* GB on a device of 1e-06 GB", result.out)

@@ -160,6 +160,13 @@ def plan(
         made = Planned
         explorer = Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
         report = export
+    for text, other in asked.items():
+        if other.devices < explorer.devices:
+            raise PlanError(
+                f"leaves {other.devices:,} devices for a plan on {explorer.devices:,}",
+                where=f"--what-if {text}",
+                remedy="--set plans for the smaller cluster",
+            )
     try:
         base = explorer.production()
     except KeyboardInterrupt:
@@ -282,7 +289,10 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
                 where=str(measurements),
             )
     name = printable(Path(measurements).name)
-    fitted = calibrations.fit(rows, topology, calibration_for(topology.device), f"{name} on {topology.name}")
+    try:
+        fitted = calibrations.fit(rows, topology, calibration_for(topology.device), f"{name} on {topology.name}")
+    except KeyboardInterrupt:
+        raise Interrupted("before the constants were found; nothing is written", where="plan --calibrate") from None
     cost = CostModel(topology.device, fitted)
     predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
     clusters.write({file: sealed_json(fitted.model_dump(mode="json"))})

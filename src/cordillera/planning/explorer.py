@@ -424,8 +424,10 @@ class Explorer:
             plan: Degrees, order, schedule and settings stay.
             topology: With as many devices at least.
         """
-        mesh = Mesh.of(topology, plan.layout, plan.order)
-        return simulate_step(Job(self.workload, mesh, plan.layout, self.cost, plan.network), plan.schedule)
+        mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
+        if topology.device != self.topology.device:  # on which no products were measured
+            cost = CostModel(topology.device, cost.calibration)
+        return simulate_step(Job(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
 
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):

@@ -93,7 +93,10 @@ def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Ca
         change: In words.
         topology: Changed.
     """
-    return Case(change, explorer.again(plan, topology).seconds, plan.layout.devices, figures={"kind": "change"})
+    step, room = explorer.again(plan, topology), topology.device.memory_bytes
+    over = step.memory_bytes > room
+    note = f"but it needs {step.memory_bytes / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if over else ""
+    return Case(change, step.seconds, plan.layout.devices, note, {"kind": "change"})
 
 
 def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
