@@ -55,31 +55,35 @@ def test_tables_are_read_as_they_are_written(seconds: dict[tuple[int, int, int, 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no products"),
-        (HEADER, "holds no products"),
-        ("rows,columns,inner,count\n1,2,3,4\n", "has no column 'seconds'"),
-        ("rows,columns,inner,count,seconds\n8,8,8,1,1e-3\n", "has no column 'dtype'"),
-        (HEADER + "8,8,8,1\n", "row 2: is no product"),
-        (HEADER + "8,8,8,one,1e-3,bfloat16,A100\n", "row 2: is no product"),
-        (HEADER + ROW + "8,8.5,8,1,1e-3,bfloat16,A100\n", "row 3: sides are whole"),
-        (HEADER + "0,8,8,1,1e-3,bfloat16,A100\n", "row 2: sides are whole"),
-        (HEADER + "nan,8,8,1,1e-3,bfloat16,A100\n", "row 2: sides are whole"),
-        (HEADER + "inf,8,8,1,1e-3,bfloat16,A100\n", "row 2: sides are whole"),
+        ("", "holds no measurements"),
+        (HEADER, "holds no measurements"),
+        ("rows,columns,inner,count\n1,2,3,4\n", "line 1, column seconds: is missing"),
+        ("rows,columns,inner,count,seconds\n8,8,8,1,1e-3\n", "line 1, column dtype: is missing"),
+        (HEADER + "8,8,8,1\n", "line 2: has 4 cells, the header has 7"),
+        (HEADER + ROW + "\n8,8,8,one,1e-3,bfloat16,A100\n", "line 4, column count: 'one' is not a positive number"),
+        (HEADER + ROW + "8,8.5,8,1,1e-3,bfloat16,A100\n", "line 3, column columns: 8.5 is not a whole number"),
         *(
-            (HEADER + ROW + f"9,8,8,1,{bad},bfloat16,A100\n", f"row 3: seconds are positive and finite, not {bad}")
+            (HEADER + f"{bad},8,8,1,1e-3,bfloat16,A100\n", f"line 2, column rows: '{bad}' is not a positive number")
+            for bad in ("0", "nan", "inf", "-8", "1_0", "٣")
+        ),
+        *(
+            (HEADER + ROW + f"9,8,8,1,{bad},bfloat16,A100\n", f"line 3, column seconds: '{bad}' is not a positive")
             for bad in ("nan", "inf", "0", "-1e-3")
         ),
-        (HEADER + "8,8,8,1,1e-3,float32,A100\n", "row 2: dtype 'float32': plans are of bfloat16 or float16"),
-        (HEADER + "8,8,8,1,1e-3,,A100\n", "row 2: dtype ''"),
-        (HEADER + "8,8,8,1,1e-3,bfloat16, \n", "row 2: names no device"),
-        (HEADER + ROW + "9,8,8,1,1e-3,float16,A100\n", "row 3: float16 on A100, the rows before are bfloat16 on A100"),
+        (HEADER + "8,8,8,1,1e-300,bfloat16,A100\n", "line 2, column seconds: 1e-300 is not from 1e-12 to 1e+06"),
+        (HEADER + "8,8,8,1,1e-3,float32,A100\n", "line 2, column dtype: 'float32' is none of bfloat16, float16"),
+        (HEADER + "8,8,8,1,1e-3,,A100\n", "line 2, column dtype: '' is none of"),
+        (HEADER + "8,8,8,1,1e-3,bfloat16, \n", "line 2, column device: '' is not a name"),
+        (HEADER + '8,8,8,1,1e-3,bfloat16,"A100\n' + ROW, "line 2: is not a row of CSV"),
+        (HEADER + ROW + "9,8,8,1,1e-3,float16,A100\n", "line 3: float16 on A100, the rows before are bfloat16 on A100"),
         (HEADER + ROW + "9,8,8,1,1e-3,bfloat16,H100\n", "bfloat16 on H100, the rows before are bfloat16 on A100"),
-        (HEADER + ROW + "9,8,8,1,1e-3,bfloat16,A100\n" + ROW, "row 4: is the product of row 2 again"),
-        ("\0\xff", "products.csv: "),
+        (HEADER + ROW + "9,8,8,1,1e-3,bfloat16,A100\n" + ROW, "line 4: is the product of line 2 again"),
+        ("\0\xff", "products.csv, line 1, column 2: is not UTF-8"),
     ],
 )  # fmt: skip
 def test_wrong_tables_are_refused_by_row(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "products.csv").write_text(text, encoding="latin-1")
+    content = text.encode("latin-1" if text.startswith("\0") else "utf-8")
+    (tmp_path / "products.csv").write_bytes(content)
     with pytest.raises(PlanError) as caught:
         Products.read(tmp_path / "products.csv")
     assert says in str(caught.value)
@@ -87,7 +91,7 @@ def test_wrong_tables_are_refused_by_row(tmp_path: Path, text: str, says: str) -
 
 
 def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none\.csv: cannot be read"):
+    with pytest.raises(PlanError, match=r"none\.csv: does not exist"):
         Products.read(tmp_path / "none.csv")
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot be written"):

@@ -7,6 +7,7 @@ which says where its values are from and how far off they were.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import math
 from collections.abc import Mapping
@@ -16,10 +17,12 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.errors import PlanError
-from cordillera.topology import Device, write
+from cordillera.files import read_text
+from cordillera.measurements import MOST_BYTES, Cells, Measurements
+from cordillera.topology import Device, NotNegative, Numeric, Words, write
 
-Share = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Numeric, Field(ge=1e-6, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Shape = tuple[int, int, int, int]  # rows, columns, inner, count
 
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.
@@ -59,8 +62,8 @@ class Calibration(BaseModel):
     message_s: Seconds = 1e-6
     layer_s: Seconds = 3.5e-3
     one_ring: bool = False
-    provenance: str = "not fitted"
-    error: float | None = None
+    provenance: Words = "not fitted"
+    error: NotNegative | None = None
 
 
 _MEASURED = (
@@ -128,63 +131,54 @@ class Products:
 
     @classmethod
     def read(cls, path: str | Path) -> Products:
-        """Read a CSV file with the columns of :attr:`COLUMNS`.
+        """Read a CSV file with the columns of :attr:`COLUMNS`: one that :meth:`write` made, or one without checksum.
 
         Args:
             path: Of the file.
 
         Raises:
-            PlanError: Names file and row of the first value that is not possible.
+            PlanError: If the file does not fit its checksum; names file, line and column of every mistake.
         """
-        try:
-            with open(path, newline="", encoding="utf-8-sig") as file:
-                reader = csv.DictReader(file)
-                table, header = list(reader), reader.fieldnames or ()
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise PlanError(f"cannot be read: {error}", where=str(path)) from error
-        missing = [name for name in cls.COLUMNS if name not in header]
-        if header and missing:
-            raise PlanError(
-                f"has no column {missing[0]!r}", where=str(path), remedy=f"columns are {', '.join(cls.COLUMNS)}"
-            )
+        text = read_text(path, error=PlanError, limit=MOST_BYTES)
+        sealed = text.startswith("#")
+        if sealed:
+            seal, _, text = text.partition("\n")
+            if seal.strip() != _seal(text):
+                raise PlanError(
+                    "does not fit its checksum: it was changed or damaged after it was written",
+                    where=str(path),
+                    remedy="measure again; if you changed it on purpose, delete its first line",
+                )
+        table = Measurements(path, text, {name: (name,) for name in cls.COLUMNS}, first_line=1 + sealed)
         found: dict[Shape, tuple[float, int]] = {}
         kind: tuple[str, str] | None = None
-        for number, row in enumerate(table, 2):
-            where = f"{path}, row {number}"
-            try:
-                shape, seconds, own = cls._parsed(row)
-            except ValueError as error:
-                raise PlanError(str(error), where=where) from error
-            if kind is not None and own != kind:
-                message = f"{own[0]} on {own[1]}, the rows before are {kind[0]} on {kind[1]}"
-                raise PlanError(message, where=where, remedy="a file for each")
+        for line, cells in table.rows():
+            shape, seconds = cls._product(table, line, cells)
+            dtype = table.choice(line, cells, "dtype", {name: name for name in cls.DTYPES})
+            own = str(dtype), table.text(line, cells, "device")
+            kind = kind or own
+            if all(own) and dtype and all(kind) and own != kind:
+                table.wrong(line, f"{own[0]} on {own[1]}, the rows before are {kind[0]} on {kind[1]}: a file for each")
+            if shape is None or seconds is None:
+                continue
             if shape in found:
-                raise PlanError(f"is the product of row {found[shape][1]} again", where=where, remedy="keep one")
-            found[shape], kind = (seconds, number), own
+                table.wrong(line, f"is the product of line {found[shape][1]} again: keep one")
+            found[shape] = seconds, line
+        table.check()
         dtype, device = kind or ("", "")
-        return cls({shape: seconds for shape, (seconds, _) in found.items()}, str(path), device, dtype)
+        return cls({shape: seconds for shape, (seconds, _) in found.items()}, table.source, device, dtype)
 
-    @classmethod
-    def _parsed(cls, row: Mapping[str, str | None]) -> tuple[Shape, float, tuple[str, str]]:
-        """Shape, seconds, and dtype and device of a row; a ValueError says what is wrong."""
-        cells = [row[name] or "" for name in cls.COLUMNS]
-        try:
-            *sides, seconds = map(float, cells[:5])
-        except ValueError:
-            raise ValueError(f"is no product: {', '.join(cls.COLUMNS[:5])} are needed as numbers") from None
-        if not all(1 <= side < 2**53 and side == int(side) for side in sides):
-            raise ValueError("sides are whole numbers from 1")
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"seconds are positive and finite, not {cells[4]}")
-        if cells[5] not in cls.DTYPES:
-            raise ValueError(f"dtype {cells[5]!r}: plans are of {' or '.join(cls.DTYPES)}")
-        if not cells[6].strip():
-            raise ValueError("names no device")
-        rows, columns, inner, count = map(int, sides)
-        return (rows, columns, inner, count), seconds, (cells[5], cells[6])
+    @staticmethod
+    def _product(table: Measurements, line: int, cells: Cells) -> tuple[Shape | None, float | None]:
+        """Shape and seconds of a row; None, and mistakes are noted, for what is wrong."""
+        rows, columns, inner, count = (table.count(line, cells, name) for name in Products.COLUMNS[:4])
+        seconds = table.number(line, cells, "seconds", most=1e6)
+        if rows is None or columns is None or inner is None or count is None:
+            return None, seconds
+        return (rows, columns, inner, count), seconds
 
     def write(self, path: str | Path) -> None:
-        """Write what :meth:`read` reads, beside and renamed.
+        """Write what :meth:`read` reads, beside and renamed; the first line is a checksum of the others.
 
         Args:
             path: Of the file.
@@ -197,7 +191,11 @@ class Products:
         table.writerow(self.COLUMNS)
         for shape, seconds in sorted(self.seconds.items()):
             table.writerow((*shape, f"{seconds:.4e}", self.dtype, self.device))
-        write(path, text.getvalue())
+        write({Path(path): f"{_seal(text.getvalue())}\n{text.getvalue()}"})
+
+
+def _seal(text: str) -> str:
+    return f"# sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 class CostModel:

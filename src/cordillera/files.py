@@ -6,6 +6,7 @@ so that the answer is either its content or one error that names the file and th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -29,6 +30,7 @@ TOML_BYTES = 1 << 20
 TOML_DEPTH = 16
 """Parts of a dotted key, and levels of brackets, that a TOML file may have: parsing costs their square."""
 
+_SEAL = "sha256"
 _STRINGS = re.compile(r'"""(?s:.*?)"""|\'\'\'(?s:.*?)\'\'\'|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _DOTTED = re.compile(r'(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' + f"{TOML_DEPTH}" + "}")
 
@@ -204,3 +206,43 @@ def _depth(text: str) -> int:
         level += 1 if mark in "[{" else -1
         deepest = max(deepest, level)
     return deepest
+
+
+def sealed_json(content: dict[str, Any]) -> str:
+    """JSON text of an object with the SHA-256 of its content as last key; :func:`read_sealed` reads it.
+
+    Args:
+        content: Values of JSON, all numbers finite.
+    """
+    return json.dumps({**content, _SEAL: _digest(content)}, indent=2, allow_nan=False) + "\n"
+
+
+def read_sealed(
+    path: Path | str, *, error: type[CordilleraError] = DataError, required: bool = False, remedy: str | None = None
+) -> dict[str, Any]:
+    """Object of a JSON file that :func:`sealed_json` made, without its checksum.
+
+    Args:
+        path: An ordinary file.
+        error: Class of the error that is raised.
+        required: Refuse a file without a checksum too; otherwise it counts as written by hand.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        CordilleraError: of class ``error``: it cannot be read, or does not fit its checksum.
+    """
+    content = read_json_object(path, error=error, remedy=remedy)
+    if _SEAL not in content and required:
+        raise error("holds no checksum", where=str(path), remedy=remedy)
+    if _SEAL in content and content.pop(_SEAL) != _digest(content):
+        edited = "" if required else f"; if you changed it on purpose, delete its {_SEAL!r}"
+        raise error(
+            "does not fit its checksum: it was changed or damaged after it was written",
+            where=str(path),
+            remedy=(remedy or "write it again") + edited,
+        )
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -25,10 +25,13 @@ def explain(
     """
     problems: dict[str, str] = {}
     for entry in entries:
-        location = [part for part in entry["loc"] if not _NOT_IN_FILE.match(str(part))]
+        unknown = entry["type"] == "extra_forbidden"  # its last part is a key of the file, whatever it is called
+        kept = entry["loc"][-1:] if unknown else ()
+        location = [part for part in entry["loc"][: len(entry["loc"]) - len(kept)] if not _NOT_IN_FILE.match(str(part))]
+        location += kept
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
         message = re.sub(r"^(Value error|Assertion failed), ", "", entry["msg"])
-        if entry["type"] == "extra_forbidden":
+        if unknown:
             known = keys(location[:-1])
             close = difflib.get_close_matches(str(location[-1]), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; keys are {', '.join(known)}" if known else ""
@@ -40,7 +43,8 @@ def explain(
         else:
             message = f"{message[0].lower()}{message[1:]}"
             if not isinstance(entry.get("input"), dict | list):
-                message += f", got {entry['input']!r}"
+                given = repr(entry["input"])
+                message += f", got {given if len(given) <= 100 else given[:97] + '...'}"
         problems.setdefault(path or whole, message)
     return list(problems.items())
 

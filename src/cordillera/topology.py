@@ -7,10 +7,13 @@ few that send keep their full rate and many share it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
+import math
 import os
 import re
-import sys
+import tempfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -21,21 +24,49 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from cordillera.errors import PlanError
+from cordillera.errors import PlanError, printable
+from cordillera.files import parse_toml, read_text
 from cordillera.mistakes import explain, known_keys
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+# Limits keep costs and results finite: memory and time grow with counts, quotients of extreme rates overflow.
+MOST_DEVICES = 1 << 20
+_MOST_BYTES = 512 << 10  # of a file
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes of one file that an error lists, and that it counts
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool | str):  # pydantic would take true for 1 and "8" for 8
+        raise ValueError("input should be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("input should be a finite number")
+    return value
+
+
+def _words(value: str) -> str:
+    if printable(value, lines=True) != value:
+        raise ValueError("control characters cannot be shown")
+    return value
+
+
+Numeric = BeforeValidator(_number)
+Positive = Annotated[float, Numeric, Field(ge=1e-6, le=1e24, allow_inf_nan=False)]
+NotNegative = Annotated[float, Numeric, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Words = Annotated[str, AfterValidator(_words), Field(max_length=10_000)]
+Label = Annotated[str, AfterValidator(_words), Field(max_length=200, pattern=r"^[^\n\t]*$")]
+
+Count = Annotated[int, Numeric, Field(ge=1, le=MOST_DEVICES)]
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -55,7 +86,7 @@ class Device(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: Label
     matrix_flops_per_s: Positive
     vector_flops_per_s: Positive
     memory_bytes: Positive
@@ -83,15 +114,15 @@ class Level(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
-    members: Count | tuple[Count, ...]
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)
+    members: Count | Annotated[tuple[Count, ...], Field(fail_fast=True)]
     latency_s: NotNegative
     distance_km: NotNegative = 0.0
     bytes_per_s: Positive | None = None
-    oversubscription: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    planes: Count = 1
-    planes_lost: Annotated[int, Field(ge=0)] = 0
-    loss_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    oversubscription: Annotated[float, Numeric, Field(ge=1, le=1e12, allow_inf_nan=False)] = 1.0
+    planes: Annotated[int, Numeric, Field(ge=1, le=4096)] = 1
+    planes_lost: Annotated[int, Numeric, Field(ge=0)] = 0
+    loss_rate: Annotated[float, Numeric, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")
     def _has_a_way(self) -> Level:
@@ -119,8 +150,8 @@ class Link(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    level: str
-    member: Annotated[int, Field(ge=0)]
+    level: Label
+    member: Annotated[int, Numeric, Field(ge=0)]
     bytes_per_s: Positive
 
 
@@ -138,12 +169,12 @@ class Topology(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = "cluster"
-    description: str = ""
-    source: str = ""
+    name: Label = "cluster"
+    description: Words = ""
+    source: Words = ""
     device: Device
-    levels: tuple[Level, ...] = Field(min_length=1)
-    links: tuple[Link, ...] = ()
+    levels: tuple[Level, ...] = Field(min_length=1, max_length=16)
+    links: Annotated[tuple[Link, ...], Field(fail_fast=True)] = ()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Topology:
@@ -160,12 +191,22 @@ class Topology(BaseModel):
             elif not isinstance(level.members, int) and len(level.members) != inner:
                 raise ValueError(f"level {level.name} lists {len(level.members)} domains where there are {inner}")
             inner = level.members * (inner or 1) if isinstance(level.members, int) else sum(level.members)
+            if inner > MOST_DEVICES:
+                raise ValueError(f"levels hold at least {inner:,} devices, at most {MOST_DEVICES:,} can be planned")
+        seen: dict[tuple[str, int], int] = {}
         for i, link in enumerate(self.links):
             if link.level not in names[1:]:
                 raise ValueError(f"links[{i}]: {link.level!r} is not one of the levels {', '.join(names[1:])}")
             if link.member >= len(self.sizes[names.index(link.level) - 1]):
                 raise ValueError(f"links[{i}]: there is no member {link.member} in level {link.level}")
+            if seen.setdefault((link.level, link.member), i) != i:
+                raise ValueError(f"links[{i}] is the link of links[{seen[link.level, link.member]}] again")
         return self
+
+    @cached_property
+    def _differing(self) -> dict[tuple[str, int], float]:
+        """Capacity of the links that differ, by level and member."""
+        return {(link.level, link.member): link.bytes_per_s for link in self.links}
 
     @cached_property
     def _members(self) -> tuple[tuple[int, ...], ...]:
@@ -236,9 +277,9 @@ class Topology(BaseModel):
         """
         one = self.levels[level]
         part = (one.planes - one.planes_lost) / one.planes
-        for link in self.links:
-            if level and link.level == one.name and link.member == member:
-                return link.bytes_per_s * part
+        own = self._differing.get((one.name, member)) if level else None
+        if own is not None:
+            return own * part
         if one.bytes_per_s is not None:
             return one.bytes_per_s * part
         return self.sizes[level - 1][member] * self.device.nic_bytes_per_s / one.oversubscription * part
@@ -320,8 +361,7 @@ class Topology(BaseModel):
             if key not in place:
                 raise PlanError("leads nowhere", where=path, remedy=f"keys are {', '.join(place)}")
             if isinstance(value, str) and re.match(r"[*/]=", value):
-                factor = float(value[2:])
-                place[key] = place[key] * factor if value[0] == "*" else place[key] / factor
+                place[key] = _times(place[key], value, path)
             else:
                 place[key] = value
         try:
@@ -368,6 +408,16 @@ class Topology(BaseModel):
         return validate(Topology, content, self.name)
 
 
+def _times(value: object, change: str, path: str) -> float:
+    """A number after ``*=2`` or ``/=2``; what is wrong with the result is left to the validation."""
+    factor = float(change[2:])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PlanError("is not one number that could be changed by a factor", where=path, remedy=f"write {path}=...")
+    if change[0] == "/" and not factor:
+        raise PlanError("cannot be divided by 0", where=path, remedy="another factor")
+    return value * factor if change[0] == "*" else value / factor
+
+
 def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> AnyModel:
     """Make a description from plain values.
 
@@ -382,9 +432,13 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = explain(error.errors(), partial(known_keys, model))
-        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        listing = "".join(f"\n  {path}: {message}" for path, message in problems)
+        entries = error.errors(include_url=False)
+        problems = explain(entries[:_MOST_EXPLAINED], partial(known_keys, model))
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems):,} mistakes"
+        count += " or more" if len(entries) > _MOST_EXPLAINED else ""
+        shown = problems[:_MOST_LISTED]
+        listing = "".join(f"\n  {path}: {message}" for path, message in shown)
+        listing += f"\n  and {len(problems) - len(shown):,} more" if len(problems) > len(shown) else ""
         raise PlanError(f"{count}{listing}", where=source) from error
 
 
@@ -393,9 +447,8 @@ def shipped(package: str = "cordillera.clusters") -> dict[str, str]:
     found = {}
     for entry in sorted(resources.files(package).iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".toml"):
-            found[entry.name.removesuffix(".toml")] = str(
-                tomllib.loads(entry.read_text(encoding="utf-8")).get("description", "")
-            )
+            content = parse_toml(entry.read_text(encoding="utf-8"), entry.name, error=PlanError)
+            found[entry.name.removesuffix(".toml")] = str(content.get("description", ""))
     return found
 
 
@@ -410,44 +463,97 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
     Raises:
         PlanError: If there is no such file, or it is not TOML.
     """
-    names = shipped(package)
-    try:
-        if str(source) in names:
-            text = (resources.files(package) / f"{source}.toml").read_text(encoding="utf-8")
-        elif Path(source).is_file():
-            text = Path(source).read_text(encoding="utf-8")
-        else:
-            close = difflib.get_close_matches(str(source), names, n=1)
-            raise PlanError(
-                f"is neither a shipped {kind} nor a file",
-                where=str(source),
-                remedy=f"did you mean {close[0]}?" if close else f"shipped: {', '.join(names)}",
-            )
-        content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"is not TOML: {error}", where=str(source)) from error
-    content.setdefault("name", Path(source).stem)
+    entries, where = [one.name for one in resources.files(package).iterdir()], str(source)
+    names = sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml"))
+    if where in names:
+        text = (resources.files(package) / f"{where}.toml").read_text(encoding="utf-8")
+    elif where not in ("", ".") and os.path.lexists(where.replace("\0", "")):
+        text = read_text(source, error=PlanError, limit=_MOST_BYTES)
+    else:
+        close = difflib.get_close_matches(where[:200], names, n=1)
+        raise PlanError(
+            f"is neither a shipped {kind} nor a file",
+            where=where or f"{kind} ''",
+            remedy=f"did you mean {close[0]}?" if close else f"shipped: {', '.join(names)}",
+        )
+    content = parse_toml(text, where, error=PlanError)
+    content.setdefault("name", printable(Path(source).stem)[:200])
     return content
 
 
-def write(path: str | Path, text: str) -> None:
-    """Write a file beside its place and rename it, so that readers see the old one or the new one; folders are made.
+def write(texts: Mapping[Path, str]) -> None:
+    """Write files beside their places and rename them at the end, so that readers see all old ones or all new ones.
+
+    Folders are made. Where a file cannot be written, nothing is changed and nothing stays behind.
 
     Args:
-        path: Of the file.
-        text: Its content.
+        texts: Contents by path.
 
     Raises:
-        PlanError: If it cannot be written.
+        PlanError: If one cannot be written.
     """
-    path = Path(path)
-    beside = path.with_name(path.name + ".part")
+    beside = {path: path.with_name(path.name + ".part") for path in texts}
+    path, made = next(iter(texts)), list[Path]()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise PlanError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+        for path, text in texts.items():
+            _make(path.parent, made)
+            with open(beside[path], "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in texts:
+            os.replace(beside[path], path)
+            made.clear()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(
+            f"cannot be written: {reason}", where=str(path), remedy="free space or another place"
+        ) from error
+    finally:
+        for part in beside.values():
+            with contextlib.suppress(OSError, ValueError):
+                part.unlink(missing_ok=True)
+        _remove(made)
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make a folder and its parents; those that were made are added to a list."""
+    for one in reversed([folder, *folder.parents]):
+        if not one.is_dir():
+            if os.path.lexists(one):
+                raise NotADirectoryError(errno.ENOTDIR, f"{one} is not a folder")
+            one.mkdir(exist_ok=True)
+            made.append(one)
+
+
+def _remove(made: list[Path]) -> None:
+    for one in reversed(made):
+        with contextlib.suppress(OSError):
+            one.rmdir()
+
+
+def check_writable(*paths: Path) -> None:
+    """Refuse places where :func:`write` would fail, before work is done for them; nothing is left behind.
+
+    Args:
+        paths: Of files, there or not.
+
+    Raises:
+        PlanError: If a folder cannot be made or written to, or a file's place is taken by a folder.
+    """
+    for path in paths:
+        made: list[Path] = []
+        try:
+            if path.is_dir():
+                raise PlanError("cannot be written: it is a folder", where=str(path), remedy="another place")
+            _make(path.parent, made)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(f"cannot be written: {reason}", where=str(path), remedy="another place") from error
+        finally:
+            _remove(made)
 
 
 def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:

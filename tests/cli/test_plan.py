@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -137,7 +139,8 @@ def test_a_wrong_table_is_refused_with_its_row(cli: Any) -> None:
     for option in ("--products", "--measure"):
         result = cli("plan", "gpt-22b", "a100-node", option, "products.csv")
         assert result.code == 2
-        assert "products.csv, row 2: seconds are positive and finite, not 0" in result.err
+        assert "products.csv: 1 mistake" in result.err
+        assert "line 2, column seconds: '0' is not a positive number" in result.err
         assert result.err.count("error:") == 1
     assert not Path("plans").exists()
 
@@ -211,7 +214,7 @@ def _drain(screen: int) -> None:
         (["gpt-22b", "a100-node", "--only", "magic"], "'magic' is not searched"),
         (["gpt-22b", "a100-node", "--set", "region.x=1"], "there is no level 'region'"),
         (["gpt-22b", "a100-node", "--set", "host.latency_s=-1"], "host.latency_s: input should be greater than or"),
-        (["gpt-22b", "a100-node", "--set", "host.bytes_per_s=0"], "host.bytes_per_s: input should be greater than 0"),
+        (["gpt-22b", "a100-node", "--set", "host.bytes_per_s=0"], "host.bytes_per_s: input should be greater than or"),
         (["llama3-8b", "two-buildings", "--set", "region.planes_lost=1"], "region: 1 of 1 planes lost leaves no way"),
         (["llama3-8b", "llama4-region", "--set", "region.planes_lost=76"], "75 can be lost at most"),
         (["llama3-8b", "two-buildings", "--set", "region.loss_rate=1"], "region.loss_rate: input should be less"),
@@ -220,10 +223,10 @@ def _drain(screen: int) -> None:
         (["llama3-8b", "two-buildings", "--devices", "24575"], "another number of devices: 24,576 would do"),
         (["gpt-1t", "a100-node"], "devices with 2,414 GB"),
         (["gpt-175b", "selene", "--devices", "8"], "or more of them: 64 would do"),
-        (["gpt-22b", "a100-node", "--slow", "0.9"], "--slow: 0.9 times as slow is not slow"),
-        (["gpt-22b", "a100-node", "--slow", "nan"], "a factor of 1 or more"),
-        (["gpt-22b", "a100-node", "--jitter", "-1"], "--jitter: -1 is not a jitter"),
-        (["gpt-22b", "a100-node", "--jitter", "inf"], "0 or more, as a part of the latency"),
+        (["gpt-22b", "a100-node", "--slow", "0.9"], "--slow: 0.9 is not from 1 to 1,000,000"),
+        (["gpt-22b", "a100-node", "--slow", "nan"], "--slow: nan is not from 1"),
+        (["gpt-22b", "a100-node", "--jitter", "-1"], "--jitter: -1 is not from 0 to 1,000,000"),
+        (["gpt-22b", "a100-node", "--jitter", "inf"], "--jitter: inf is not from 0"),
         (["gpt-22b", "a100-node", "--lose", "host"], "nothing is left without host 0"),
         (["gpt-22b", "a100-node", "--lose", "building:1"], "there is no level 'building'"),
         (["llama3-8b", "two-buildings", "--lose", "building:2"], "there is no building 2"),
@@ -231,11 +234,30 @@ def _drain(screen: int) -> None:
         (["dlrm-12t", "a100-node"], "GB do not fit"),
         (["dlrm-dcnv", "a100-node"], "did you mean dlrm-dcnv2?"),
         (["dlrm-dcnv2", "a100-node", "--devices", "16"], "16 devices are asked for, the cluster has 8"),
-        (["gpt-22b", "a100-node", "--calibration", "absent.json"], "absent.json: cannot be read"),
-        (["gpt-22b", "a100-node", "--products", "absent.csv"], "absent.csv: cannot be read"),
+        (["gpt-22b", "a100-node", "--calibration", "absent.json"], "absent.json: does not exist"),
+        (["gpt-22b", "a100-node", "--products", "absent.csv"], "absent.csv: does not exist"),
         (["dlrm-dcnv2", "a100-node", "--measure", "p.csv"], "--measure: is not known for recommendation models"),
         (["gpt-22b", "--measure", "p.csv"], "needs a workload and a cluster"),
-        (["a100-node", "--calibrate", "absent.csv"], "absent.csv: cannot be read"),
+        (["a100-node", "--calibrate", "absent.csv"], "absent.csv: does not exist"),
+        (["a100-node", "--calibrate", "."], ".: is not an ordinary file"),
+        (["a100-node", "--calibrate", "x.csv", "--slow", "2"], "--slow: has no effect with --calibrate"),
+        (["gpt-22b", "a100-node", "--measure", "p.csv", "--out", "x"], "--out: has no effect with --measure"),
+        (["gpt-22b", "a100-node", "--measure", "."], ".: cannot be written: it is a folder"),
+        (["", "a100-node"], "workload '': is neither a shipped workload nor a file"),
+        (["gpt-22b", "."], ".: is neither a shipped cluster nor a file"),
+        (["gpt-22b", "a100-node", "--only", ""], "'' is not searched"),
+        (["gpt-22b", "a100-node", "--devices", "9" * 30], "8 at most"),
+        (["gpt-22b", "a100-node", "--slow", "1e308"], "--slow: 1e+308 is not from 1"),
+        (["gpt-22b", "a100-node", "--set", ""], "is not a change"),
+        (["gpt-22b", "a100-node", "--set", "host.latency_s=nan"], "is not a change"),
+        (["gpt-22b", "a100-node", "--set", "host.latency_s*=1e308", "--set", "host.latency_s=1"], "a second time"),
+        (["gpt-22b", "a100-node", "--set", "host.latency_s=1e308"], "host.latency_s: input should be less than or"),
+        (["gpt-22b", "a100-node", "--set", "host.members=1e8"], "host.members: input should be less than or equal to"),
+        (["gpt-22b", "a100-node", "--what-if", "host.latency_s/=0"], "host.latency_s/=0: divides by 0"),
+        (["gpt-22b", "a100-node", "--what-if", "host.name*=2"], "is not one number"),
+        (["gpt-22b", "a100-node", "--what-if", "host.members=4"], "leaves 4 devices for a plan on 8"),
+        (["llama3-8b", "two-buildings", "--set", "region.members=100000"], "at most 1,048,576 can be planned"),
+        (["gpt-22b", "a100-node", "--lose", "host:" + "9" * 5000], "write level or level:number"),
         (["gpt-22b", "a100-node", "--calibrate", "absent.csv"], "needs the cluster alone"),
     ],
 )  # fmt: skip
@@ -245,3 +267,84 @@ def test_mistakes_end_in_one_clear_message(cli: Any, capsys: Any, arguments: lis
     assert message in result.err
     assert result.err.count("error:") == 1
     assert not Path("plans").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/x", "taken"])
+def test_a_place_that_cannot_be_written_is_found_before_the_search(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    from cordillera.planning import commands
+
+    monkeypatch.setattr(commands, "Explorer", None)  # a search would crash
+    Path("file").touch()
+    Path("taken/plan.html").mkdir(parents=True)
+    for arguments in (["gpt-22b", "a100-node"], ["a100-node", "--calibrate", "absent.csv"]):
+        if arguments[0] == "a100-node" and place == "taken":
+            continue
+        result = cli("plan", *arguments, "--out", place)
+        assert result.code == 2
+        assert "cannot be written: " in result.err
+    assert sorted(str(path) for path in Path().rglob("*")) == ["file", "taken", "taken/plan.html"]
+
+
+def test_a_folder_that_is_made_for_a_search_that_fails_does_not_stay(cli: Any) -> None:
+    assert cli("plan", "gpt-1t", "a100-node", "--out", "a/b/c").code == 2
+    assert not Path("a").exists()
+
+
+def test_a_full_disk_leaves_the_earlier_plan_and_no_parts(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("small.toml").write_text(SMALL)
+    command = ["plan", "small.toml", "a100-node", "--only", "network", "--out", "p"]
+    assert cli(*command).code == 0
+    before = {path: path.read_bytes() for path in Path("p").iterdir()}
+    real, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) % 3 == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = cli(*command)
+    assert result.code == 2
+    assert "p/trace.json: cannot be written: No space left on device" in result.err
+    assert {path: path.read_bytes() for path in Path("p").iterdir()} == before
+    assert cli(*command[:-1], "new/folder").code == 2
+    assert not Path("new").exists()
+
+
+def test_ctrl_c_before_the_first_plan_says_that_nothing_is_written(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cordillera.planning.explorer import Explorer
+
+    def interrupted(self: Explorer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Explorer, "production", interrupted)
+    result = cli("plan", "gpt-22b", "a100-node")
+    assert result.code == 130
+    assert "interrupted: plan: before a plan was found; nothing is written" in result.err
+    assert not Path("plans").exists()
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(cli: Any, tmp_path: Path) -> None:
+    Path("small.toml").write_text('name = "[/x]"\n' + SMALL)
+    result = cli("plan", "small.toml", "a100-node", "--only", "network", "--out", "p")
+    assert result.code == 0, result.err
+    assert "[/x] on a100-node" in result.out
+    rows = [ROW.format(layers=24, mb=mb, tp=tp, dp=8 // tp, ms=900 + tp + mb) for mb in (1, 2, 4) for tp in (1, 2)]
+    Path("steps.csv").write_text("model," + HEADER + "".join(f"[/y],{row}" for row in rows))
+    result = cli("plan", "a100-node", "--calibrate", "steps.csv", "--out", "mine")
+    assert result.code == 0, result.err
+    assert "[/y] TP" in result.out
+
+
+def test_a_what_if_of_the_device_changes_the_step_and_says_where_it_no_longer_fits(cli: Any) -> None:
+    Path("small.toml").write_text(SMALL)
+    changes = ["--what-if", "device.matrix_flops_per_s/=1e6", "--what-if", "device.memory_bytes=1e3"]
+    result = cli("plan", "small.toml", "a100-node", "--only", "network", *changes, "--out", "p")
+    assert result.code == 0, result.err
+    slower, smaller = json.loads(Path("p/plan.json").read_text())["what_if"]
+    assert slower["seconds"] > 2 * smaller["seconds"]
+    assert slower["note"] == ""
+    assert re.search(r"with device.memory_bytes=1e3: .* but it needs .* GB on a device of 1e-06 GB", result.out)

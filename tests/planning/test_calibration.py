@@ -183,12 +183,26 @@ HEADER = "layers,hidden,heads,sequence,batch,microbatch,tensor,data,pipeline,mil
     ("text", "message"),
     [
         ("", "holds no measurements"),
-        ("layers,hidden\n1,2\n", "column 'heads' is missing"),
-        (HEADER + "2,64,4,128,8,1,1,8,1,nan\n", "row 2, column milliseconds: 'nan' is not a positive number"),
-        (HEADER + "2,64,4,128,8,1,1,8,1,5\n2,64,4,128,8,1,1,8,1,-5\n", "row 3, column milliseconds"),
-        (HEADER + "2,64,4,128,8,1,1,3,1,5\n", "row 2: data 3 x microbatch 1 does not divide batch 8"),
-        (HEADER + "2,65,4,128,8,1,1,8,1,5\n", "row 2: .*do not divide hidden"),
-        (HEADER + "2,64,4\n", "row 2, column sequence: 'nothing'"),
+        ("layers,hidden\n1,2\n", "line 1, column heads: is missing, or call it 'attention heads'"),
+        (HEADER, "holds no measurements"),
+        (HEADER + "2,64,4,128,8,1,1,8,1,nan\n", "line 2, column milliseconds: 'nan' is not a positive number"),
+        (HEADER + "2,64,4,128,8,1,1,8,1,5\n\n2,64,4,128,8,1,1,8,1,-5\n", "line 4, column milliseconds"),
+        (HEADER + "2,64,4,128,8,1,1,3,1,5\n", "line 2: data 3 x microbatch 1 does not divide batch 8"),
+        (HEADER + "2,65,4,128,8,1,1,8,1,5\n", "line 2: heads .*do not divide hidden"),
+        (HEADER + "2,64,4\n", "line 2: has 3 cells, the header has 10"),
+        (HEADER + "2,64,4,128,8,1,1,8,1,5,9\n", "line 2: has 11 cells, the header has 10"),
+        (HEADER + "24.7,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: 24.7 is not a whole number"),
+        (HEADER + "five,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: 'five' is not a positive number"),
+        (HEADER + ",64,4,128,8,1,1,8,1,5\n", "line 2, column layers: is empty"),
+        (HEADER + "1e9,64,4,128,8,1,1,8,1,5\n", "line 2, column layers: input should be less than or equal to 4096"),
+        (HEADER + '"2,64,4,128,8,1,1,8,1,5\n', "line 2: is not a row of CSV"),
+        ("layers," + HEADER + "2,2,64,4,128,8,1,1,8,1,5\n", "line 1, column layers: stands there 2 times"),
+        ("# layers," + HEADER + "2,2,64,4,128,8,1,1,8,1,5\n", "line 1, column layers: stands there 2 times"),
+        ("recompue," + HEADER + "none,2,64,4,128,8,1,1,8,1,5\n", "is not a column; did you mean 'recompute'"),
+        ("recompute," + HEADER + "banana,2,64,4,128,8,1,1,8,1,5\n", "column recompute: 'banana' is none of none, sel"),
+        ("sequence_parallel," + HEADER + "2,2,64,4,128,8,1,1,8,1,5\n", "column sequence_parallel: '2' is none of 0"),
+        ("chunks," + HEADER + "x,2,64,4,128,8,1,1,8,1,5\n", "column chunks: 'x' is not a positive number"),
+        ("model," + HEADER + "\x1b[2J,2,64,4,128,8,1,1,8,1,5\n", r"column model: '\\x1b\[2J' is not a name"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_place(tmp_path: Path, text: str, message: str) -> None:
@@ -198,10 +212,35 @@ def test_a_file_that_is_wrong_is_refused_by_place(tmp_path: Path, text: str, mes
         calibration.read(path)
 
 
+def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    path.write_text("recompute," + HEADER + "banana,24.7,64,4,128,8,1,1,8,1,-5\n" + "full,2,64\n" + "x,y,z\n" * 30)
+    with pytest.raises(PlanError) as caught:
+        calibration.read(path)
+    text = str(caught.value)
+    assert "34 mistakes" in text
+    for line in ("line 2, column recompute", "line 2, column layers", "line 2, column milliseconds", "line 3: has 3"):
+        assert line in text
+    assert "and 14 more" in text
+
+
+def test_byte_order_marks_line_ends_blank_lines_and_spaces_do_not_matter(tmp_path: Path) -> None:
+    path, row = tmp_path / "m.csv", "2,64,4,128,8,1,1,8,1,5"
+    path.write_text(HEADER + row + "\n" + row)
+    plain = calibration.read(path)
+    assert [one.layout.recompute for one in plain] == ["full", "full"]
+    for end in ("\r\n", "\r"):
+        text = f"\ufeff{HEADER.upper()}\n , \n{row}\n\n{row.replace(',', ' , ')}\n\n".replace("\n", end)
+        path.write_bytes(text.encode())
+        assert calibration.read(path) == plain
+    path.write_text(f"recompute,{HEADER}none,{row}\n,{row}\n")
+    assert [one.layout.recompute for one in calibration.read(path)] == ["none", "full"]
+
+
 def test_too_few_measurements_are_refused(tmp_path: Path, cluster: topology.Topology) -> None:
     path = tmp_path / "m.csv"
     path.write_text(HEADER + "2,64,4,128,8,1,1,8,1,5\n")
     with pytest.raises(PlanError, match="1 measurements for 5 constants"):
         calibration.fit(calibration.read(path), cluster)
-    with pytest.raises(PlanError, match="cannot be read"):
+    with pytest.raises(PlanError, match="does not exist"):
         calibration.read(tmp_path / "absent.csv")

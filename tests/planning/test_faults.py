@@ -188,10 +188,10 @@ def test_late_messages_are_late_by_the_jitter_on_average() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 0.99])
 def test_what_is_no_factor_is_refused(value: float) -> None:
     explorer, plan = planned()
-    with pytest.raises(PlanError, match=r"--slow: .* is not slow"):
+    with pytest.raises(PlanError, match=r"--slow: .* is not from 1"):
         faults.slow_device(explorer, plan, value)
     if not value > 0 or math.isinf(value):
-        with pytest.raises(PlanError, match=r"--jitter: .* is not a jitter"):
+        with pytest.raises(PlanError, match=r"--jitter: .* is not from 0"):
             faults.jitter(explorer, plan, value)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.errors import PlanError
+from cordillera.errors import PlanError, printable
 
 if TYPE_CHECKING:
     from cordillera.cost import Shape
@@ -66,13 +66,19 @@ def plan(
     Writes plan.json (mesh, schedule and settings that a run can take), plan.html and trace.json.
     """
     from cordillera.planning import commands
+    from cordillera.topology import check_writable
 
     if list_:
         _list(commands.shipped())
         return
+    search = {
+        "--devices": devices, "--only": only, "--compare": compare or None, "--what-if": what_if, "--slow": slow,
+        "--jitter": jitter, "--lose": lose, "--calibration": calibration, "--products": products,
+    }  # fmt: skip
     if calibrate is not None:
         if cluster is not None or workload is None:
             raise PlanError("needs the cluster alone", where="plan --calibrate", remedy="plan --calibrate FILE CLUSTER")
+        _refuse({**search, "--set": set_, "--measure": measure}, "--calibrate")
         _calibrate(commands.calibrate(calibrate, workload, folder or Path("plans") / Path(workload).stem))
         return
     if workload is None or cluster is None:
@@ -81,6 +87,8 @@ def plan(
     if unknown:
         raise PlanError(f"{unknown[0]!r} is not searched", where="--only", remedy="placement, scheduling or network")
     if measure is not None:
+        _refuse({**search, "--out": folder}, "--measure")
+        check_writable(measure)
         _measure(commands.products_needed(workload, cluster, set_ or ()), measure)
         return
     from cordillera.cli._show import console
@@ -106,6 +114,13 @@ def plan(
     _show(out, planned)
 
 
+def _refuse(options: Mapping[str, object], task: str) -> None:
+    """Refuse options of another task, which would do nothing."""
+    for name, value in options.items():
+        if value is not None:
+            raise PlanError(f"has no effect with {task}", where=name, remedy="leave it out")
+
+
 def _list(shipped: object) -> None:
     from rich.table import Table
 
@@ -123,6 +138,7 @@ def _list(shipped: object) -> None:
 
 def _show(out: object, planned: object) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from cordillera.planning import export, recommender_export
@@ -130,7 +146,8 @@ def _show(out: object, planned: object) -> None:
 
     assert isinstance(out, Console)
     assert isinstance(planned, Planned | PlannedRecommender)
-    table = Table(title=f"{planned.explorer.workload.name} on {planned.explorer.topology.name}", title_justify="left")
+    title = escape(f"{planned.explorer.workload.name} on {planned.explorer.topology.name}")
+    table = Table(title=title, title_justify="left")
     if isinstance(planned, PlannedRecommender):
         reasons = recommender_export.reasons(planned.found.best, planned.production)
         counted = f"{planned.found.layouts:,} layouts"
@@ -156,7 +173,7 @@ def _show(out: object, planned: object) -> None:
     out.print(f"constants: {planned.explorer.cost.calibration.provenance}", markup=False)
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         out.print(used, markup=False)
-    out.print(f"report: {planned.files['plan.html']}", markup=False)
+    out.print(f"report: {printable(planned.files['plan.html'])}", markup=False)
 
 
 def _list_layouts(table: object, planned: object) -> None:
@@ -204,6 +221,7 @@ def _list_tables(table: object, planned: object) -> None:
 
 
 def _calibrate(fitted: object) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from cordillera.cli._show import console
@@ -216,7 +234,7 @@ def _calibrate(fitted: object) -> None:
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name in quality.error_by_model:
         table.add_row(
-            name,
+            escape(name),
             f"{quality.error_by_model[name]:.2%}",
             f"{quality.tau_by_model[name]:.3f}",
             f"{quality.regret_by_model[name]:.3f}",
@@ -227,10 +245,11 @@ def _calibrate(fitted: object) -> None:
     out.print("furthest off:")
     for row, seconds in worst:
         off = seconds / row.seconds - 1
-        out.print(f"  {row.model} {row.layout}: {row.seconds:.3f} s measured, {seconds:.3f} s predicted ({off:+.1%})")
+        times = f"{row.seconds:.3f} s measured, {seconds:.3f} s predicted ({off:+.1%})"
+        out.print(f"  {row.model} {row.layout}: {times}", markup=False)
     names = ("matrix", "memory", "port", "network", "collective_s")
     out.print("constants: " + ", ".join(f"{name} {getattr(fitted.constants, name):.4g}" for name in names))
-    out.print(f"written to {fitted.file}; use it with --calibration", markup=False)
+    out.print(f"written to {printable(fitted.file)}; use it with --calibration", markup=False)
 
 
 def _measure(shapes: Sequence[Shape], path: Path) -> None:
@@ -258,4 +277,4 @@ def _measure(shapes: Sequence[Shape], path: Path) -> None:
     if measured.left:
         out.print(f"interrupted, {measured.left:,} more are to be measured: give the same command again to go on")
         raise typer.Exit(130)
-    out.print(f"use it with --products {path}", markup=False)
+    out.print(f"use it with --products {printable(path)}", markup=False)

@@ -5,7 +5,6 @@ The constants are fitted to measured microbatches, or follow from the sizes of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -15,10 +14,11 @@ import scipy  # loads its parts when they are first used
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cordillera.errors import DataError
+from cordillera.files import read_sealed, sealed_json
 from cordillera.mistakes import explain, known_keys
 from cordillera.run import write_atomically
 
-Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Cost = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
 
 
 class Sample(NamedTuple):
@@ -67,7 +67,7 @@ class DocumentWork(BaseModel):
     squared: Cost
     unit: str = "tokens"
     provenance: str = "not fitted"
-    error: float | None = None
+    error: Cost | None = None
 
     @model_validator(mode="after")
     def _costs_something(self) -> DocumentWork:
@@ -180,22 +180,19 @@ class DocumentWork(BaseModel):
         Args:
             path: Of the JSON file.
         """
-        write_atomically(Path(path), self.model_dump_json(indent=2) + "\n")
+        write_atomically(Path(path), sealed_json(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, path: str | Path) -> DocumentWork:
-        """Read a JSON file.
+        """Read a JSON file that :meth:`save` wrote, or one without a checksum that was written by hand.
 
         Args:
             path: Of the file.
 
         Raises:
-            DataError: It cannot be read, or names every value that is wrong.
+            DataError: It cannot be read or does not fit its checksum; otherwise it names every value that is wrong.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise DataError(f"cannot be read: {error}", where=str(path)) from error
+        content = read_sealed(path)
         try:
             return cls.model_validate(content)
         except ValidationError as error:

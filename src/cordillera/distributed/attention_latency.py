@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cordillera.errors import DataError
+from cordillera.files import read_sealed
+from cordillera.mistakes import explain, known_keys
 
 # From the lengths of queries and keys of all calls of a rank, int64 [calls] each, to seconds.
 Latency = Callable[[NDArray[np.int64], NDArray[np.int64]], float]
+
+Length = Annotated[int, Field(ge=1, le=1 << 40)]
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,10 @@ class MeasuredLatency(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    queries: tuple[int, ...] = Field(min_length=1)
-    keys: tuple[int, ...] = Field(min_length=1)
+    queries: tuple[Length, ...] = Field(min_length=1)
+    keys: tuple[Length, ...] = Field(min_length=1)
     pairs_per_s: tuple[tuple[float, ...], ...]
-    tile: int = Field(128, ge=1)
+    tile: Length = 128
     provenance: str
 
     @model_validator(mode="after")
@@ -122,10 +127,13 @@ class MeasuredLatency(BaseModel):
         Raises:
             DataError: If it is not there or not such a table.
         """
+        content = read_sealed(path)
         try:
-            return cls.model_validate_json(Path(path).read_bytes())
-        except (OSError, ValidationError) as error:
-            raise DataError(f"is no table of attention rates: {error}", where=str(path)) from error
+            return cls.model_validate(content)
+        except ValidationError as error:
+            problems = explain(error.errors(), lambda at: known_keys(cls, at))
+            text = "; ".join(f"{key}: {message}" for key, message in problems[:20])
+            raise DataError(f"is no table of attention rates: {text}", where=str(path)) from error
 
 
 def _padded_pairs(queries: NDArray[np.int64], keys: NDArray[np.int64], tile: int) -> NDArray[np.float64]:

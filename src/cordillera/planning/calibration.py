@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from pydantic import ValidationError
 
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
+from cordillera.measurements import Cells, Measurements
+from cordillera.mistakes import explain
 from cordillera.planning.estimate import Estimate, Job
 from cordillera.planning.mesh import Mesh
 from cordillera.planning.workload import Layout, Transformer, Workload
@@ -47,6 +48,11 @@ COLUMNS = {
     "milliseconds": ("milliseconds", "iteration time (ms)"),
 }
 _OPTIONAL = {"chunks": 1, "vocabulary": 51_200, "kv_heads": None, "ffn": None}
+_RECOMPUTE = {"": "full", "none": "none", "selective": "selective", "full": "full"}
+_YES = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
+_COUNTS = [*(name for name in COLUMNS if name not in ("model", "milliseconds")), *_OPTIONAL]
+_MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
+MOST_ROWS = 5_000  # a fit predicts every row some hundred times
 
 
 @dataclass(frozen=True)
@@ -74,76 +80,49 @@ def read(path: str | Path) -> list[Measurement]:
             ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` may be there besides.
 
     Raises:
-        PlanError: Names file, row and column of the first value that is not possible.
+        PlanError: Names file, line and column of every mistake.
     """
+    others = [*_OPTIONAL, "recompute", "sequence_parallel"]
+    columns = {**COLUMNS, **{name: (name,) for name in others}}
+    table = Measurements.read(path, columns, ["model", *others])
+    found = [_measurement(table, line, cells) for line, cells in table.rows()]
+    table.check()
+    if len(found) > MOST_ROWS:
+        raise PlanError(f"holds {len(found):,} measurements, at most {MOST_ROWS:,} are fitted", where=table.source)
+    return [one for one in found if one is not None]
+
+
+def _measurement(table: Measurements, line: int, cells: Cells) -> Measurement | None:
+    """The step of a row; None, and mistakes are noted, if it is none."""
+    before = table.mistakes
+    name = table.text(line, cells, "model") if "model" in table.names else ""
+    milliseconds = table.number(line, cells, "milliseconds", most=1e12, least=1e-6)
+    recompute: Any = table.choice(line, cells, "recompute", _RECOMPUTE) if "recompute" in table.names else "full"
+    cut: Any = table.choice(line, cells, "sequence_parallel", _YES) if "sequence_parallel" in table.names else False
+    counts: dict[str, Any] = {}
+    for column in _COUNTS:
+        default = column in _OPTIONAL and not cells.get(column)
+        counts[column] = _OPTIONAL[column] if default else table.count(line, cells, column)
+    if milliseconds is None or table.mistakes > before:
+        return None
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            table = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot be read: {error}", where=str(path)) from error
-    if len(table) < 2:
-        raise PlanError("holds no measurements", where=str(path), remedy=f"columns are {', '.join(COLUMNS)}")
-    header = [name.strip().lower() for name in table[0]]
-    place: dict[str, int] = {}
-    for name, spellings in COLUMNS.items():
-        found = [header.index(one) for one in spellings if one in header]
-        if not found and name != "model":
-            raise PlanError(f"column {name!r} is missing", where=str(path), remedy=f"or call it {spellings[-1]!r}")
-        place |= {name: found[0]} if found else {}
-    measured = []
-    for number, row in enumerate(table[1:], 2):
-        if not any(cell.strip() for cell in row):
-            continue
-
-        def cell(name: str, row: list[str] = row, number: int = number) -> float:
-            try:
-                value = float(row[place[name]])
-            except (ValueError, IndexError):
-                value = float("nan")
-            if not 0 < value < float("inf"):
-                given = row[place[name]] if place[name] < len(row) else "nothing"
-                raise PlanError(f"{given!r} is not a positive number", where=f"{path}, row {number}, column {name}")
-            return value
-
-        extra: dict[str, Any] = {}
-        for name, default in _OPTIONAL.items():
-            at = header.index(name) if name in header else None
-            extra[name] = int(row[at]) if at is not None and row[at].strip() else default
-        options: dict[str, Any] = {"recompute": "full"}
-        if "recompute" in header:
-            options["recompute"] = row[header.index("recompute")].strip()
-        if "sequence_parallel" in header:
-            options["sequence_parallel"] = row[header.index("sequence_parallel")].strip() in ("1", "true", "yes")
-        where = f"{path}, row {number}"
-        try:
-            workload = Workload(
-                model=Transformer(
-                    layers=int(cell("layers")),
-                    hidden=int(cell("hidden")),
-                    heads=int(cell("heads")),
-                    kv_heads=extra["kv_heads"],
-                    ffn=extra["ffn"],
-                    vocabulary=extra["vocabulary"],
-                ),
-                sequence=int(cell("sequence")),
-                batch=int(cell("batch")),
-            )
-        except ValidationError as error:
-            raise PlanError("; ".join(str(e["msg"]) for e in error.errors()), where=where) from error
-        layout = Layout(
-            tensor=int(cell("tensor")),
-            data=int(cell("data")),
-            pipeline=int(cell("pipeline")),
-            microbatch=int(cell("microbatch")),
-            chunks=extra["chunks"],
-            **options,
+        workload = Workload(
+            model=Transformer(**{key: counts[key] for key in _MODEL}),
+            sequence=counts["sequence"],
+            batch=counts["batch"],
         )
-        problems = layout.problems(workload)
-        if problems:
-            raise PlanError("; ".join(problems), where=where)
-        name = row[place["model"]].strip() if "model" in place else f"{workload.model.parameters / 1e9:.1f}B"
-        measured.append(Measurement(name, workload, layout, cell("milliseconds") / 1e3))
-    return measured
+    except ValidationError as error:
+        for place, message in explain(error.errors(), lambda at: (), ""):
+            table.wrong(line, message, place.removeprefix("model."))
+        return None
+    layout = Layout(
+        **{key: counts[key] for key in ("tensor", "data", "pipeline", "microbatch", "chunks")},
+        recompute=recompute,
+        sequence_parallel=cut,
+    )
+    for problem in layout.problems(workload):
+        table.wrong(line, problem)
+    return Measurement(name or f"{workload.model.parameters / 1e9:.1f}B", workload, layout, milliseconds / 1e3)
 
 
 def predict(measurement: Measurement, topology: Topology, cost: CostModel) -> Estimate:

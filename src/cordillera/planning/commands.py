@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +11,8 @@ from typing import Any
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel, Products, Shape, calibration_for
-from cordillera.errors import PlanError
+from cordillera.errors import Interrupted, PlanError, printable
+from cordillera.files import read_sealed, sealed_json
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import export, faults, operators, recommender_export
 from cordillera.planning import workload as workloads
@@ -33,9 +33,13 @@ def parse_change(text: str) -> tuple[str, float | str]:
     try:
         number = float(value)
     except ValueError:
-        number = float("nan")
-    if not sign or not re.fullmatch(r"\w+\.\w+", path) or math.isnan(number):
-        raise PlanError("is not a change", where=text, remedy="write level.key=number or level.key*=number")
+        number = math.nan
+    if not sign or not re.fullmatch(r"\w+\.\w+", path) or not math.isfinite(number):
+        raise PlanError(
+            "is not a change", where=text or "change ''", remedy="write level.key=number or level.key*=number"
+        )
+    if operator == "/" and not number:
+        raise PlanError("divides by 0", where=text or "change ''", remedy="write another number")
     return path, f"{operator}={number!r}" if operator else number
 
 
@@ -78,7 +82,12 @@ class PlannedRecommender:
 
 
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
-    edits = dict(parse_change(text) for text in changes)
+    edits: dict[str, float | str] = {}
+    for text in changes:
+        path, value = parse_change(text)
+        if path in edits:
+            raise PlanError(f"changes {path} a second time", where=text or "change ''", remedy="one change of each key")
+        edits[path] = value
     topology = clusters.load(cluster)
     return topology.changed(edits) if edits else topology
 
@@ -124,6 +133,8 @@ def plan(
     Raises:
         PlanError: For files that are wrong and jobs that are not possible.
     """
+    files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
+    clusters.check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
     asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
     faults.check(slow, jitter)
@@ -149,7 +160,17 @@ def plan(
         made = Planned
         explorer = Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
         report = export
-    base = explorer.production()
+    for text, other in asked.items():
+        if other.devices < explorer.devices:
+            raise PlanError(
+                f"leaves {other.devices:,} devices for a plan on {explorer.devices:,}",
+                where=f"--what-if {text}",
+                remedy="--set plans for the smaller cluster",
+            )
+    try:
+        base = explorer.production()
+    except KeyboardInterrupt:
+        raise Interrupted("before a plan was found; nothing is written", where="plan") from None
     found = explorer.explore(only)
     best, compared, cases, changed = found.best, {}, [], None
     try:
@@ -173,17 +194,14 @@ def plan(
                 compared[f"{one} alone"] = alone.best
     except KeyboardInterrupt:
         found.interrupted = True
-    where = Path(folder)
-    files = {name: where / name for name in ("plan.json", "plan.html", "trace.json")}
     if isinstance(work, Recommender):
         written = recommender_export.to_json(explorer, found, base)
         page = recommender_export.page(explorer, found, base, compared, changed)
     else:
         written = export.to_json(explorer, found, base, cases)
         page = export.page(explorer, found, base, compared, changed, cases)
-    clusters.write(files["plan.json"], json.dumps(written, indent=2) + "\n")
-    clusters.write(files["plan.html"], page)
-    clusters.write(files["trace.json"], report.chrome_trace(best.step.timeline))
+    texts = (sealed_json(written), page, report.chrome_trace(best.step.timeline))
+    clusters.write(dict(zip(files.values(), texts, strict=True)))
     planned: Planned | PlannedRecommender = made(explorer, found, base, cases, files)
     return planned
 
@@ -209,17 +227,28 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
     return operators.shapes(work, topology.device, min(topology.sizes[0]))
 
 
-def read_calibration(path: str | Path) -> Calibration:
-    """Read what :func:`calibrate` wrote.
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are best first.
+
+    Args:
+        path: Of the file.
 
     Raises:
-        PlanError: If it is not there or wrong.
+        PlanError: If it is not there, or not as it was written.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"cannot be read: {error}", where=str(path)) from error
-    return clusters.validate(Calibration, content, str(path))
+    return read_sealed(path, error=PlanError, required=True, remedy="plan again")
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read what :func:`calibrate` wrote, or a file without a checksum that was written by hand.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        PlanError: If it is not there, does not fit its checksum, or with every mistake in it.
+    """
+    return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
 
 
 @dataclass(frozen=True)
@@ -250,6 +279,8 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
     Raises:
         PlanError: For files that are wrong.
     """
+    file = Path(folder) / "calibration.json"
+    clusters.check_writable(file)
     topology, rows = clusters.load(cluster), calibrations.read(measurements)
     for row in rows:
         if row.layout.devices > topology.devices:
@@ -257,12 +288,14 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
                 f"{row.layout} takes {row.layout.devices:,} devices, {topology.name} has {topology.devices:,}",
                 where=str(measurements),
             )
-    name = Path(measurements).name
-    fitted = calibrations.fit(rows, topology, calibration_for(topology.device), f"{name} on {topology.name}")
+    name = printable(Path(measurements).name)
+    try:
+        fitted = calibrations.fit(rows, topology, calibration_for(topology.device), f"{name} on {topology.name}")
+    except KeyboardInterrupt:
+        raise Interrupted("before the constants were found; nothing is written", where="plan --calibrate") from None
     cost = CostModel(topology.device, fitted)
     predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
-    file = Path(folder) / "calibration.json"
-    clusters.write(file, fitted.model_dump_json(indent=2) + "\n")
+    clusters.write({file: sealed_json(fitted.model_dump(mode="json"))})
     return Calibrated(fitted, calibrations.accuracy(rows, predicted), list(zip(rows, predicted, strict=True)), file)
 
 

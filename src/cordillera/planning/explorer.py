@@ -43,6 +43,7 @@ _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
 _LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
+_MOST_ACTIONS = 1_000_000  # forwards of a step that is simulated: memory and time grow with them
 _FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
@@ -275,8 +276,8 @@ def divisible(workload: Workload, topology: Topology) -> set[int]:
     """
     powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
     copies = _divisors(workload.batch, topology.devices)
-    found = {a * b * c for a, b, c in product(powers, range(1, workload.model.layers + 1), copies)}
-    return {one for one in found if one <= topology.devices}
+    flat = {a * b for a, b in product(powers, copies) if a * b <= topology.devices}
+    return {one * p for one in flat for p in range(1, min(workload.model.layers, topology.devices // one) + 1)}
 
 
 def production_network(topology: Topology) -> dict[str, NetworkSettings]:
@@ -423,8 +424,10 @@ class Explorer:
             plan: Degrees, order, schedule and settings stay.
             topology: With as many devices at least.
         """
-        mesh = Mesh.of(topology, plan.layout, plan.order)
-        return simulate_step(Job(self.workload, mesh, plan.layout, self.cost, plan.network), plan.schedule)
+        mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
+        if topology.device != self.topology.device:  # on which no products were measured
+            cost = CostModel(topology.device, cost.calibration)
+        return simulate_step(Job(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
 
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):
@@ -439,6 +442,9 @@ class Explorer:
         best: Plan | None = None
         if job.busiest >= min((plan.seconds for plan in found.plans), default=float("inf")):
             found.dropped["computes for longer than a plan that was found"] += 1
+            return None
+        if job.microbatches * job.layout.stages > _MOST_ACTIONS:
+            found.dropped[f"more than {_MOST_ACTIONS:,} actions (microbatches times stages)"] += 1
             return None
         peak = job.layout.devices * self.cost.device.matrix_flops_per_s
         for name, make in families(job).items():

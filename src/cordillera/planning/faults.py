@@ -7,6 +7,7 @@ Lost planes, narrower links and losses of packets are changes of the cluster
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +30,11 @@ from cordillera.planning.step import (
 from cordillera.topology import Topology
 
 DRAWS = 10_000
+_MOST = 1_000_000  # of a factor and of a jitter, so that times stay finite
+_MEANS = {
+    "--slow": "how many times as long a device computes",
+    "--jitter": "what is added to a latency on average, as a part of it",
+}
 _AS_GOOD = 0.95  # of what all devices' seconds were before: a number of devices with as little needs no smaller rival
 
 
@@ -73,10 +79,9 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
     Raises:
         PlanError: For what is too small or not finite.
     """
-    if slow is not None and not (math.isfinite(slow) and slow >= 1):
-        raise PlanError(f"{slow:g} times as slow is not slow", where="--slow", remedy="a factor of 1 or more")
-    if jitter is not None and not (math.isfinite(jitter) and jitter >= 0):
-        raise PlanError(f"{jitter:g} is not a jitter", where="--jitter", remedy="0 or more, as a part of the latency")
+    for name, value, least in (("--slow", slow, 1), ("--jitter", jitter, 0)):
+        if value is not None and not least <= value <= _MOST:
+            raise PlanError(f"{value:g} is not from {least} to {_MOST:,}", where=name, remedy=_MEANS[name])
 
 
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
@@ -88,7 +93,10 @@ def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Ca
         change: In words.
         topology: Changed.
     """
-    return Case(change, explorer.again(plan, topology).seconds, plan.layout.devices, figures={"kind": "change"})
+    step, room = explorer.again(plan, topology), topology.device.memory_bytes
+    over = step.memory_bytes > room
+    note = f"but it needs {step.memory_bytes / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if over else ""
+    return Case(change, step.seconds, plan.layout.devices, note, {"kind": "change"})
 
 
 def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
@@ -255,7 +263,7 @@ def survivors(topology: Topology, domain: str) -> Topology:
         PlanError: If there is no such domain, or nothing else.
     """
     level, colon, number = domain.partition(":")
-    if colon and not number.isdecimal():
+    if colon and not re.fullmatch("[0-9]{1,18}", number):
         raise PlanError("is not a domain", where=domain, remedy="write level or level:number, as building:1")
     return topology.without(level, int(number or 0))
 

@@ -19,9 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
 from cordillera.partition import NOWHERE, list_scheduling
+from cordillera.topology import Label, Numeric, Words
 
-Count = Annotated[int, Field(ge=1)]
-Bytes = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Limits keep costs and results finite: tables, their columns and layers are gone through one by one.
+MOST_TABLES = 100_000
+MOST_PARTS = 200_000
+Count = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
+Bytes = Annotated[float, Numeric, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 
@@ -47,8 +51,8 @@ class Tables(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     count: Count = 1
-    rows: Count
-    dim: Count
+    rows: Annotated[int, Numeric, Field(ge=1, le=1 << 50)]
+    dim: Annotated[int, Numeric, Field(ge=1, le=1 << 16)]
     lookups: Bytes = 1.0
     weight_bytes: Bytes = 4.0
 
@@ -63,7 +67,7 @@ class Cross(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layers: Count
+    layers: Annotated[int, Numeric, Field(ge=1, le=1_000)]
     rank: Count
 
 
@@ -92,26 +96,28 @@ class Recommender(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = "workload"
-    description: str = ""
-    source: str = ""
-    tables: tuple[Tables, ...] = Field(min_length=1)
-    dense: Annotated[int, Field(ge=0)] = 0
-    bottom: tuple[Count, ...] = ()
+    name: Label = "workload"
+    description: Words = ""
+    source: Words = ""
+    tables: tuple[Tables, ...] = Field(min_length=1, max_length=10_000)
+    dense: Annotated[int, Numeric, Field(ge=0, le=1 << 24)] = 0
+    bottom: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(default=(), max_length=1_000)
     interaction: Literal["dot", "concat", "cross"] = "dot"
     cross: Cross | None = None
-    top: tuple[Count, ...] = Field(min_length=1)
-    batch: Count
+    top: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(min_length=1, max_length=1_000)
+    batch: Annotated[int, Numeric, Field(ge=1, le=1 << 40)]
     id_bytes: Bytes = 8.0
     forward_bytes: Bytes = 4.0
     backward_bytes: Bytes = 4.0
     gradient_bytes: Bytes = 4.0
-    optimizer_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 4.0
+    optimizer_bytes: Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)] = 4.0
     dense_bytes: Bytes = 16.0
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recommender:
         problems = []
+        if (tables := sum(one.count for one in self.tables)) > MOST_TABLES:
+            problems.append(f"{tables:,} tables, at most {MOST_TABLES:,} can be planned")
         if bool(self.dense) != bool(self.bottom):
             problems.append("dense features and a bottom net need each other: give both or none")
         if (self.interaction == "cross") != (self.cross is not None):
@@ -345,9 +351,15 @@ def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optim
     return lookups * row
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
+
+
 def _columns(table: Tables, parts: int) -> int:
     """Parts in columns, where so many parts are wanted: all alike, none narrower than :data:`NARROWEST`."""
-    possible = [one for one in range(1, table.dim + 1) if table.dim % one == 0 and table.dim // one >= NARROWEST]
+    possible = [one for one in divisors(table.dim) if table.dim // one >= NARROWEST]
     return next((one for one in possible if one >= parts), possible[-1] if possible else 1)
 
 
@@ -395,6 +407,8 @@ def deal(workload: Recommender, size: int, room: float, worth: float, grain: flo
         shards: list[tuple[float, float, Shard]] = []
         for i, _ in tables:
             shards += _parts(workload, i, costs[i], share * grain, room / finer, size)
+            if len(shards) > MOST_PARTS:
+                raise PlanError(f"tables over {size:,} devices: more than {MOST_PARTS:,} parts")
         dearest = sorted(range(len(shards)), key=lambda at: (-shards[at][0], at))
         largest = sorted(range(len(shards)), key=lambda at: (-shards[at][1], at))
         for order in (dearest, largest):  # where the first leaves no place for the last
@@ -425,9 +439,12 @@ def _parts(
     deep = math.ceil(one.rows * row / room)
     if up > sent and (up + sent) / wide > limit:
         deep = max(deep, math.ceil(up / wide / max(limit - sent / wide, limit / 2)))
+    deep = min(deep, one.rows, size)
+    if one.count * wide * deep > MOST_PARTS:
+        raise PlanError(f"tables over {size:,} devices: more than {MOST_PARTS:,} parts")
     found = []
     for copy in range(one.count):
-        for first_row, rows, first_column, columns in _cut(one, wide, min(deep, one.rows, size)):
+        for first_row, rows, first_column, columns in _cut(one, wide, deep):
             cost = up / wide * rows / one.rows + sent / wide
             found.append((cost, rows * row, Shard(table, copy, first_row, rows, first_column, columns)))
     return found

@@ -242,10 +242,10 @@ class Schedule:
             for word in filter(None, (part.strip() for part in line.split(","))):
                 pair = re.fullmatch(r"\((\w+);(\w+)\)OVERLAP_F_B", word)
                 for part in pair.groups() if pair else [word]:
-                    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", part)
+                    match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", part)
                     if match is None:
                         raise PlanError(
-                            f"{word!r} is not an action",
+                            f"{word[:40]!r} is not an action",
                             where=f"schedule {name}, line {number}",
                             remedy="write stage, one of F, B, I, W, and microbatch, as in 3F0",
                         )
@@ -254,7 +254,7 @@ class Schedule:
             ranks.append(tuple(actions))
         holder = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
         stages = max(holder, default=-1) + 1
-        if not stages or set(holder) != set(range(stages)):
+        if not stages or len(holder) != stages:
             raise PlanError("stages are missing", where=f"schedule {name}", remedy="stages count from 0 without gaps")
         microbatches = 1 + max(action.microbatch for actions in ranks for action in actions)
         schedule = cls(name, microbatches, tuple(holder[stage] for stage in range(stages)), tuple(ranks))

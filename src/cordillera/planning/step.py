@@ -204,7 +204,7 @@ def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None
     gather = job.microbatches * sum(job.stages[stage].gather for stage in schedule.stages_of(at))
     end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
     parts = {
-        "compute": busy - tensor - gather,
+        "compute": max(0.0, busy - tensor - gather),
         "tensor parallel": tensor,
         "sharded weights": gather,
         "pipeline messages": waiting,

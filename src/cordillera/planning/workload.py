@@ -15,10 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.recommender import Recommender
-from cordillera.topology import parse, shipped, validate
+from cordillera.planning.recommender import Recommender, divisors
+from cordillera.topology import Label, Numeric, Words, parse, shipped, validate
 
-Count = Annotated[int, Field(ge=1)]
+# Limits keep costs and results finite: layers and experts are gone through one by one, products of sizes are floats.
+Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
+Count = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
+Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
 
 BYTES = 2  # of a weight, an activation and its gradient in 16 bits
@@ -44,7 +47,7 @@ class Experts(BaseModel):
     count: Count
     active: Count
     ffn: Count
-    shared_ffn: Annotated[int, Field(ge=0)] = 0
+    shared_ffn: Annotated[int, Numeric, Field(ge=0, le=1 << 32)] = 0
     every: Count = 1
 
     @model_validator(mode="after")
@@ -74,7 +77,7 @@ class Transformer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layers: Count
+    layers: Layers
     hidden: Count
     heads: Count
     kv_heads: Count | None = None
@@ -168,15 +171,15 @@ class Workload(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = "workload"
-    description: str = ""
-    source: str = ""
+    name: Label = "workload"
+    description: Words = ""
+    source: Words = ""
     model: Transformer
     sequence: Count
     batch: Count
-    weight_bytes: Annotated[float, Field(gt=0)] = 2.0
-    gradient_bytes: Annotated[float, Field(gt=0)] = 4.0
-    optimizer_bytes: Annotated[float, Field(ge=0)] = 12.0
+    weight_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
+    gradient_bytes: Annotated[Bytes, Field(ge=0.01)] = 4.0
+    optimizer_bytes: Bytes = 12.0
 
     @property
     def flops(self) -> float:
@@ -318,8 +321,7 @@ class Layout:
 
 
 def _nearest(value: int, of: int) -> str:
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    return f": {min(divisors, key=lambda d: (abs(d - value), d))} would"
+    return f": {min(divisors(of), key=lambda d: (abs(d - value), d))} would"
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
