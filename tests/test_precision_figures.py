@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SYSTEMS = ROOT / "docs/systems"
 
@@ -74,9 +76,16 @@ def test_quantised_models_are_quoted_as_measured() -> None:
             *_spread(one["times_faster"]),
         )  # fmt: skip
         assert _row(*cells) in page
+
+
+def test_drift_is_quoted_as_measured() -> None:
+    if not (ROOT / "benchmarks/results/low-precision-inference-drift.json").is_file():
+        pytest.skip("not measured yet: cordillera bench low-precision-inference --part drift")
+    page = " ".join(_page("low-precision-inference.md").split())
     for one in _results("low-precision-inference-drift")["rows"].values():
-        assert f"{one['false_alarms']} of {one['windows']}" in page
-        assert f"{one['tables'] - len(one['missed'])} of {one['tables']} tables" in page
+        assert f"{one['false_alarms']} of {one['windows']:,}" in page
+        for kind in one["drifts"].values():
+            assert f"{kind['found']} of {kind['injected']}" in page
 
 
 def test_layers_in_eight_bits_are_quoted_as_measured() -> None:

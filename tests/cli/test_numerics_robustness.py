@@ -122,6 +122,25 @@ def test_weights_that_are_no_numbers_are_said_to_be_before_anything_is_written(r
     assert content_of(run) == before
 
 
+def test_a_weight_beyond_fp16_skips_the_kernels_of_fp16_and_ends_nothing(run, monkeypatch) -> None:
+    def large(*arguments: Any) -> Any:
+        state, model = load_model(*arguments)
+        model.top.layers[0].weight.data[3, 2] = 1e5
+        return state, model
+
+    config = probing.DispatchConfig(rows=(16,), kernels=("fp16 weights", "bf16"), rounds=1)
+    monkeypatch.setattr(quantization, "_LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(quantization, "_LAYER_KERNELS", ("fp16 weights",))
+    for module, work in (
+        (quantization, lambda say: quantization.quantize(run, 10.0, say=say)),
+        (probing, lambda say: probing.probe(run, config, 10.0, say=say)),
+    ):
+        said: list[str] = []
+        monkeypatch.setattr(module, "load_model", large)
+        work(said.append)
+        assert any(line.startswith("fp16 weights is skipped in 1 layer: cannot take it: ") for line in said)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
