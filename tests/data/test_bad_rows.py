@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -15,16 +17,20 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from cordillera.data.cache import SPLITS, open_splits
-from cordillera.data.click_logs import FileLog
-from cordillera.data.datasets import prepare, raw_rows, read_rows
+from cordillera.data.click_logs import CRITEO_COLUMNS, FileLog
+from cordillera.data.datasets import DataConfig, prepare, raw_rows, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.errors import DataError
+from cordillera.files import read_toml
 from tests.fuzzing import damaged, flips, survives
 
 from .conftest import config, write
+from .test_click_logs import _avazu_frame, _criteo_lines
+from .test_delimited import WORDS, reference
 
 SMALL = Schema(
     dense=(DenseFeature(name="x", transform="standardise"),),
@@ -235,7 +241,7 @@ def test_every_flipped_byte_of_a_large_cache_is_refused(tmp_path: Path, fuzz_inp
     splits = prepare(config(tmp_path / "log.parquet", schema, tmp_path, split="order"), progress=False)
     assert sum(file.stat().st_size for file in splits.folder.iterdir()) > 64 << 20
     rng = random.Random(3)
-    for _ in range(fuzz_inputs(5)):
+    for _ in range(fuzz_inputs(3)):
         path = splits.folder / rng.choice(["train-labels.bin", "train-dense.bin", "test-labels.bin"])
         place = rng.randrange(path.stat().st_size)
         with open(path, "r+b") as file:
@@ -411,3 +417,88 @@ def test_columns_of_any_type_are_read_whole_or_refused(
         assert found == rows or isinstance(found, DataError), what
     assert kept > number // 10
     assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*tells nothing")
+@pytest.mark.parametrize("layout", ["own", "criteo", "avazu"])
+def test_a_damaged_log_is_prepared_whole_or_refused(
+    tmp_path: Path, fuzz_inputs: Callable[[int], int], layout: str
+) -> None:
+    own = Schema(dense=SMALL.dense, categorical=SMALL.categorical, lists=SMALL.lists, labels=("click",))
+    if layout == "own":
+        path, names = write(_small().select("x", "user", "tags", "click"), tmp_path / "log.csv"), None
+        setting = config(path, own, tmp_path, split="random")
+    elif layout == "criteo":
+        path, names = tmp_path / "train.txt", list(CRITEO_COLUMNS)
+        path.write_text("\n".join(_criteo_lines(60)))
+        setting = DataConfig(dataset="criteo", path=str(path), cache_dir=str(tmp_path / "cache"))
+    else:
+        path, names = tmp_path / "train.csv", None
+        _avazu_frame(60).write_csv(path)
+        setting = DataConfig(dataset="avazu", path=str(path), cache_dir=str(tmp_path / "cache"), unordered="sort")
+    good, rng, kept = path.read_bytes(), random.Random(layout), 0
+    for number in range(fuzz_inputs(12)):
+        content = damaged(good, rng, WORDS) if number % 4 else good
+        path.write_bytes(content)
+        expected = reference(content, "\t" if layout == "criteo" else ",", layout != "criteo", names)
+        what = f"input {number}: {content!r}"
+        found = survives(lambda: sum(prepare(setting, progress=False).facts["rows"].values()), what)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        assert isinstance(found, DataError) or (expected is not None and found == len(expected) - 1), what
+        kept += not isinstance(found, DataError)
+        found = survives(lambda: sum(len(frame) for frame, _ in read_rows(str(path), setting)), what)
+        assert isinstance(found, DataError) or (expected is not None and found == len(expected) - 1), (what, found)
+    assert kept
+
+
+def test_a_damaged_schema_is_refused_or_reads_every_row(tmp_path: Path, fuzz_inputs: Callable[[int], int]) -> None:
+    """Schemas as recipes hold them; those that are valid are used."""
+    text = """
+    labels = ["click"]
+    weight = "weight"
+    timestamp = "time"
+    group = "user"
+    ids = ["user"]
+    segments = ["user"]
+    dense = [{ name = "x", transform = "standardise", missing = "mean" }]
+    categorical = [{ name = "user", encoding = "hash", num_embeddings = 9, table = "t" }]
+    lists = [{ name = "tags", separator = "|", max_length = 3, pooling = "sum", min_count = 2 }]
+    """
+    words = [b'"', b"[", b"]", b"{}", b"=", b"1e999", b"-1", b"4611686018427387904", b"nan", b"true", b'""', b"\\u0000"]
+    words += [
+        b'"x"',
+        b'"click"',
+        b'"tags"',
+        b'"identity"',
+        b'"quantile"',
+        b'"log"',
+        b'"zero"',
+        b'"user"',
+        b"1",
+        b"\xff",
+    ]
+    path = write(_small(), tmp_path / "log.parquet")
+    rng, used = random.Random(4), 0
+
+    def read(content: bytes) -> Schema:
+        (tmp_path / "schema.toml").write_bytes(content)
+        found = read_toml(tmp_path / "schema.toml")
+        try:
+            return Schema.model_validate(found)
+        except ValidationError as error:
+            raise DataError(str(error)) from error
+
+    for number in range(fuzz_inputs(400)):
+        content = damaged(text.encode(), rng, words)
+        what = f"input {number}: {content!r}"
+        schema = survives(lambda: read(content), what)  # noqa: B023
+        if not isinstance(schema, Schema) or number % 10:
+            continue
+        setting = config(path, schema, tmp_path, split="random")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = survives(lambda: prepare(setting, progress=False).facts["rows"], what)  # noqa: B023
+        assert isinstance(found, DataError) or sum(found.values()) == 60, what
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        used += 1
+    assert used

@@ -107,6 +107,16 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
 
 
 def column_of(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
+    """A column of a frame.
+
+    Args:
+        frame: Rows.
+        name: Of the column.
+        place: Where the rows stand, for errors.
+
+    Raises:
+        DataError: it is missing.
+    """
     if name not in frame.columns:
         raise DataError(
             f"column '{name}' is missing; there are {frame.columns}",
@@ -117,11 +127,25 @@ def column_of(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
 
 
 def first_of(mask: np.ndarray) -> int:
+    """Position of the first true entry.
+
+    Args:
+        mask: ``bool [N]``, with at least one.
+    """
     return int(np.argmax(mask))
 
 
 def numbers_of(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
-    """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept, text that is no number is an error."""
+    """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept.
+
+    Args:
+        series: The column.
+        name: What errors call it.
+        place: Where its rows stand, for errors.
+
+    Raises:
+        DataError: text that is no number, or a type that holds none.
+    """
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.String:
@@ -149,6 +173,16 @@ def numbers_of(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, 
 
 
 def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A dense feature as ``float64 [N]``, blanks as 0, and its blanks as ``bool [N]``.
+
+    Args:
+        series: The column, ``N`` rows.
+        feature: What the schema says of it.
+        place: Where its rows stand, for errors.
+
+    Raises:
+        DataError: a value that is infinite, or that the feature refuses: NaN, a blank, one too large for float32.
+    """
     values, blank = numbers_of(series, feature.name, place)
     infinite = np.isinf(values)
     if infinite.any():
@@ -180,7 +214,17 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np
 
 
 def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: Place) -> None:
-    """Refuse values whose results float32 does not hold."""
+    """Refuse values whose results float32 does not hold.
+
+    Args:
+        results: ``float64 [N]``.
+        values: What they were made of, ``float64 [N]``.
+        name: Of the column.
+        place: Where the rows stand, for errors.
+
+    Raises:
+        DataError: a result is too large; its own row is named.
+    """
     large = np.abs(results) > _LARGEST
     if large.any():
         row = first_of(large)
@@ -237,7 +281,11 @@ def ids_of(
 
 
 def without_point(text: pl.Series) -> pl.Series:
-    """Text in which whole numbers such as ``42.0`` are written as ``42``."""
+    """Text in which whole numbers such as ``42.0`` are written as ``42``.
+
+    Args:
+        text: ``N`` entries.
+    """
     # Most columns hold none, which the plain search tells quickly.
     if not text.str.contains(".0", literal=True).any():
         return text
@@ -245,7 +293,17 @@ def without_point(text: pl.Series) -> pl.Series:
 
 
 def flatten(series: pl.Series, feature: ListFeature, place: Place, whole: bool = False) -> tuple[pl.Series, np.ndarray]:
-    """A list column as its kept entries, row after row, and the number of them a row, ``int64 [N]``."""
+    """A list column as its kept entries, row after row, and the number of them a row, ``int64 [N]``.
+
+    Args:
+        series: The column, ``N`` rows.
+        feature: What the schema says of it.
+        place: Where its rows stand, for errors.
+        whole: Write text such as ``42.0`` as ``42``.
+
+    Raises:
+        DataError: the column holds no lists, or an entry is no id.
+    """
     if series.dtype == pl.String:
         series = series.str.split(feature.separator)
     elif isinstance(series.dtype, pl.Array):
@@ -272,6 +330,16 @@ def flatten(series: pl.Series, feature: ListFeature, place: Place, whole: bool =
 
 
 def labels_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A label column as ``uint8 [N]``.
+
+    Args:
+        series: The column.
+        name: What errors call it.
+        place: Where its rows stand, for errors.
+
+    Raises:
+        DataError: a value other than 0 and 1.
+    """
     values, blank = numbers_of(series, name, place)
     wrong = blank | ((values != 0) & (values != 1))
     if wrong.any():
@@ -286,6 +354,16 @@ def labels_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
 
 
 def weights_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A column of sample weights as ``float32 [N]``.
+
+    Args:
+        series: The column.
+        name: What errors call it.
+        place: Where its rows stand, for errors.
+
+    Raises:
+        DataError: a value other than 0 outside of :data:`WEIGHTS`.
+    """
     values, blank = numbers_of(series, name, place)
     low, high = WEIGHTS
     wrong = blank | ~((values == 0) | ((values >= low) & (values <= high)))
@@ -333,7 +411,16 @@ def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
 
 
 def groups_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
-    """Group numbers: integers as they are, anything else by a hash of its text; blanks are one group."""
+    """Group numbers, ``int64 [N]``: integers as they are, anything else by a hash of its text; blanks are one group.
+
+    Args:
+        series: The column.
+        name: What errors call it.
+        place: Where its rows stand, for errors.
+
+    Raises:
+        DataError: a value that is no id.
+    """
     blank = np.array(_BLANK_GROUP).astype(np.int64)
     if series.dtype.is_integer():
         # Numbers beyond 63 bits wrap, so that different groups stay different.

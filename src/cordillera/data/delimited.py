@@ -17,6 +17,7 @@ from cordillera.errors import DataError
 BLOCK_BYTES = 32 << 20
 """Size of the blocks that are parsed at a time, in bytes, and of the longest line."""
 
+_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 17  # fits into a processor's second cache
 _BREAK, _QUOTE, _RETURN = b'\n"\r'
 _REMEDY = (
@@ -67,7 +68,7 @@ class DelimitedFile:
                 not UTF-8, the file is truncated; with its line.
         """
         line = 1
-        for buffer, end in self._blocks():
+        for buffer, end in self._blocks(BLOCK_BYTES):
             begin = 0
             if line == 1 and self._named:
                 begin, line = buffer.find(b"\n") + 1, 2
@@ -78,15 +79,19 @@ class DelimitedFile:
                 yield frame, Place(str(self.path), line, "line", kept)
             line += lines
 
-    def _blocks(self) -> Iterator[tuple[bytearray, int]]:
-        """Buffers whose first so many bytes are whole lines; each is overwritten by the next."""
-        buffer, filled, first = bytearray(BLOCK_BYTES + 1), 0, True
+    def _blocks(self, most: int) -> Iterator[tuple[bytearray, int]]:
+        """Buffers whose first so many bytes are whole lines, at most ``most``; each is overwritten by the next."""
+        filled, first = 0, True
         try:
+            packed = self.path.suffix.lower() in (".gz", ".bz2", ".zst", ".lz4", ".br")
+            # One byte more than is read, for the line break that a last line may lack.
+            most = most if packed else min(most, self.path.stat().st_size + 1)
+            buffer = bytearray(most + 1)
             with pa.input_stream(str(self.path), compression="detect") as stream:
                 while True:
-                    count = stream.readinto(memoryview(buffer)[filled:BLOCK_BYTES])
+                    count = stream.readinto(memoryview(buffer)[filled:most])
                     filled += count
-                    if count and filled < BLOCK_BYTES:
+                    if count and filled < most:
                         continue
                     if first and buffer.startswith(b"\xef\xbb\xbf"):
                         filled -= 3
@@ -98,7 +103,7 @@ class DelimitedFile:
                     end = buffer.rfind(b"\n", 0, filled) + 1
                     if not end and count:
                         raise DataError(
-                            f"a line is longer than {BLOCK_BYTES:,} bytes",
+                            f"a line is longer than {most:,} bytes",
                             where=str(self.path),
                             remedy="check that the file is text with a row a line",
                         )
@@ -114,7 +119,7 @@ class DelimitedFile:
             ) from error
 
     def _read_names(self) -> list[str]:
-        for buffer, end in self._blocks():
+        for buffer, end in self._blocks(min(_HEADER_BYTES, BLOCK_BYTES)):
             line = bytes(buffer[: min(end, buffer.find(b"\n") + 1)])
             if not line.strip(b"\r\n"):
                 raise DataError(

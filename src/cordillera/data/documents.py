@@ -90,7 +90,7 @@ def read_documents(
                 for row, line in _lines(path):
                     text = _utf8(line, path, row)
                     yield Document(text, str(path), row) if kind == "text" else _json(text, fields, path, row)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, ValueError, KeyError, IndexError, MemoryError) as error:
             raise DataError(f"the file cannot be read ({error})", where=str(path)) from error
 
 
@@ -187,7 +187,7 @@ def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> D
 
 
 def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
-    with pa.parquet.ParquetFile(path) as file:
+    with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         names = file.schema_arrow.names
         for name, key in zip(fields, ("text_field", "url_field", "date_field"), strict=True):
             if name is not None and name not in names:
@@ -211,3 +211,9 @@ def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
                 if values[0] is None:
                     raise DataError(f"column '{fields.text}' is blank", where=f"{path}:{row}", remedy="drop such rows")
                 yield _document(values, fields, path, row)
+        if row != file.metadata.num_rows:
+            raise DataError(
+                f"the file holds {row} rows, its own count is {file.metadata.num_rows}",
+                where=str(path),
+                remedy="write it again",
+            )
