@@ -197,7 +197,9 @@ def content(folder, is_language):
 def rubbish(folder):
     """What nobody would miss."""
     names = [path.relative_to(folder) for path in folder.rglob("*")]
-    return [str(name) for name in names if any(part.startswith(".") and not part.endswith(".lock") for part in name.parts)]
+    return [
+        str(name) for name in names if any(part.startswith(".") and not part.endswith(".lock") for part in name.parts)
+    ]
 
 
 def write_recipe(folder, kind):

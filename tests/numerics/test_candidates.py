@@ -10,6 +10,7 @@ import torch
 from cordillera.errors import NumericsError
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, Candidate, Kernel, Shape, candidate, chosen
+from cordillera.numerics.linear_engines import saturates
 
 LEAST = {
     "fp32": 120.0,
@@ -22,6 +23,8 @@ LEAST = {
     "int4 weights": 20.0,
     "fp8 rows": 27.0,
 }
+SEVEN_BITS_DB = 3.0
+"""What inputs of seven bits cost beside weights of eight, where products of eight bits would saturate."""
 CPU = torch.device("cpu")
 
 
@@ -49,7 +52,10 @@ def test_a_kernel_is_as_accurate_as_its_format(one: Candidate, shape: tuple[int,
     kernel, x, exact = packed(one, *shape)
     before = x.clone()
     # A handful of values is judged less sharply: their signal may happen to be small.
-    assert Accuracy.of(kernel(x), exact).sqnr_db > LEAST[one.name] - (12 if exact.numel() < 100 else 0)
+    least = LEAST[one.name] - (12 if exact.numel() < 100 else 0)
+    if saturates() and one.name in ("int8 dynamic", "int8 dynamic onednn", "int8 static"):
+        least -= SEVEN_BITS_DB
+    assert Accuracy.of(kernel(x), exact).sqnr_db > least
     assert torch.equal(x, before)
 
 
