@@ -218,6 +218,14 @@ def test_names_with_control_characters_are_refused(tmp_path: Path) -> None:
     assert "\x1b" not in str(caught.value)
 
 
+def test_unknown_keys_are_named_whatever_they_are_called(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('int = 1\n"tuple[" = 2\n"function-x".a = 3\n')
+    with pytest.raises(PlanError) as caught:
+        topology.load(tmp_path / "c.toml")
+    for key in ("int", "tuple[", "function-x"):
+        assert f"\n  {key}: is not a key here" in str(caught.value)
+
+
 def test_names_that_are_nearly_right_are_suggested(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="did you mean llama4-region"):
         topology.load("llama4-regin")
