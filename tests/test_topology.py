@@ -168,6 +168,64 @@ def test_what_does_not_fit_together_is_refused(levels: list[dict[str, Any]], mes
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("members = 100000000", "members: input should be less than or equal to 1048576, got 100000000"),
+        ("members = 4611686018427387904", "members: input should be less than or equal to 1048576"),
+        ("members = true", "members: input should be a number, got True"),
+        ('members = "8"', "members: input should be a number, got '8'"),
+        ("members = 8\nplanes = 1000000", "planes: input should be less than or equal to 4096"),
+        ("members = 8\nloss_rate = nan", "loss_rate: input should be a finite number"),
+        ("members = 8\noversubscription = 1e300", "oversubscription: input should be less than or equal to"),
+        (
+            "members = 1000000\n[[levels]]\nname = 'b'\nlatency_s = 0\nmembers = 2",
+            "2,000,000 devices, at most 1,048,576",
+        ),
+        ("members = 2\n[[links]]\nlevel = 'c'\nmember = 0\nbytes_per_s = 1", "'c' is not one of the levels"),
+        (
+            "members = 2\n" + "[[links]]\nlevel = 'a'\nmember = 0\nbytes_per_s = 1\n" * 2,
+            "is the link of links[0] again",
+        ),
+        ("members = [" + "0," * 200_000 + "]", "members[0]: input should be greater than or equal to 1"),
+        (
+            "members = 2\n" + "".join(f"[[levels]]\nname = 'l{i}'\nlatency_s = 0\nmembers = 1\n" for i in range(20)),
+            "levels: tuple should have at most 16 items",
+        ),
+        ("members = 2\n" + ".".join("a" * 50_000) + " = 1", "nested more than 16 levels deep"),
+    ],
+    ids=range(13),
+)
+def test_costs_that_grow_with_a_number_in_the_file_are_limited(tmp_path: Path, text: str, message: str) -> None:
+    device = "".join(f"{key} = {value!r}\n" for key, value in DEVICE.items())
+    path = tmp_path / "c.toml"
+    host = "[[levels]]\nname = 'host'\nmembers = 1\nbytes_per_s = 1e9\nlatency_s = 0\n"
+    path.write_text(f"[device]\n{device}{host}[[levels]]\nname = 'a'\nlatency_s = 0\n{text}\n")
+    with pytest.raises(PlanError) as caught:
+        topology.load(path)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 5_000
+
+
+def test_names_with_control_characters_are_refused(tmp_path: Path) -> None:
+    device = "".join(f"{key} = {value!r}\n" for key, value in DEVICE.items()).replace("'toy'", '"\\u001b[2J"')
+    host = "[[levels]]\nname = 'host'\nmembers = 1\nbytes_per_s = 1e9\nlatency_s = 0\n"
+    (tmp_path / "c.toml").write_text('description = "\\u202e"\n[device]\n' + device + host)
+    with pytest.raises(PlanError) as caught:
+        topology.load(tmp_path / "c.toml")
+    assert "2 mistakes" in str(caught.value)
+    assert "device.name: control characters cannot be shown" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_unknown_keys_are_named_whatever_they_are_called(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('int = 1\n"tuple[" = 2\n"function-x".a = 3\n')
+    with pytest.raises(PlanError) as caught:
+        topology.load(tmp_path / "c.toml")
+    for key in ("int", "tuple[", "function-x"):
+        assert f"\n  {key}: is not a key here" in str(caught.value)
+
+
 def test_names_that_are_nearly_right_are_suggested(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="did you mean llama4-region"):
         topology.load("llama4-regin")

@@ -226,6 +226,13 @@ def test_plans_that_lose_or_repeat_tokens_are_refused(chunks: list[list[tuple[in
         ShardPlan.from_json(json.dumps({"mode": "made", "lengths": [4], "ranks": chunks}))
 
 
+def test_texts_that_are_no_plan_are_refused() -> None:
+    many = json.dumps({"mode": "made", "lengths": [2**62], "ranks": [[[0, 0, 2**62]]]})
+    for text in ("", "[" * 100_000, "3", "[]", "{}", '{"mode": 1, "lengths": [NaN], "ranks": []}', many):
+        with pytest.raises(PlanError, match="shard plan"):
+            ShardPlan.from_json(text)
+
+
 def test_a_plan_prints_what_each_rank_holds() -> None:
     plan = per_document([8, 3], 2)
     assert plan.ranks == ((Chunk(0, 0, 2), Chunk(0, 6, 8), Chunk(1, 0, 1)), (Chunk(0, 2, 6), Chunk(1, 1, 3)))

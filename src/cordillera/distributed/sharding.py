@@ -23,9 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.distributed.attention_latency import AnalyticLatency, Latency
-from cordillera.errors import PlanError
+from cordillera.errors import PlanError, printable
+from cordillera.files import parse_json
 
 Integers = NDArray[np.int64]
+
+MOST_TOKENS = 1 << 31
+"""Tokens that one plan may hold, so that their pairs are counted in 64 bits."""
 
 
 class Chunk(NamedTuple):
@@ -180,9 +184,9 @@ class ShardPlan:
             PlanError: If it is not a possible plan.
         """
         try:
-            found: dict[str, Any] = json.loads(text)
+            found: dict[str, Any] = parse_json(text, "shard plan", error=PlanError)
             ranks = tuple(tuple(Chunk(*map(_integer, chunk)) for chunk in chunks) for chunks in found["ranks"])
-            return cls(str(found["mode"]), tuple(map(_integer, found["lengths"])), ranks)
+            return cls(printable(found["mode"]), tuple(map(_integer, found["lengths"])), ranks)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(f"is not one: {error}", where="shard plan") from error
 
@@ -276,6 +280,10 @@ def _check_lengths(lengths: Sequence[int], ranks: int) -> None:
     for document, length in enumerate(lengths):
         if length < 0:
             raise PlanError(f"document {document} has {length} tokens", where="shard plan", remedy="0 or more")
+    if sum(lengths) > MOST_TOKENS:
+        raise PlanError(
+            f"documents hold {sum(lengths):,} tokens", where="shard plan", remedy=f"at most {MOST_TOKENS:,}"
+        )
 
 
 def _integer(value: Any) -> int:
