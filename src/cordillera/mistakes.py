@@ -40,7 +40,8 @@ def explain(
         else:
             message = f"{message[0].lower()}{message[1:]}"
             if not isinstance(entry.get("input"), dict | list):
-                message += f", got {entry['input']!r}"
+                given = repr(entry["input"])
+                message += f", got {given if len(given) <= 100 else given[:97] + '...'}"
         problems.setdefault(path or whole, message)
     return list(problems.items())
 

@@ -14,12 +14,19 @@ from cordillera.errors import CordilleraError, Interrupted, printable
 
 __all__ = ["app", "main"]
 
-_format_warning = warnings.formatwarning
+_with_place = warnings.formatwarning
+
+
+def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    """A warning on standard error: those meant for people without the place in the code that gave it."""
+    if category is UserWarning:
+        return f"warning: {printable(message, lines=True)}\n"
+    return _with_place(message, category, *place)
 
 
 def main() -> None:
     """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
-    warnings.formatwarning = _printable_warning
+    warnings.formatwarning = _formatted  # type: ignore[assignment]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters that the terminal's encoding lacks are escaped too
             stream.reconfigure(errors="backslashreplace")
@@ -50,7 +57,3 @@ def main() -> None:
         error.format_message = lambda: said
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]
         sys.exit(getattr(error, "exit_code", 2))
-
-
-def _printable_warning(*args: Any, **options: Any) -> str:
-    return printable(_format_warning(*args, **options), lines=True)
