@@ -1,5 +1,6 @@
 """Recipes: every mistake at once, each with its path; what is shown is a recipe again."""
 
+import random
 import typing
 
 import pytest
@@ -9,6 +10,7 @@ from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
 from cordillera.mistakes import models_of
 from cordillera.recipe import LanguageRecipe, Recipe, dump, field_descriptions, load, parse_override, shipped, validate
+from tests.fuzzing import damaged, survives
 
 GOOD = """
 seed = 3
@@ -180,3 +182,114 @@ def test_none_is_a_word_where_a_key_has_it(name, key):
 def test_a_language_model_needs_no_section_but_data_and_model(tmp_path):
     recipe = load(write(tmp_path, "[data]\npath='python-library'\n[model]\nname='llama'\npreset='llama-debug'\n"))
     assert recipe.packing.context == 2048
+
+
+WIDE = "".join(f'{{ name = "column {i}" }},\n' for i in range(5000))
+WIDE = f'[data]\npath = "x.csv"\n[data.schema]\nlabels = ["y"]\ndense = [\n{WIDE}]\n[model]\nname = "lr"\n'
+LANGUAGE = (
+    '[data]\npath = "x.txt"\ntokenizer = "bytes"\n[packing]\ntokens = 512\ncontext = 256\n[model]\nname = "llama"\n'
+    "layers = 2\nhidden = 64\nheads = 4\nkv_heads = 2\nffn = 128\nvocabulary = 300\n[training]\nsteps = 5\n"
+)
+
+
+def test_a_schema_with_five_thousand_features_is_read(tmp_path):
+    assert len(load(write(tmp_path, WIDE)).data.schema_.dense) == 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a" + ".b" * 100_000 + " = 1\n" + GOOD, "nested more than 16 levels deep"),
+        ("a" + ' . "b"' * 100_000 + " = 1\n" + GOOD, "nested more than 16 levels deep"),
+        ("".join(f"a{i}.b.c.d.e.f.g.h.i.j.k = 1\n" for i in range(30_000)) + GOOD, "more than 100,000 dots"),
+        ("".join(f"k{i} = 1\n" for i in range(40_000)) + GOOD, "and 39,900 more mistakes"),
+        ("a = " + "[" * 100_000, "nested more than 16 levels deep"),
+        ("a" * 500_000, "not TOML"),
+        ('a = "' + '\\"' * 400_000, "not TOML"),
+        ("seed = 1" + "0" * 100_000 + GOOD, "not TOML"),
+        ("#" + "x" * (1 << 20), "larger than 1,048,576"),
+        ("description = '" + "x" * 100_000 + "\x1b[2J'", "not TOML"),
+    ],
+    ids=range(10),
+)
+def test_small_recipes_that_cost_much_are_refused(tmp_path, text, says):
+    found = survives(lambda: load(write(tmp_path, text)), says)
+    assert isinstance(found, RecipeError)
+    assert says in str(found)
+    assert len(str(found)) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        (GOOD, "training.betas", ["[2, 2]", "[-1, 0.9]", "[nan, 0.9]", "[0.9, 1.0]"]),
+        (GOOD, "training.learning_rate", ["inf", "nan", "-1", "0", "1e999"]),
+        (GOOD, "training.weight_decay", ["inf", "nan", "-1"]),
+        (GOOD, "training.gradient_clip", ["inf", "nan", "0"]),
+        (GOOD, "training.epochs", [str(2**62), "0"]),
+        (GOOD, "data.batch_size", [str(2**62), "0", "-1"]),
+        (GOOD, "data.prefetch", [str(10**9)]),
+        (GOOD, "model.embedding_dim", [str(2**62)]),
+        (GOOD, "model.layers", ["10000", str(2**62)]),
+        (GOOD, "model.top_mlp", [f"[{2**62}]"]),
+        (LANGUAGE, "model.layers", ["10000", str(2**62)]),
+        (LANGUAGE, "model.hidden", [str(2**62)]),
+        (LANGUAGE, "model.vocabulary", [str(2**62)]),
+        (LANGUAGE, "training.betas", ["[2, 2]"]),
+        (LANGUAGE, "training.steps", [str(2**62)]),
+        (LANGUAGE, "packing.tokens", [str(2**62)]),
+        (LANGUAGE, "parallel.shard", [str(2**62)]),
+    ],
+)
+def test_numbers_of_no_use_are_refused_with_their_path(tmp_path, text, key, values):
+    path = write(tmp_path, text)
+    assert load(path)
+    for value in values:
+        with pytest.raises(RecipeError) as caught:
+            load(path, [f"{key}={value}"])
+        assert [place.split("[")[0] for place, _ in caught.value.problems] in ([key], [key, key])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a" + ".b" * 100_000 + "=1",
+        "data.schema=" + "[" * 100_000,
+        "seed=1" + "0" * 100_000,
+        "x" * 100_000 + "=1",
+        "\ud800=1",
+    ],
+    ids=range(5),
+)
+def test_overrides_of_no_use_are_refused(tmp_path, override):
+    found = survives(lambda: load(write(tmp_path, GOOD), [override]), "override")
+    assert isinstance(found, RecipeError)
+
+
+@pytest.mark.parametrize("source", ["\x00", "x" * 5000, "/dev/null", "/dev", "\ud800"], ids=range(5))
+def test_names_that_no_recipe_can_have_are_refused(source):
+    assert isinstance(survives(lambda: load(source), "name"), RecipeError)
+
+
+def test_damaged_recipes_are_read_or_refused(tmp_path, fuzz_inputs):
+    draw = random.Random(0)
+    good = [GOOD, LANGUAGE, dump(validate(_parse(GOOD))), dump(validate(_parse(LANGUAGE))), WIDE[:900] + WIDE[-40:]]
+    words = [b'"', b"'", b"[", b"]", b"{", b"}", b"=", b".", b"\n", b"'''", b'"""', b"inf", b"nan", b"-1", b"1e999"]
+    words += [
+        b"9" * 30,
+        b"true",
+        b"[[data]]",
+        b"[model]",
+        b"2020-01-01",
+        b"\\u0000",
+        b"\xff",
+        b"\x1b[2J",
+        b"none",
+        b"llama",
+    ]
+    for number in range(fuzz_inputs(250)):
+        path = tmp_path / "mine.toml"
+        path.write_bytes(damaged(draw.choice(good).encode(), draw, words))
+        found = survives(lambda: load(tmp_path / "mine.toml"), f"recipe {number}")
+        if not isinstance(found, RecipeError):
+            assert validate(_parse(dump(found))) == found, number

@@ -30,9 +30,13 @@ TOML_BYTES = 1 << 20
 TOML_DEPTH = 16
 """Parts of a dotted key, and levels of brackets, that a TOML file may have: parsing costs their square."""
 
+TOML_DOTS = 100_000
+"""Dots outside strings that a TOML file may have: each may be a table of its own."""
+
+# Strings that nothing closes reach to the end of the line, or of the text: no place is looked at twice.
+_STRINGS = re.compile(r'"""(?s:.*?)(?:"""|\Z)|\'\'\'(?s:.*?)(?:\'\'\'|\Z)|"(?:[^"\\\n]|\\.)*"?|\'[^\'\n]*\'?|#[^\n]*')
+_DOTTED = re.compile(r'(?<![\w-])(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' + f"{TOML_DEPTH}" + "}")
 _SEAL = "sha256"
-_STRINGS = re.compile(r'"""(?s:.*?)"""|\'\'\'(?s:.*?)\'\'\'|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
-_DOTTED = re.compile(r'(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' + f"{TOML_DEPTH}" + "}")
 
 
 def read_text(
@@ -176,6 +180,8 @@ def parse_toml(
     bare = _STRINGS.sub('""', text)
     if _DOTTED.search(bare) or _depth(bare) > TOML_DEPTH:
         raise error(f"is nested more than {TOML_DEPTH} levels deep", where=where, remedy=remedy)
+    if bare.count(".") > TOML_DOTS:
+        raise error(f"has more than {TOML_DOTS:,} dots outside strings", where=where, remedy=remedy)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as cause:  # of TOML, of dates, of numbers of thousands of digits

@@ -24,7 +24,8 @@ from cordillera.data.text_batches import BatchConfig
 from cordillera.data.text_corpora import TextDataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.errors import CordilleraError, RecipeError
+from cordillera.errors import DataError, RecipeError, printable
+from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text
 from cordillera.kernels.threads import MOST_THREADS
 from cordillera.mistakes import explain, known_keys, models_of
 from cordillera.models.language.checkpoints import open_checkpoint
@@ -38,6 +39,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+MISTAKES = 100
+"""Mistakes of a file that are explained, at most."""
 
 LANGUAGE_MODELS = ("llama",)
 """What ``model.name`` is in the recipe of a language model."""
@@ -105,7 +109,7 @@ def shipped() -> dict[str, str]:
     found = {}
     for entry in sorted(resources.files("cordillera.recipes").iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".toml"):
-            content = tomllib.loads(entry.read_text(encoding="utf-8"))
+            content = parse_toml(entry.read_text(encoding="utf-8"), entry.name)
             found[entry.name.removesuffix(".toml")] = str(content.get("description", ""))
     return found
 
@@ -116,16 +120,23 @@ def _read(source: str | Path) -> tuple[str, str]:
     names = shipped()
     if str(source) in names:
         return (resources.files("cordillera.recipes") / f"{source}.toml").read_text(encoding="utf-8"), str(source)
-    if path.is_dir() and (path / "recipe.toml").is_file():
+    if _is_there(path / "recipe.toml"):
         path = path / "recipe.toml"
-    if path.is_file():
+    if _is_there(path):
         try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except UnicodeDecodeError as error:
-            raise RecipeError(str(path), [("file", f"is not UTF-8 text: {error}")]) from error
+            return read_text(path, limit=TOML_BYTES), str(path)
+        except DataError as error:
+            raise RecipeError(error.where or str(path), [("file", error.what)]) from error
     close = difflib.get_close_matches(str(source), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise RecipeError(str(source), [("recipe", f"is neither a shipped recipe ({', '.join(names)}) nor a file{hint}")])
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists() and not path.is_dir()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -141,13 +152,17 @@ def parse_override(text: str) -> tuple[str, Any]:
     if value.strip() in ("null", "none", "None"):
         return key, None
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
+        return key, parse_toml(f"value = {value}", "--set")["value"]
+    except DataError as error:
+        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
+            return key, value
+        raise RecipeError("--set", [(key, error.what)]) from error
 
 
 def _apply(content: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
+    if len(parents) >= TOML_DEPTH:
+        raise RecipeError("--set", [(key[:80], f"has more than {TOML_DEPTH} parts")])
     place = content
     for parent in parents:
         place = place.setdefault(parent, {})
@@ -175,7 +190,10 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
             return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
         return known_keys(kind, path)
 
-    return explain(map(_as_written, error.errors()), keys, "recipe")
+    entries = error.errors(include_url=False)
+    more = len(entries) - MISTAKES
+    found = explain(map(_as_written, entries[:MISTAKES]), keys, "recipe")
+    return found + ([("recipe", f"and {more:,} more mistakes")] if more > 0 else [])
 
 
 def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe | LanguageRecipe:
@@ -190,9 +208,9 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     """
     text, name = _read(source)
     try:
-        content: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(name, [("file", f"is not TOML: {error}")]) from error
+        content = parse_toml(text, name)
+    except DataError as error:
+        raise RecipeError(name, [("file", error.what)]) from error
     content.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-") or "run")
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
     for key, value in pairs:
@@ -222,7 +240,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
                 validate({**content, "model": {**model, "name": meant}}, source)
         except RecipeError as error:
             problems += error.problems
-        except CordilleraError:
+        except DataError:
             pass  # a checkpoint that it begins with
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:
@@ -341,4 +359,4 @@ def dump(recipe: Recipe | LanguageRecipe, *, comments: bool = False) -> str:
     """
     document = tomlkit.document()
     _fill(document, recipe, comments)
-    return tomlkit.dumps(document)
+    return printable(tomlkit.dumps(document), lines=True, quoted=True)

@@ -33,4 +33,4 @@ def show(
     from cordillera.cli._show import echo
     from cordillera.recipe import dump, load
 
-    echo(dump(load(recipe, set_ or []), comments=comments), json=True)
+    echo(dump(load(recipe, set_ or []), comments=comments))

@@ -169,7 +169,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(_Joins().visit(tree)), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Operators whose results may be larger than what they take."""
+        """Compute an operator whose result may be larger than what it takes.
+
+        Args:
+            context: Of the template.
+            operator: One of ``intercepted_binops``.
+            left: Its first value.
+            right: Its second value.
+        """
         if operator == "%" and isinstance(left, str):
             self._format(left)
             self.meter.weigh(right)
@@ -186,7 +193,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.meter.made(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, called: Any, /, *args: Any, **options: Any) -> Any:
-        """Functions, macros and methods."""
+        """Call a function, a macro or a method.
+
+        Args:
+            context: Of the template.
+            called: What is called.
+            args: Its arguments.
+            options: Its arguments by name.
+        """
         subject = getattr(getattr(called, "__wrapped__", called), "__self__", None)
         if isinstance(called, Macro | type):
             self.meter.step()

@@ -80,10 +80,10 @@ class DataConfig(BaseModel):
     split_seed: int = Field(0, ge=0, lt=2**64)
     unordered: Literal["refuse", "sort"] = "refuse"
     tasks: tuple[str, ...] | None = None
-    batch_size: int = Field(1024, ge=1)
-    evaluation_batch_size: int = Field(8192, ge=1)
+    batch_size: int = Field(1024, ge=1, le=2**26)
+    evaluation_batch_size: int = Field(8192, ge=1, le=2**26)
     shuffle: Literal["none", "blocks", "global"] = "global"
-    prefetch: int = Field(1, ge=0)
+    prefetch: int = Field(1, ge=0, le=1024)
     cache_dir: str | None = None
     synthetic: SyntheticConfig = SyntheticConfig()
 

@@ -60,7 +60,7 @@ class CategoricalFeature(_Column):
 
     encoding: Literal["vocabulary", "hash", "identity"] = "vocabulary"
     min_count: int = Field(1, ge=1)
-    num_embeddings: int | None = Field(None, ge=1)
+    num_embeddings: int | None = Field(None, ge=1, le=2**40)
     table: str | None = None
 
     @model_validator(mode="after")
@@ -80,7 +80,7 @@ class ListFeature(CategoricalFeature):
     """
 
     separator: str = "|"
-    max_length: int = Field(100, ge=1)
+    max_length: int = Field(100, ge=1, le=2**20)
     pooling: Literal["sum", "mean"] = "mean"
 
 

@@ -55,22 +55,22 @@ class SyntheticConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rows: int = Field(1_000_000, ge=1)
+    rows: int = Field(1_000_000, ge=1, le=10**12)
     seed: int = Field(0, ge=0)
-    dense: int = Field(13, ge=0)
-    categorical: int = Field(26, ge=1)
-    lists: int = Field(2, ge=0)
-    list_length: int = Field(5, ge=1)
-    smallest_vocabulary: int = Field(5, ge=2)
-    largest_vocabulary: int = Field(200, ge=2)
-    zipf: float = Field(1.05, ge=0)
-    concentration: float = Field(0.5, ge=0)
-    rank: int = Field(4, ge=1)
-    slots: int = Field(4, ge=2)
-    linear: float = Field(0.7, ge=0)
-    second: float = Field(1.2, ge=0)
-    fourth: float = Field(1.0, ge=0)
-    bias: float = -1.0
+    dense: int = Field(13, ge=0, le=10**4)
+    categorical: int = Field(26, ge=1, le=10**4)
+    lists: int = Field(2, ge=0, le=10**4)
+    list_length: int = Field(5, ge=1, le=10**4)
+    smallest_vocabulary: int = Field(5, ge=2, le=10**8)
+    largest_vocabulary: int = Field(200, ge=2, le=10**8)
+    zipf: float = Field(1.05, ge=0, le=100)
+    concentration: float = Field(0.5, ge=0, le=100)
+    rank: int = Field(4, ge=1, le=10**4)
+    slots: int = Field(4, ge=2, le=10**4)
+    linear: float = Field(0.7, ge=0, le=100)
+    second: float = Field(1.2, ge=0, le=100)
+    fourth: float = Field(1.0, ge=0, le=100)
+    bias: float = Field(-1.0, ge=-100, le=100)
 
     def vocabularies(self) -> list[int]:
         """Ids of every categorical feature."""

@@ -80,11 +80,11 @@ class BatchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tokens: int = Field(16_384, ge=2)
-    context: int = Field(2_048, ge=2)
-    microbatches: int | None = Field(None, ge=1)
+    tokens: int = Field(16_384, ge=2, le=2**32)
+    context: int = Field(2_048, ge=2, le=2**32)
+    microbatches: int | None = Field(None, ge=1, le=2**20)
     method: Literal["balanced", "greedy", "fixed"] = "balanced"
-    bound: int | None = Field(None, ge=2)
+    bound: int | None = Field(None, ge=2, le=2**32)
     thresholds: tuple[int, ...] | None = None
     queues: int = Field(2, ge=0, le=3)
     delay: float = Field(0.6, ge=0, allow_inf_nan=False)

@@ -34,7 +34,7 @@ from cordillera.planning.schedules import (
     zero_bubble_v,
 )
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
 Dimension = Literal["tensor", "context", "pipeline", "data"]
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 

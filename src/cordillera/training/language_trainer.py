@@ -57,8 +57,8 @@ class LanguageTrainingConfig(LanguageConfig):
     """
 
     start: str | None = None
-    steps: int = Field(1000, ge=1)
-    warmup_steps: int = Field(0, ge=0)
+    steps: int = Field(1000, ge=1, le=10**12)
+    warmup_steps: int = Field(0, ge=0, le=10**12)
     decay: Literal["none", "linear", "cosine"] = "cosine"
     final_rate: float = Field(0.1, ge=0, le=1)
     log_every: int = Field(10, ge=1)

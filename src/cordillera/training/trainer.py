@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,6 +44,9 @@ TRAINING_PROBE = "training-probe.safetensors"
 """In a run's folder: what its linear layers were given while it was trained."""
 
 
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainingConfig(BaseModel):
     """How a model is trained.
 
@@ -55,7 +58,7 @@ class TrainingConfig(BaseModel):
         plan: File of ``cordillera probe RUN --training`` by whose kernels linear layers are trained; needs
             ``precision = "fp32"``. Evaluation and scoring are in float32.
         learning_rate: Peak rate of AdamW for dense parameters; the tables' own rate stands in ``[tables]``.
-        betas: AdamW's decay rates.
+        betas: AdamW's decay rates, at least 0 and below 1.
         eps: AdamW's denominator term.
         weight_decay: AdamW's decoupled weight decay, on matrices only.
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
@@ -81,25 +84,25 @@ class TrainingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    epochs: int = Field(1, ge=1)
-    max_steps: int | None = Field(None, ge=1)
+    epochs: int = Field(1, ge=1, le=10**9)
+    max_steps: int | None = Field(None, ge=1, le=10**12)
     precision: Precision = "bf16"
     plan: str | None = None
-    learning_rate: float = Field(1e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     warmup_fraction: float = Field(0.0, ge=0, le=1)
     decay: Literal["none", "linear", "cosine"] = "none"
     final_rate: float = Field(0.0, ge=0, le=1)
-    gradient_clip: float | None = Field(None, gt=0)
-    task_weights: dict[str, float] | None = None
-    patience: int | None = Field(None, ge=1)
-    evaluate_every: int | None = Field(None, ge=1)
-    checkpoint_every: int | None = Field(None, ge=1)
-    log_every: int = Field(20, ge=1)
+    gradient_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
+    task_weights: dict[str, FiniteFloat] | None = None
+    patience: int | None = Field(None, ge=1, le=10**12)
+    evaluate_every: int | None = Field(None, ge=1, le=10**12)
+    checkpoint_every: int | None = Field(None, ge=1, le=10**12)
+    log_every: int = Field(20, ge=1, le=10**12)
     progressive: bool = False
-    progressive_window: int = Field(10_000, ge=1)
+    progressive_window: int = Field(10_000, ge=1, le=10**9)
     compile: bool = False
     probe_every: int = Field(0, ge=0)
     probe_marginals: bool = False

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cordillera.kernels.document_attention import document_attention
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**30)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -81,7 +81,7 @@ class LlamaConfig(BaseModel):
     """A Llama's shapes; the defaults are those of 8B.
 
     Attributes:
-        layers: Blocks, at most 10,000: more is a damaged file.
+        layers: Blocks, at most 1,024: more is a damaged file.
         hidden: Width of the residual stream.
         heads: Of queries.
         kv_heads: Of keys and values; divides ``heads``.
@@ -98,7 +98,7 @@ class LlamaConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["llama"] = "llama"
-    layers: int = Field(32, ge=1, le=10_000)
+    layers: int = Field(32, ge=1, le=1024)
     hidden: Count = 4096
     heads: Count = 32
     kv_heads: Count = 8

@@ -17,7 +17,7 @@ from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import RowsMLP
 from cordillera.models.ranking.mods import ModName
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=2**20)]
 Sizes = tuple[Size, ...]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 EmbeddingInit = Annotated[float, Field(gt=0)] | Literal["uniform_by_rows"]
@@ -44,12 +44,12 @@ class DeepConfig(RankingConfig):
         norm_block: Features of a block of ``block-norm``; where a width is no multiple the last block is smaller.
     """
 
-    embedding_dim: int = Field(16, ge=1)
+    embedding_dim: int = Field(16, ge=1, le=2**16)
     embedding_init: EmbeddingInit = 0.05
     head_mlp: Sizes = ()
     dropout: Probability = 0.0
     mods: tuple[ModName, ...] = ()
-    norm_block: int = Field(256, ge=1)
+    norm_block: int = Field(256, ge=1, le=2**20)
 
 
 class RankingModel(nn.Module):

@@ -32,8 +32,8 @@ class DCNConfig(DeepConfig):
 
     name: Literal["dcn"] = "dcn"
     structure: Literal["parallel", "stacked"] = "parallel"
-    cross_layers: int = Field(3, ge=1)
-    low_rank: int | None = Field(None, ge=1)
+    cross_layers: int = Field(3, ge=1, le=1024)
+    low_rank: int | None = Field(None, ge=1, le=2**16)
     mlp: Sizes = Field((512, 256), min_length=1)
     norm: Norm = "none"
     dense_vectors: bool = False

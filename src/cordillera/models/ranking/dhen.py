@@ -51,7 +51,7 @@ class DHENConfig(DeepConfig):
     """
 
     name: Literal["dhen"] = "dhen"
-    layers: int = Field(2, ge=0)
+    layers: int = Field(2, ge=0, le=1024)
     modules: tuple[ModuleName, ...] = Field(("attention", "linear"), min_length=1)
     embeddings: Size = 16
     ensemble: Literal["concat", "sum", "weighted_sum"] = "concat"

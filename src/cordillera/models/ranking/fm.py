@@ -27,7 +27,7 @@ class FMConfig(RankingConfig):
     """
 
     name: Literal["fm"] = "fm"
-    embedding_dim: int = Field(16, ge=1)
+    embedding_dim: int = Field(16, ge=1, le=2**16)
     embedding_init: EmbeddingInit = 0.01
 
 

@@ -45,16 +45,16 @@ class WukongConfig(DeepConfig):
     """
 
     name: Literal["wukong"] = "wukong"
-    layers: int = Field(2, ge=1)
-    fmb_embeddings: int = Field(16, ge=1)
-    lcb_embeddings: int = Field(16, ge=1)
+    layers: int = Field(2, ge=1, le=1024)
+    fmb_embeddings: int = Field(16, ge=1, le=2**16)
+    lcb_embeddings: int = Field(16, ge=1, le=2**16)
     fm: Literal["optimised", "attentive", "basic"] = "optimised"
-    rank: int = Field(8, ge=1)
+    rank: int = Field(8, ge=1, le=2**16)
     fmb_mlp: Sizes = (256,)
     top_mlp: Sizes = Field((256,), min_length=1)
     top_norm: Norm = "none"
     dense_mlp: Sizes = (64,)
-    dense_embeddings: int = Field(1, ge=1)
+    dense_embeddings: int = Field(1, ge=1, le=2**16)
     compatibility: Literal["none", "fuxictr"] = "none"
 
 
