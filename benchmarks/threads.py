@@ -34,6 +34,12 @@ WORKER = Path(__file__).resolve().parent / "_thread_worker.py"
 NEIGHBOURS = (0, 2)
 LEAST_BESIDE, LEAST_ALONE = 0.8, 1.0
 DEADLINE_S = 300.0
+# Ends with the process that started it, however that ends.
+COMPUTE = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True: pass
+"""
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
@@ -93,7 +99,7 @@ def _started(workload: str, threads: str, quick: bool) -> Iterator[_Worker]:
 @contextmanager
 def _neighbours(count: int) -> Iterator[None]:
     """Processes that compute without end."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    others = [subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE) for _ in range(count)]
     try:
         yield
     finally:

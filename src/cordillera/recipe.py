@@ -53,7 +53,8 @@ class _AnyRecipe(BaseModel):
     Attributes:
         name: What the run's folder is called.
         description: One sentence for people.
-        seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine.
+        seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine
+            with one number of threads.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         threads: Threads of the CPU's kernels, of each process. Null for all processors, shared among the processes of a
             run, or for fewer if others keep them busy when the run begins; a run that goes on keeps its number.
