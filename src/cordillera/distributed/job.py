@@ -114,20 +114,20 @@ def join_job(
     try:
         if is_owner and size > 1:
             _call_roll(board, rank, size, watch)
-        with watch, watch.explaining():
+        with contextlib.ExitStack() as handled, watch, watch.explaining():
             if is_owner:
                 watch.meet("beginning")  # the time that a group takes for connections is one wait's
-            with stopped_by_signals(watch.stop):
-                if is_owner:
-                    if device is not None:
-                        torch.cuda.set_device(device)
-                    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-                    store = dist.PrefixStore(scope, found)
-                    deadline = timedelta(seconds=deadline_s)
-                    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-                _job = Job(rank, size, watch, restarts, kept)
-                yield _job
-                watch.leave()
+            handled.enter_context(stopped_by_signals(watch.stop))  # until an error is explained
+            if is_owner:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+                store = dist.PrefixStore(scope, found)
+                deadline = timedelta(seconds=deadline_s)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+            _job = Job(rank, size, watch, restarts, kept)
+            yield _job
+            watch.leave()
     except BaseException:
         if is_owner and size > 1:
             atexit.register(_end_soon)
