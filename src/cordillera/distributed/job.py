@@ -31,7 +31,7 @@ from cordillera.distributed.job_store import JobStore, StoreError, within
 from cordillera.distributed.watch import JOIN_S, Watch, WatchConfig
 from cordillera.errors import DependencyError, PlanError, printable
 
-_END_S = 10  # of a process that failed: torch waits for collectives that were begun
+_END_S = 60  # of a process that failed; what torch holds is left behind, so this is a last resort
 _TAKEN_S = 10.0  # that is waited for what listens to answer
 _LOOK_S = 0.1
 _SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
