@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cordillera.distributed.failures import RankTraceback, pack, unpack
 from cordillera.distributed.hearts import RankError
 from cordillera.distributed.job import join_job
-from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.distributed.launch import LaunchConfig, launch, tell
 from cordillera.distributed.pipeline import PeerError
 from cordillera.errors import CordilleraError, DataError, DependencyError, PlanError, RecipeError
 from tests.distributed.processes import needs_gloo
@@ -29,7 +29,7 @@ from tests.distributed.processes import needs_gloo
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")]
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 8.0  # the machine itself may stand still for seconds
+DEADLINE_S, MARGIN_S = 8.0, 4.0  # the machine itself may stand still for seconds
 REMEDY = "continue with --resume"
 
 
@@ -41,6 +41,9 @@ def behave(rank: int, how: str, folder: str) -> dict[str, Any]:
         for step in range(3):
             job.watch.at(f"step {step}")
             dist.all_reduce(total)
+        if how == "well":
+            be_disturbed()
+            tell(["from rank", rank])
         if how == "killed" and rank == 1:
             with subprocess.Popen(["sleep", "1000"]) as helper:  # which nobody else would end
                 Path(folder, f"{helper.pid}.pid").touch()
@@ -48,13 +51,25 @@ def behave(rank: int, how: str, folder: str) -> dict[str, Any]:
         if how == "alike":
             raise DataError("is empty", where="file.txt", remedy="fill it")
         if rank == 1:
-            print("what it wrote last", flush=True)
+            print("what it \x1b[2Jwrote last", flush=True)
             Path(folder, "begun").touch()
             bad_day(how)
         if how != "well":
             dist.all_reduce(total)
         heard = listening(os.getpid(), int(os.environ["MASTER_PORT"]))
     return {"rank": rank, "total": total.tolist(), "threads": torch.get_num_threads(), "addresses": sorted(heard)}
+
+
+def be_disturbed() -> None:
+    """Another program that found the job's port, but not its secret, writes into the store what it likes."""
+    stranger = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    for key in (key for key in stranger.list_keys() if "cordillera" in key):
+        if "heart" in key or "meet" in key or "here" in key:
+            stranger.set(key, "not JSON \x1b[2J")
+    stranger.set("cordillera/0/1/verdict", '[[0], "give up", "and go home"]')
+    stranger.set("cordillera/0/1/heart/0", b"\xff" * 1000)
+    stranger.delete_key("cordillera/0/1/heart/1")
+    time.sleep(1)
 
 
 def listening(process: int, port: int) -> set[str]:
@@ -91,8 +106,10 @@ def run(how: str, folder: Path) -> tuple[Any, float]:
     """What a launch gave or raised, and how long that took from the bad day on."""
     folder.mkdir()
     config = LaunchConfig(threads=1, deadline_s=DEADLINE_S, remedy=REMEDY)
+    heard: list[Any] = []
     try:
-        result = launch(behave, 2, (how, str(folder)), config=config)
+        result = launch(behave, 2, (how, str(folder)), config=config, hear=heard.append)
+        result["heard"] = sorted(heard)
     except Exception as error:
         result = error
     ended, begun = time.time(), folder / "begun"
@@ -127,8 +144,10 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
         yield {how: pool.submit(run, how, folder / how) for how in days}
 
 
-def test_the_result_of_rank_0_comes_back(launched: Any) -> None:
+def test_the_result_of_rank_0_comes_back_whatever_strangers_write_into_the_store(launched: Any) -> None:
     result, _ = launched["well"].result()
+    assert not isinstance(result, Exception), result
+    assert result.pop("heard") == [["from rank", 0], ["from rank", 1]]
     assert result == {"rank": 0, "total": [4.0, 4.0], "threads": 1, "addresses": ["0100007F"]}  # 127.0.0.1 alone
 
 
@@ -160,7 +179,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(launched: Any, how
     assert error.ranks == (1,)
     assert f"rank 1 was ended by {named}" in str(error) or f"rank 1 ended with {named}" in str(error)
     assert REMEDY in str(error)
-    assert ("| what it wrote last" in str(error)) == (how == "exit")
+    assert (r"| what it \x1b[2Jwrote last" in str(error)) == (how == "exit")
 
 
 @pytest.mark.parametrize("how", ["stopped", "stuck"])
@@ -172,7 +191,7 @@ def test_a_rank_that_stalls_is_named_by_the_deadline(launched: Any, how: str) ->
     if how == "stuck":
         assert "in bad_day" in str(error)
     assert REMEDY in str(error)
-    assert 0 < seconds < 10 * DEADLINE_S
+    assert 0 < seconds < DEADLINE_S + MARGIN_S
 
 
 @pytest.mark.parametrize(
@@ -241,6 +260,10 @@ if __name__ == "__main__":
 """
 
 
+def importing() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path])}
+
+
 def signalled(folder: Path, how: str) -> tuple[int, str, str]:
     """Exit code and outputs of a program whose launch got signals when its ranks were under way."""
     folder.mkdir()
@@ -248,10 +271,10 @@ def signalled(folder: Path, how: str) -> tuple[int, str, str]:
         (folder / "endless").touch()
     script = folder / "program.py"
     script.write_text(_PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path])}
+    (folder / "temporary").mkdir()
     with subprocess.Popen(
         [sys.executable, str(script), str(folder)],
-        env=environment,
+        env={**os.environ, **importing(), "TMPDIR": str(folder / "temporary")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -268,7 +291,7 @@ def signalled(folder: Path, how: str) -> tuple[int, str, str]:
                 for file in folder.glob("*.pid"):
                     os.kill(int(file.stem), signal.SIGINT)
             else:
-                parent.send_signal({"killed": signal.SIGKILL, "twice": signal.SIGTERM}[how])
+                parent.send_signal({"killed": signal.SIGKILL, "twice": signal.SIGHUP}[how])
             if how == "twice":
                 time.sleep(2)
                 parent.send_signal(signal.SIGINT)
@@ -276,6 +299,7 @@ def signalled(folder: Path, how: str) -> tuple[int, str, str]:
         finally:
             parent.kill()
     wait_for_ends(folder)
+    assert not list((folder / "temporary").iterdir())
     return parent.returncode, out, err
 
 
@@ -300,9 +324,70 @@ def test_a_second_signal_ends_all_at_once(signals: Any) -> None:
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_ranks_end_with_the_one_that_began_them(signals: Any) -> None:
+def test_ranks_end_with_the_one_that_began_them_and_leave_no_files(signals: Any) -> None:
     code, _, _ = signals["killed"].result()
     assert code == -signal.SIGKILL
+
+
+_UNPLUGGED = """
+import os, pathlib, signal, subprocess, sys, threading, time
+from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.errors import CordilleraError
+from tests.distributed.test_launch import train
+folder, deadline_s = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+began = [0.0]
+
+def unplug():
+    while len(list(folder.glob("*.begun"))) < 2:
+        time.sleep(0.05)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    began[0] = time.monotonic()
+    if deadline_s > 30:
+        for _ in range(2):
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+if __name__ == "__main__":
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    threading.Thread(target=unplug, daemon=True).start()
+    try:
+        launch(train, 2, (str(folder),), config=LaunchConfig(threads=1, deadline_s=deadline_s))
+    except (CordilleraError, KeyboardInterrupt) as error:
+        print(round(time.monotonic() - began[0], 1), type(error).__name__, error, flush=True)
+"""
+
+
+def can_unplug() -> bool:
+    """Whether a network of its own can be had here, whose loopback link can be taken down."""
+    with contextlib.suppress(OSError):
+        command = ["unshare", "-rn", "ip", "link", "set", "lo", "up"]
+        return subprocess.run(command, capture_output=True, check=False, timeout=20).returncode == 0
+    return False
+
+
+@pytest.mark.parametrize("deadline_s", [8, pytest.param(60, marks=pytest.mark.slow)], ids=["deadline", "Ctrl-C"])
+def test_a_link_that_goes_down_ends_a_job_by_the_deadline_and_ctrl_c_at_once(tmp_path: Path, deadline_s: int) -> None:
+    if not can_unplug():
+        pytest.skip("takes unshare and ip, and the right to make a network namespace")
+    script = tmp_path / "program.py"
+    script.write_text(_UNPLUGGED)
+    done = subprocess.run(
+        ["unshare", "-rn", sys.executable, str(script), str(tmp_path), str(deadline_s)],
+        env={**os.environ, **importing(), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    assert not done.stderr
+    seconds, kind = done.stdout.split()[:2]
+    assert kind == ("RankError" if deadline_s == 8 else "KeyboardInterrupt")
+    assert float(seconds) < 8 + MARGIN_S
+    if deadline_s == 8:
+        assert "the job's store, at 127.0.0.1, did not answer for" in done.stdout
+        assert "see whether the loopback link is up" in done.stdout
+    wait_for_ends(tmp_path)
 
 
 _JOINED = """

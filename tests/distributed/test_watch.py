@@ -169,7 +169,7 @@ from cordillera.distributed.job import join_job
 from cordillera.distributed.hearts import RankError
 how, rank = sys.argv[1], int(os.environ["RANK"])
 try:
-    with join_job(deadline_s=8) as job:
+    with join_job(deadline_s=8, join_s=4 if "missing" in how else 60) as job:
         total = torch.ones(1)
         for step in range(3):
             job.watch.at(f"step {step}")
@@ -187,16 +187,18 @@ except RankError as error:
 
 
 @contextlib.contextmanager
-def processes(folder: Path, how: str) -> Iterator[list[tuple[subprocess.Popen[bytes], Path]]]:
-    """Two, and what they write, without any launcher: rank 0 holds the store."""
+def processes(
+    folder: Path, how: str, ranks: tuple[int, ...] = (0, 1)
+) -> Iterator[list[tuple[subprocess.Popen[bytes], Path]]]:
+    """Of two ranks, and what they write, without any launcher: rank 0 holds the store."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     job |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     begun = []
     try:
-        for rank in range(2):
-            path = folder / f"{how}-{rank}.txt"
+        for number, rank in enumerate(ranks):
+            path = folder / f"{how}-{number}.txt"
             with open(path, "wb") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, how],
@@ -247,3 +249,22 @@ def test_without_a_launcher_all_end_in_good_order(tmp_path: Path) -> None:
     with processes(tmp_path, "all well") as begun:
         assert [process.wait(120) for process, _ in begun] == [0, 0], [output.read_text() for _, output in begun]
         assert [output.read_text() for _, output in begun] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "words"),
+    [
+        ("doubled", (0, 0), "two processes say that they are rank 0: process"),
+        ("missing", (0,), "rank 1 did not come within 4 s"),
+        ("missing", (1,), "rank 1: did not find the job's store at 127.0.0.1:"),
+    ],
+)
+def test_ranks_that_are_doubled_or_missing_are_named_at_once(
+    tmp_path: Path, how: str, ranks: tuple[int, ...], words: str
+) -> None:
+    with processes(tmp_path, how, ranks) as begun:
+        for process, output in begun:
+            assert process.wait(100) == 3, output.read_text()
+            said = output.read_text()
+            assert words in said
+            assert len(said.splitlines()) == 2, said  # and nothing of torch's own

@@ -261,12 +261,12 @@ def _beat(value: Any) -> Beat | None:
     """The beat that a value of the store is; None if it is none."""
     if not isinstance(value, list) or len(value) != len(Beat._fields):
         return None
-    *counts, where, waits = value
-    if not all(_is_count(count, _MOST_COUNTED) for count in counts):
+    number, life, moves, where, waits = value
+    if not all(_is_count(count, _MOST_COUNTED) for count in (number, life, moves)):
         return None
     if not (isinstance(where, str) and len(where) <= _MOST_PLACE and isinstance(waits, bool)):
         return None
-    return Beat(*counts, printable(where), waits)
+    return Beat(number, life, moves, printable(where), waits)
 
 
 def _verdict(value: Any, size: int) -> Verdict | None:

@@ -31,7 +31,7 @@ from cordillera.distributed.job_store import JobStore, StoreError, within
 from cordillera.distributed.watch import JOIN_S, Watch, WatchConfig
 from cordillera.errors import DependencyError, PlanError, printable
 
-_END_S = 10  # of a process that failed: torch waits for collectives that were begun
+_END_S = 60  # of a process that failed; what torch holds is left behind, so this is a last resort
 _TAKEN_S = 10.0  # that is waited for what listens to answer
 _LOOK_S = 0.1
 _SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
@@ -114,20 +114,20 @@ def join_job(
     try:
         if is_owner and size > 1:
             _call_roll(board, rank, size, watch)
-        with watch, watch.explaining():
+        with contextlib.ExitStack() as handled, watch, watch.explaining():
             if is_owner:
                 watch.meet("beginning")  # the time that a group takes for connections is one wait's
-            with stopped_by_signals(watch.stop):
-                if is_owner:
-                    if device is not None:
-                        torch.cuda.set_device(device)
-                    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-                    store = dist.PrefixStore(scope, found)
-                    deadline = timedelta(seconds=deadline_s)
-                    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-                _job = Job(rank, size, watch, restarts, kept)
-                yield _job
-                watch.leave()
+            handled.enter_context(stopped_by_signals(watch.stop))  # until an error is explained
+            if is_owner:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+                store = dist.PrefixStore(scope, found)
+                deadline = timedelta(seconds=deadline_s)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+            _job = Job(rank, size, watch, restarts, kept)
+            yield _job
+            watch.leave()
     except BaseException:
         if is_owner and size > 1:
             atexit.register(_end_soon)

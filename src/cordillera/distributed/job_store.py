@@ -62,7 +62,7 @@ def within(seconds: float, function: Callable[[], _Result]) -> _Result:
     result, error = found[0]
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 class JobStore:
@@ -167,7 +167,7 @@ class JobStore:
         result, error = found[0]
         if error is not None:
             raise StoreError(str(error).partition("\n")[0]) from error
-        return result  # type: ignore[no-any-return]
+        return result
 
     def _make_calls(self) -> None:
         while (call := self._calls.get()) is not None:
