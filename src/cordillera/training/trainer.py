@@ -391,11 +391,11 @@ class Trainer:
                 remedy=self._way_on(),
             )
         checkpoints.save(self.run.checkpoints, tensors, state)
-        self.run.write_status(None, self.progress.step, self.total_steps)
         keep = {self.progress.step}
         if self.progress.best_step is not None:
             keep.add(self.progress.best_step)
         checkpoints.prune(self.run.checkpoints, keep)
+        self.run.write_status(None, self.progress.step, self.total_steps)
 
     def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
         """Go to a checkpoint.
