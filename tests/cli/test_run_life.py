@@ -236,6 +236,16 @@ def test_a_run_that_is_not_finished_says_so_wherever_its_figures_stand(
     assert "<dt>Steps</dt><dd>3</dd>" in workflows.report(run).read_text()
 
 
+def test_an_evaluation_that_is_older_than_the_weights_is_named(stopped: Run) -> None:
+    earlier = stopped.read_json("evaluation.json")
+    workflows.train(stopped)
+    assert "and training came to" not in workflows.report(stopped).read_text()
+    stopped.write_json("evaluation.json", earlier)  # as if a kill had come before the last evaluation
+    says = "The evaluation is of the weights after step 4, and training came to step 15 since"
+    assert says in workflows.report(stopped).read_text()
+    assert says in workflows.compare([stopped]).to_markdown()
+
+
 def test_a_killed_run_says_that_it_is_not_finished(stopped: Run) -> None:
     status = stopped.status()
     assert status is not None

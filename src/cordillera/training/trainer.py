@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -42,6 +42,8 @@ _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that are t
 
 TRAINING_PROBE = "training-probe.safetensors"
 """In a run's folder: what its linear layers were given while it was trained."""
+
+DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainingConfig(BaseModel):
@@ -79,14 +81,14 @@ class TrainingConfig(BaseModel):
         emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     precision: Precision = "bf16"
     plan: str | None = None
     learning_rate: float = Field(1e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     warmup_fraction: float = Field(0.0, ge=0, le=1)
@@ -445,7 +447,7 @@ class Trainer:
                 if self.recipe is not None:
                     check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
                 self.restore(newest)
-            self.run.rewind_metrics(self.progress.step)
+            self.run.rewind_metrics(self.progress.step, without="probe")  # of which a training has one, at its end
             return bool(available)
 
     def stop(self) -> None:
