@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import subprocess
 
 import pytest
 from pydantic import BaseModel
@@ -41,6 +42,17 @@ def test_rewinding_drops_records_after_the_step_only(run):
         run.log({"step": step})
     run.rewind_metrics(2)
     assert [record["step"] for record in run.metrics()] == [1, 2]
+
+
+def test_resuming_removes_what_killed_writers_left(run):
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left, written = (run.folder / f".status.json.{pid}.tmp" for pid in (killed.pid, os.getppid()))
+    left.write_text("{")
+    written.write_text("{")
+    run.rewind_metrics(0)
+    assert not left.exists()
+    assert written.exists()
 
 
 def test_a_folder_that_exists_is_never_overwritten(run):

@@ -24,7 +24,7 @@ from cordillera.data.text_batches import BatchConfig
 from cordillera.data.text_corpora import TextDataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.errors import DataError, RecipeError, printable
+from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text
 from cordillera.kernels.threads import MOST_THREADS
 from cordillera.mistakes import explain, known_keys, models_of
@@ -241,7 +241,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
                 validate({**content, "model": {**model, "name": meant}}, source)
         except RecipeError as error:
             problems += error.problems
-        except DataError:
+        except CordilleraError:
             pass  # a checkpoint that it begins with
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:

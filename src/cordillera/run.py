@@ -436,10 +436,16 @@ class Run:
     def rewind_metrics(self, step: int, without: str | None = None) -> None:
         """Drop records after a step, so that a resumed run does not log the same step twice, and one kind wholly.
 
+        Temporary files that killed processes left in the folder go as well.
+
         Args:
             step: That the run goes on from.
             without: Kind of records that are dropped whatever their step.
         """
+        for left in self.folder.glob(".*.tmp"):
+            writer = left.name.split(".")[-2]
+            if writer.isdigit() and not _is_alive(int(writer)):
+                left.unlink(missing_ok=True)
 
         def stays(record: dict[str, Any]) -> bool:
             at = record.get("step", 0)
@@ -500,6 +506,17 @@ class Run:
         if not path.exists():
             raise RunError("does not exist yet", where=str(path), remedy="let the run finish first")
         return read_sealed(path)
+
+
+def _is_alive(process: int) -> bool:
+    """Whether there is a process of this number here."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def next_folder(parent: Path, name: str) -> Path:

@@ -41,7 +41,7 @@ def test_a_run_with_mods_does_all_that_a_run_does(cli, recipe, tmp_path):
     (tmp_path / "run/recipe.toml").write_text(text.replace("norm_block = 3", "norm_block = 2"))
     refused = cli("evaluate", "run")
     assert refused.code == 2
-    assert "norms over blocks of 3 features, not of 2" in refused.err
+    assert "model.norm_block: 3 -> 2" in refused.err
 
 
 def test_a_stopped_run_resumes_bit_for_bit(recipe, tmp_path):

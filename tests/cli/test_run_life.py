@@ -25,6 +25,7 @@ from cordillera.errors import CordilleraError, NumericsError, TrainingError
 from cordillera.recipe import load
 from cordillera.run import Run, RunError
 from cordillera.training import checkpoints
+from cordillera.training.report import render
 from cordillera.training.trainer import Progress
 from cordillera.workflows import ranking
 from tests.fuzzing import damaged, flips, survives
@@ -235,6 +236,16 @@ def test_a_run_that_is_not_finished_says_so_wherever_its_figures_stand(
     assert "<dt>Steps</dt><dd>3</dd>" in workflows.report(run).read_text()
 
 
+def test_an_evaluation_that_is_older_than_the_weights_is_named(stopped: Run) -> None:
+    earlier = stopped.read_json("evaluation.json")
+    workflows.train(stopped)
+    assert "and training came to" not in workflows.report(stopped).read_text()
+    stopped.write_json("evaluation.json", earlier)  # as if a kill had come before the last evaluation
+    says = "The evaluation is of the weights after step 4, and training came to step 15 since"
+    assert says in workflows.report(stopped).read_text()
+    assert says in workflows.compare([stopped]).to_markdown()
+
+
 def test_a_killed_run_says_that_it_is_not_finished(stopped: Run) -> None:
     status = stopped.status()
     assert status is not None
@@ -363,7 +374,7 @@ FILES = ("metrics.jsonl", "model.json", "evaluation.json", "recipe.toml", "statu
 def test_damaged_files_of_a_run_give_pages_and_tables_or_one_error(
     run: Run, name: str, fuzz_inputs: Callable[[int], int]
 ) -> None:
-    rng = random.Random(name)
+    rng = random.Random(f"{name} {fuzz_inputs(0)}")
     path = run.folder / name
     whole = path.read_bytes()
     if name.endswith(("json", "jsonl")):  # damage that the checksum would show is of no use here
@@ -373,14 +384,16 @@ def test_damaged_files_of_a_run_give_pages_and_tables_or_one_error(
         whole = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     if name == "metrics.jsonl":
         (run.folder / "status.json").unlink()
-    for number in range(fuzz_inputs(40)):
+
+    def tables() -> None:
+        found = workflows.compare([run])
+        found.to_markdown(), found.to_json(), found.to_table()
+
+    for number in range(fuzz_inputs(200) // len(FILES)):
         path.write_bytes(damaged(whole, rng, WORDS))
         what = f"{name}, input {number}"
-        survives(lambda: workflows.report(run), what)
-        survives(
-            lambda: (lambda found: (found.to_markdown(), found.to_json(), found.to_table()))(workflows.compare([run])),
-            what,
-        )
+        survives(lambda: render(run), what)
+        survives(tables, what)
         if name in ("model.json", "recipe.toml"):
             survives(lambda: (ranking.recipe_of(run), ranking.card_of(run)), what)
 

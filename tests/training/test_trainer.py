@@ -94,14 +94,25 @@ def test_resuming_before_the_first_checkpoint_starts_from_the_beginning(make_tra
     assert trainer.run.metrics() == []
 
 
-def test_resuming_a_finished_run_changes_nothing(make_trainer):
-    first = make_trainer()
+@pytest.mark.parametrize("probe_every", [0, 3])
+def test_resuming_a_finished_run_changes_nothing(make_trainer, probe_every):
+    first = make_trainer(probe_every=probe_every)
     first.fit()
-    second = make_trainer()
+    before = records(first.run)
+    second = make_trainer(probe_every=probe_every)
     second.resume()
     assert second.fit().ended == "finished"
     assert_same_weights(first.model, second.model)
-    assert records(first.run) == records(second.run)
+    assert records(second.run) == before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"betas": (2, 2)}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"learning_rate": math.inf}, {"eps": math.nan}],
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        TrainingConfig(**settings)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -146,7 +146,9 @@ def load(folder: Path) -> Checkpoint:
     """
     remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
     try:
-        sums = unsealed(folder / _CHECKSUMS)
+        sums = parse_json((folder / _CHECKSUMS).read_bytes(), str(folder / _CHECKSUMS))
+        if _STATE not in sums:  # where it is, an earlier version wrote the file, without a checksum of its own
+            sums = unsealed(folder / _CHECKSUMS)
         expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
     except (OSError, DataError, KeyError, TypeError) as error:
         raise CheckpointError("is missing or damaged", where=str(folder / _CHECKSUMS), remedy=remedy) from error

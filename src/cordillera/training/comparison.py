@@ -266,7 +266,9 @@ class _Entry:
             if record.get("kind") == "train" and math.isfinite(rate := number(record.get("examples_per_second")))
         )
         evaluation, status = Evaluation.from_object(read_object(path), str(path)), run.status()
-        notes = [status.warning] if status is not None and status.warning else []
+        told = [status.warning if status is not None else ""]
+        told.append(evaluation.age(status, keeps_best="patience" in part(recipe, "training")))
+        notes = [text for text in told if text]
         for task, result in evaluation.tasks.items():
             # Data without groups has no GAUC by design.
             why = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}

@@ -17,6 +17,7 @@ from torch import Tensor
 from cordillera.data.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
 from cordillera.files import parse_json
+from cordillera.run import Status
 from cordillera.training.intervals import interval_unit, metric_intervals, wilson_interval
 from cordillera.training.metrics import RankingMetrics, sigmoid
 
@@ -125,6 +126,20 @@ class Evaluation:
     unit: str = "sample"
     step: int | None = None
     steps: int | None = None
+
+    def age(self, status: Status | None, *, keeps_best: bool) -> str:
+        """What is to be said where training went on after these weights were evaluated; nothing if it did not.
+
+        Args:
+            status: Of the run.
+            keeps_best: Whether the run stands for its best weights, which may be older than its last ones.
+        """
+        if self.step is None or status is None or keeps_best or self.step == status.step:
+            return ""
+        return (
+            f"The evaluation is of the weights after step {self.step:,}, and training came to step {status.step:,} "
+            "since: `cordillera evaluate` makes a new one."
+        )
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Metrics by task name."""

@@ -112,7 +112,7 @@ def render(run: Run) -> str:
 
 def _read(run: Run) -> _Material:
     recipe_text, recipe = read_recipe(run)
-    warnings = []
+    warnings: list[str] = []
     records: dict[str, list[dict[str, Any]]] = {"train": [], "evaluation": [], "progressive": []}
     for line, record in enumerate(run.metrics(), 1):
         kind = record.get("kind")
@@ -121,6 +121,8 @@ def _read(run: Run) -> _Material:
     evaluation = None
     if (path := run.folder / "evaluation.json").exists():
         evaluation = Evaluation.from_object(read_object(path), str(path))
+        age = evaluation.age(run.status(), keeps_best="patience" in part(recipe, "training"))
+        warnings += [age] if age else []
     else:
         warnings.append(
             "The test split has not been evaluated; figures are of the validation split, without intervals."

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
@@ -43,8 +43,7 @@ _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that are t
 TRAINING_PROBE = "training-probe.safetensors"
 """In a run's folder: what its linear layers were given while it was trained."""
 
-
-Rate = Annotated[float, Field(ge=0, lt=1)]
+DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainingConfig(BaseModel):
@@ -82,16 +81,16 @@ class TrainingConfig(BaseModel):
         emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     epochs: int = Field(1, ge=1, le=10**9)
     max_steps: int | None = Field(None, ge=1, le=10**12)
     precision: Precision = "bf16"
     plan: str | None = None
-    learning_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
-    betas: tuple[Rate, Rate] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(1e-3, gt=0)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
     warmup_fraction: float = Field(0.0, ge=0, le=1)
     decay: Literal["none", "linear", "cosine"] = "none"
     final_rate: float = Field(0.0, ge=0, le=1)
@@ -394,11 +393,11 @@ class Trainer:
                 remedy=self._way_on(),
             )
         checkpoints.save(self.run.checkpoints, tensors, state)
-        self.run.write_status(None, self.progress.step, self.total_steps)
         keep = {self.progress.step}
         if self.progress.best_step is not None:
             keep.add(self.progress.best_step)
         checkpoints.prune(self.run.checkpoints, keep)
+        self.run.write_status(None, self.progress.step, self.total_steps)
 
     def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
         """Go to a checkpoint.
@@ -448,7 +447,7 @@ class Trainer:
                 if self.recipe is not None:
                     check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
                 self.restore(newest)
-            self.run.rewind_metrics(self.progress.step)
+            self.run.rewind_metrics(self.progress.step, without="probe")  # of which a training has one, at its end
             return bool(available)
 
     def stop(self) -> None:
