@@ -167,7 +167,9 @@ def test_weights_that_are_not_finite_never_push_out_the_last_good_checkpoint(
     assert workflows.train(run).report.progress.step == 4
 
 
-@pytest.mark.parametrize(("every", "said"), [(None, "no checkpoint was written"), (1, "the checkpoint of step 2 is kept")])
+@pytest.mark.parametrize(
+    ("every", "said"), [(None, "no checkpoint was written"), (1, "the checkpoint of step 2 is kept")]
+)
 def test_an_error_of_losses_tells_only_of_checkpoints_that_are_there(recipe: Any, every: int | None, said: str) -> None:
     hot = recipe(training={"learning_rate": 1e12, "max_skipped": 2, "checkpoint_every": every, "keep_checkpoints": 1})
     with pytest.raises(TrainingError, match="in a row") as error:
