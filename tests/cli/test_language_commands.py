@@ -91,7 +91,7 @@ def recipe(cli, tmp_path):
 def facts(folder):
     """All that a run wrote down but what its clocks said."""
     records = [{k: v for k, v in r.items() if k not in CLOCKS} for r in Run(folder).metrics()]
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = Run(folder).read_json("evaluation.json")
     del evaluation["seconds"]
     return [record for record in records if record["kind"] != "resumed"], evaluation
 
