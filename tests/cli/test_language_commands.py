@@ -121,7 +121,7 @@ def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, t
     assert last["tokens_per_second"] > 0
     assert last["memory_bytes"] > 1e6
     assert 0 < last["mfu"] < 1.5
-    held_out = json.loads((folder / "evaluation.json").read_text())
+    held_out = Run(folder).read_json("evaluation.json")
     assert f"{held_out['loss']:.4f}" in done.out
     assert held_out["perplexity"] == pytest.approx(2.718281828459045 ** held_out["loss"])
 
