@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -70,6 +71,20 @@ def test_a_step_with_a_damaged_file_does_not_speak(cli, folder, tmp_path, name):
     failed = cli("generate", "step-000000003", "the cat sat", "--tokenizer", folder)
     assert failed.code == 2
     assert name in failed.err
+    assert failed.out == ""
+
+
+def test_a_model_of_others_that_has_changed_does_not_speak(cli, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "checksums.json").unlink()
+    assert cli("generate", "model", "the cat", "-n", 1).code == 0
+    assert cli("generate", "model", "the cat", "-n", 1).code == 0
+    path = tmp_path / "model" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    failed = cli("generate", "model", "the cat", "-n", 1)
+    assert failed.code == 2
+    assert "model.safetensors: has changed since it was first read here" in failed.err
     assert failed.out == ""
 
 

@@ -91,7 +91,7 @@ def recipe(cli, tmp_path):
 def facts(folder):
     """All that a run wrote down but what its clocks said."""
     records = [{k: v for k, v in r.items() if k not in CLOCKS} for r in Run(folder).metrics()]
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = Run(folder).read_json("evaluation.json")
     del evaluation["seconds"]
     return [record for record in records if record["kind"] != "resumed"], evaluation
 
@@ -121,7 +121,7 @@ def test_train_evaluate_generate_report_and_compare_work_together(cli, recipe, t
     assert last["tokens_per_second"] > 0
     assert last["memory_bytes"] > 1e6
     assert 0 < last["mfu"] < 1.5
-    held_out = json.loads((folder / "evaluation.json").read_text())
+    held_out = Run(folder).read_json("evaluation.json")
     assert f"{held_out['loss']:.4f}" in done.out
     assert held_out["perplexity"] == pytest.approx(2.718281828459045 ** held_out["loss"])
 

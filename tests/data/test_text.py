@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from cordillera.data.text_shards import ShardWriter, TextDataset, token_dtype
 from cordillera.data.tokenizer import load_tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
+from tests.fuzzing import flips
 
 TEXTS = [f"the cat number {i} sat on the mat, the end of {'é' * (i % 7)} 漢字\nfooter" for i in range(40)]
 
@@ -232,7 +234,7 @@ def test_damage_is_found_and_the_shard_named(config: TextConfig) -> None:
         good = path.read_bytes()
         half = len(good) // 2
         for bad, verify in (
-            (good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :], None),
+            (good[:half] + bytes([good[half] ^ 1]) + good[half + 1 :], True),
             (good[:-1], False),
             (good + b"\0", False),
         ):
@@ -249,6 +251,20 @@ def test_damage_is_found_and_the_shard_named(config: TextConfig) -> None:
     ends.tofile(path)
     with pytest.raises(DataError, match=r"shard-00000\.offsets: the file is damaged: offsets do not go up"):
         TextDataset(dataset.folder, verify=False)
+
+
+def test_any_flip_or_cut_of_any_file_of_a_corpus_is_refused_by_its_name(
+    config: TextConfig, fuzz_inputs: Callable[[int], int]
+) -> None:
+    dataset, rng = prepare_text(config), random.Random(3)
+    for path in sorted(dataset.folder.iterdir()):
+        content = path.read_bytes()
+        for number in range(fuzz_inputs(20) if content else 0):
+            path.write_bytes(flips(content, rng) if number % 5 else content[: rng.randrange(len(content))])
+            with pytest.raises(DataError, match=path.name):
+                TextDataset(dataset.folder)
+        path.write_bytes(content)
+    assert len(TextDataset(dataset.folder)) == len(dataset)
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +180,7 @@ def test_runs_without_records_put_all_on_flops_without_attention(tmp_path: Path)
 
 def test_what_is_no_finished_language_run_is_refused(tmp_path: Path) -> None:
     run = language_run(tmp_path / "a")
-    evaluation = json.loads((run.folder / "evaluation.json").read_text())
+    evaluation = run.read_json("evaluation.json")
     run.write_json("evaluation.json", {"tasks": {}})
     with pytest.raises(DataError, match="not of a language model"):
         measure_language([run])

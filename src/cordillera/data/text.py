@@ -110,7 +110,7 @@ def prepare_text(
     *,
     language: Callable[[str], str] | None = None,
     quality: Callable[[str], float] | None = None,
-    verify: bool | None = None,
+    verify: bool = True,
     wait_s: float = 0.0,
 ) -> TextDataset:
     """Read, clean and tokenise text; the second call finds it in the cache.

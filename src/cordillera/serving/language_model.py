@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from cordillera.data.chat import Message
 from cordillera.data.tokenizer import StreamDecoder, check_text, load_tokenizer
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
+from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
 from cordillera.models.language.llama import Llama
 from cordillera.run import Run
 from cordillera.serving.generation import check_prompts, for_decoding, generate
@@ -110,9 +112,15 @@ class LanguageModel:
         """The model; the first use reads the weights.
 
         Raises:
-            CheckpointError: weights are NaN or infinite.
+            CheckpointError: weights are NaN or infinite, or are not those that were first read from these files.
         """
-        return for_decoding(read_model(self._source, self.dtype, self.device).eval())
+        files = self._source.files
+        with ThreadPoolExecutor(1, "first sight") as pool:  # which reads at the same time what the model reads
+            compared = pool.submit(compare_with_first_sight, files, record_of(files)) if files else None
+            model = for_decoding(read_model(self._source, self.dtype, self.device).eval())
+            if compared is not None:
+                compared.result()
+        return model
 
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
         """Token ids of prompts, as the model expects them.

@@ -151,7 +151,7 @@ class Checkpoints(Protocol):
 
 @dataclass
 class _Window:
-    """What happened since the last record. Sums of the text and facts of the last step are checkpointed, clocks are not."""
+    """What happened since the last record. Sums of the text and what the last step was are saved, clocks are not."""
 
     loss: float = 0.0
     targets: int = 0

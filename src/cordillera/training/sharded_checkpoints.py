@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from cordillera.data.files import checksum, sealed
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.errors import CheckpointError, CordilleraError
+from cordillera.models.language.checkpoints.sealed import CHECKSUMS
 from cordillera.models.language.checkpoints.sharded import (
-    CHECKSUMS,
     MODEL,
     OPTIMIZER,
     STATE,

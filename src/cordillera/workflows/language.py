@@ -30,6 +30,7 @@ from cordillera.distributed.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
+from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
 from cordillera.models.language.checkpoints.sharded import STATE, ShardedFolder
 from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
@@ -286,6 +287,8 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     else:
         run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
         run.write_json("model.json", described)
+    if recipe.training.start is not None and not steps(run.checkpoints):
+        compare_with_first_sight(open_checkpoint(find_model(recipe.training.start)).files, run.folder / "start.json")
     say(
         f"model: {described['parameters']:,} parameters"
         + (f", from {recipe.training.start}" if recipe.training.start else "")

@@ -21,17 +21,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cordillera.errors import CheckpointError, CordilleraError
-from cordillera.models.language.checkpoints import (
-    load,
-    load_into,
-    open_checkpoint,
-    save_consolidated,
-    save_hugging_face,
-)
+from cordillera.models.language import checkpoints
+from cordillera.models.language.checkpoints import load, load_into, open_checkpoint
 from cordillera.models.language.checkpoints.source import halves_to_interleaved, interleaved_to_halves
 from cordillera.models.language.llama import Llama, LlamaConfig, RopeScaling, rope_frequencies, rope_table, rotate
 
 from .conftest import MakeLlama
+
+
+def save_hugging_face(model: Llama, folder: Path, *sizes: int) -> None:
+    """As others publish: without checksums."""
+    checkpoints.save_hugging_face(model, folder, *sizes)
+    (folder / "checksums.json").unlink()
+
+
+def save_consolidated(model: Llama, folder: Path, *ranks: int) -> None:
+    """As others publish: without checksums."""
+    checkpoints.save_consolidated(model, folder, *ranks)
+    (folder / "checksums.json").unlink()
+
 
 SHARDED = 20_000  # bytes of a shard; the models here have some 70,000
 CUT = {"vocabulary": 64}  # divides by all numbers of ranks used here

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints.sealed import SealedFolder, write_checksums
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
@@ -66,6 +67,7 @@ class Consolidated(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._sealed = SealedFolder.of(path, "params.json")
         self._params = read_json(path / "params.json")
         self._files = _files(path)
         self._ranks = [_open(file) for file in self._files]
@@ -95,10 +97,17 @@ class Consolidated(Source):
                         remedy="the files belong to different checkpoints: download them again",
                     )
 
+    @property
+    def files(self) -> list[Path]:
+        return [] if self._sealed is not None else [self.path / "params.json", *self._files]
+
     def name_of(self, name: str) -> str:
         return _NAMES(name)
 
     def read(self, name: str, out: Tensor) -> None:
+        if self._sealed is not None:
+            for file in self._files:
+                self._sealed.verify_once(file.name)
         parts = [rank[_NAMES(name)] for rank in self._ranks]
         if out.dim() == 1:
             out.copy_(parts[0])
@@ -317,6 +326,7 @@ def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
             if config.tied:  # the reference code wants it; the file holds it once
                 tensors["output.weight"] = tensors["tok_embeddings.weight"]
             torch.save(tensors, beside / f"consolidated.{rank:02d}.pth")
+        write_checksums(beside)
 
 
 def _cut(config: LlamaConfig, name: str, weight: Tensor, rank: int, ranks: int) -> Tensor:

@@ -86,6 +86,10 @@ class GGUFFile(Source):
                 remedy="the file is of another architecture",
             )
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
     def name_of(self, name: str) -> str:
         return _NAMES(name)
 

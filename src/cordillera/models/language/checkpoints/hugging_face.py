@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints.sealed import SealedFolder, write_checksums
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
@@ -57,6 +58,7 @@ class HuggingFace(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._sealed = SealedFolder.of(path, "config.json", *([_INDEX] if (path / _INDEX).exists() else []))
         self.config = _read_config(path / "config.json")
         self._files: dict[Path, Any] = {}
         self._places = self._index()
@@ -88,10 +90,18 @@ class HuggingFace(Source):
                 remedy="set tie_word_embeddings to false in config.json",
             )
 
+    @property
+    def files(self) -> list[Path]:
+        if self._sealed is not None:
+            return []
+        return [path for path in (self.path / "config.json", self.path / _INDEX) if path.exists()] + list(self._files)
+
     def name_of(self, name: str) -> str:
         return _NAMES(name)
 
     def read(self, name: str, out: Tensor) -> None:
+        if self._sealed is not None:
+            self._sealed.verify_once(self._places[_NAMES(name)].name)
         out.copy_(self._tensor(_NAMES(name)))
 
     def _tensor(self, name: str) -> Tensor:
@@ -267,3 +277,4 @@ def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000
             places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
             (beside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_checksums(beside)

@@ -10,10 +10,8 @@ used, since that keeps a pickle beside the tensors, and a pickle may be code.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cordillera.data.files import checksum, unsealed
-from cordillera.errors import CheckpointError, DataError
-from cordillera.files import parse_json
+from cordillera.errors import CheckpointError
+from cordillera.models.language.checkpoints.sealed import SealedFolder
 from cordillera.models.language.checkpoints.source import (
     Source,
     Stored,
@@ -35,7 +32,7 @@ from cordillera.models.language.checkpoints.source import (
 )
 from cordillera.models.language.llama import LlamaConfig
 
-CHECKSUMS, MODEL, STATE = "checksums.json", "model.json", "state.json"
+MODEL, STATE = "model.json", "state.json"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _INFORMATION, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _REMEDY = "delete this folder and use an earlier checkpoint, or restore it from a copy"
@@ -164,72 +161,21 @@ def _box(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tupl
     return tuple(slice(first - zero, last - zero) for first, last, zero in zip(low, high, origin, strict=True))
 
 
-class ShardedFolder:
-    """A folder whose files are all there and as long as they should be; their bytes are verified when asked for.
+class ShardedFolder(SealedFolder):
+    """The folder of a step: its files are all there and as long as they should be.
 
     Args:
         path: The folder.
-
-    Attributes:
-        path: Likewise.
-        sizes: Bytes of each file, by its name.
 
     Raises:
         CheckpointError: A file is missing, or of another length; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            content = unsealed(path / CHECKSUMS)
-            self._sums = {str(name): str(entry["sha256"]) for name, entry in content.items()}
-            self.sizes = {str(name): int(entry["bytes"]) for name, entry in content.items()}
-        except DataError as error:
-            raise CheckpointError(error.what, where=error.where, remedy=_REMEDY) from error
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError("does not name files", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
-        for name, size in self.sizes.items():
-            file = path / name
-            if Path(name).name != name:
-                raise CheckpointError(f"names {name}, outside of the folder", where=str(path / CHECKSUMS))
-            if not file.is_file():
-                raise CheckpointError("is missing", where=str(file), remedy=_REMEDY)
-            if file.stat().st_size != size:
-                raise CheckpointError(
-                    f"has {file.stat().st_size:,} bytes, {size:,} were written", where=str(file), remedy=_REMEDY
-                )
+        super().__init__(path)
         for name in (MODEL, STATE):
             if name not in self.sizes:
                 raise CheckpointError("is missing", where=str(path / name), remedy=_REMEDY)
-
-    def verify(self, name: str) -> None:
-        """Compare a file with its checksum.
-
-        Args:
-            name: Of the file.
-
-        Raises:
-            CheckpointError: They differ.
-        """
-        if checksum(self.path / name) != self._sums[name]:
-            raise self._corrupt(name)
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """What a verified JSON file holds.
-
-        Args:
-            name: Of the file.
-
-        Raises:
-            CheckpointError: It differs from its checksum.
-        """
-        content = (self.path / name).read_bytes()
-        if hashlib.sha256(content).hexdigest() != self._sums[name]:
-            raise self._corrupt(name)
-        found = parse_json(content, str(self.path / name), error=CheckpointError, remedy=_REMEDY)
-        if not isinstance(found, dict):
-            raise CheckpointError("is not a JSON object", where=str(self.path / name), remedy=_REMEDY)
-        return found
 
     @property
     def config(self) -> LlamaConfig:
@@ -250,13 +196,6 @@ class ShardedFolder:
             CheckpointError: As :class:`Parts`.
         """
         return Parts(self.path, sorted(name for name in self.sizes if name.startswith(f"{kind}-")))
-
-    def _corrupt(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            "is corrupt: its contents do not match the checksum written with it",
-            where=str(self.path / name),
-            remedy=_REMEDY,
-        )
 
 
 def check_weights(parts: Parts, config: LlamaConfig) -> None:
@@ -300,16 +239,11 @@ class Sharded(Source):
         self.config = self._folder.config
         self._weights = self._folder.parts(WEIGHTS)
         check_weights(self._weights, self.config)
-        self._locks = {name: threading.Lock() for name in self._folder.sizes}
-        self._verified: set[str] = set()
 
     def name_of(self, name: str) -> str:
         return name
 
     def read(self, name: str, out: Tensor) -> None:
         for file in {part.file for part in self._weights.parts[name]}:
-            with self._locks[file]:
-                if file not in self._verified:
-                    self._folder.verify(file)
-                    self._verified.add(file)
+            self._folder.verify_once(file)
         self._weights.read(name, [0] * out.dim(), out)

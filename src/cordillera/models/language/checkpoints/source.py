@@ -33,6 +33,11 @@ class Source(ABC):
     path: Path
     config: LlamaConfig
 
+    @property
+    def files(self) -> list[Path]:
+        """Files that bring no checksums: what they hold can only be compared with what they held before."""
+        return []
+
     @abstractmethod
     def name_of(self, name: str) -> str:
         """What the format calls a parameter.

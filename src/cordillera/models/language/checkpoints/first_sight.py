@@ -1,0 +1,68 @@
+"""Checksums of files that bring none: recorded when they are first read, and compared when they have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cordillera.data.files import cache_folder, checksum, sealed, unsealed, write_bytes
+from cordillera.errors import CheckpointError, DataError
+
+_THREADS = 4
+
+
+def record_of(files: Sequence[Path], cache_dir: str | Path | None = None) -> Path:
+    """Where the checksums of files lie that no run begins with: in the cache, by their places.
+
+    Args:
+        files: At least one.
+        cache_dir: The cache. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+    """
+    places = "\0".join(str(file.resolve()) for file in files)
+    return cache_folder(cache_dir) / "first-sight" / f"{hashlib.sha256(places.encode()).hexdigest()[:16]}.json"
+
+
+def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
+    """Refuse files that hold something else than when they were first read; at first, write down what they hold.
+
+    A file of the size and time of change that were written down is taken as it is; others are read.
+
+    Args:
+        files: Of a checkpoint without checksums.
+        record: Where checksums are, or are put; see :func:`record_of`.
+
+    Raises:
+        CheckpointError: A file has changed, or the record is damaged; the message names it.
+    """
+    try:
+        known = unsealed(record) if record.exists() else {}
+    except DataError as error:
+        remedy = "delete it, if the files that it is of are as they should be"
+        raise CheckpointError(error.what, where=error.where, remedy=remedy) from error
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        stat, before = file.stat(), known.get(str(file.resolve()), {})
+        found[str(file.resolve())] = {
+            **before,
+            "bytes": stat.st_size,
+            "changed_ns": stat.st_mtime_ns,
+        }
+    places = [place for place, facts in found.items() if known.get(place) != facts]
+    with ThreadPoolExecutor(_THREADS, "first sight") as pool:
+        for place, digest in zip(places, pool.map(checksum, map(Path, places)), strict=True):
+            before = found[place].setdefault("sha256", digest)
+            seen = found[place].setdefault("seen", time.strftime("%Y-%m-%d"))
+            if digest != before:
+                raise CheckpointError(
+                    f"has changed since it was first read here, on {seen} (SHA-256 {before[:12]}, now {digest[:12]})",
+                    where=place,
+                    remedy=f"restore it; if it was changed on purpose, delete {record}",
+                )
+    if places:
+        with contextlib.suppress(DataError):  # where nothing can be written, nothing is compared
+            write_bytes(record, sealed({**known, **found}))

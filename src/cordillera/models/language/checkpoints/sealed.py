@@ -1,0 +1,134 @@
+"""Folders whose files have checksums, which are compared before they are believed."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from cordillera.data.files import checksum, sealed, unsealed
+from cordillera.errors import CheckpointError, DataError
+from cordillera.files import parse_json
+
+CHECKSUMS = "checksums.json"
+_REMEDY = "delete this folder and use an earlier checkpoint, or restore it from a copy"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write ``checksums.json`` of all files of a folder.
+
+    Args:
+        folder: Its files are complete.
+    """
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
+    sums = {path.name: {"sha256": checksum(path), "bytes": path.stat().st_size} for path in files}
+    (folder / CHECKSUMS).write_bytes(sealed(sums))
+
+
+class SealedFolder:
+    """A folder whose files are all there and as long as they should be; their bytes are verified when asked for.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: Likewise.
+        sizes: Bytes of each file, by its name.
+
+    Raises:
+        CheckpointError: A file is missing, or of another length; the message names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            content = unsealed(path / CHECKSUMS)
+            self._sums = {str(name): str(entry["sha256"]) for name, entry in content.items()}
+            self.sizes = {str(name): int(entry["bytes"]) for name, entry in content.items()}
+        except DataError as error:
+            raise CheckpointError(error.what, where=error.where, remedy=_REMEDY) from error
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError("does not name files", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
+        for name, size in self.sizes.items():
+            file = path / name
+            if Path(name).name != name:
+                raise CheckpointError(f"names {name}, outside of the folder", where=str(path / CHECKSUMS))
+            if not file.is_file():
+                raise CheckpointError("is missing", where=str(file), remedy=_REMEDY)
+            if file.stat().st_size != size:
+                raise CheckpointError(
+                    f"has {file.stat().st_size:,} bytes, {size:,} were written", where=str(file), remedy=_REMEDY
+                )
+        self._locks = {name: threading.Lock() for name in self.sizes}
+        self._verified: set[str] = set()
+
+    @classmethod
+    def of(cls, path: Path, *names: str) -> SealedFolder | None:
+        """A folder and its files of these names, verified; None of a folder that brings no checksums.
+
+        Args:
+            path: The folder.
+            names: Files that are read at once; others are verified when they are.
+
+        Raises:
+            CheckpointError: A file is missing, or differs from its checksum.
+        """
+        if not (path / CHECKSUMS).exists():
+            return None
+        folder = cls(path)
+        for name in names:
+            folder.verify_once(name)
+        return folder
+
+    def verify(self, name: str) -> None:
+        """Compare a file with its checksum.
+
+        Args:
+            name: Of the file.
+
+        Raises:
+            CheckpointError: They differ.
+        """
+        if checksum(self.path / name) != self._sums[name]:
+            raise self._corrupt(name)
+
+    def verify_once(self, name: str) -> None:
+        """Compare a file with its checksum when something of it is first read; several threads may do so.
+
+        Args:
+            name: Of the file.
+
+        Raises:
+            CheckpointError: They differ, or there is no checksum of it.
+        """
+        if name not in self._locks:
+            raise CheckpointError("has no checksum", where=str(self.path / name), remedy=_REMEDY)
+        with self._locks[name]:
+            if name not in self._verified:
+                self.verify(name)
+                self._verified.add(name)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """What a verified JSON file holds.
+
+        Args:
+            name: Of the file.
+
+        Raises:
+            CheckpointError: It differs from its checksum.
+        """
+        content = (self.path / name).read_bytes()
+        if hashlib.sha256(content).hexdigest() != self._sums[name]:
+            raise self._corrupt(name)
+        found = parse_json(content, str(self.path / name), error=CheckpointError, remedy=_REMEDY)
+        if not isinstance(found, dict):
+            raise CheckpointError("is not a JSON object", where=str(self.path / name), remedy=_REMEDY)
+        return found
+
+    def _corrupt(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            "is corrupt: its contents do not match the checksum written with it",
+            where=str(self.path / name),
+            remedy=_REMEDY,
+        )
