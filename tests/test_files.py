@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cordillera.errors import CheckpointError, DataError, printable
-from cordillera.files import TOML_DEPTH, parse_json, parse_toml, read_json, read_json_object, read_text, read_toml
-from tests.fuzzing import CONTROLS, damaged, survives
+from cordillera.files import (
+    TOML_DEPTH,
+    parse_json,
+    parse_sealed,
+    parse_toml,
+    read_json,
+    read_json_object,
+    read_sealed,
+    read_text,
+    read_toml,
+    sealed_json,
+)
+from tests.fuzzing import CONTROLS, damaged, flips, survives
 
 
 def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
@@ -80,6 +94,69 @@ def test_damaged_files_give_a_value_or_one_error() -> None:
     for number in range(2000):
         text = damaged(valid, rng, [b"[", b"{", b'"""', b".", b"9" * 5000, b"nan", b"\xff"]).decode("utf-8", "replace")
         survives(lambda text=text: parse_toml(text, "here"), f"input {number}")
+
+
+SEALED = {"name": "é\u2028", "numbers": [1, 2.5e-7, -0.0, 10**20, None], "inner": {"sha256": "0" * 64}, "on": True}
+
+
+def older(content: dict[str, object]) -> str:
+    """The form that caches and checkpoints on the disks of users have."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "content": content}, indent=1)
+
+
+@pytest.mark.parametrize(
+    "text", [sealed_json(SEALED), sealed_json(SEALED, line=True), older(SEALED)], ids=["file", "line", "older"]
+)
+@pytest.mark.parametrize("required", [True, False], ids=["required", "optional"])
+def test_any_flipped_byte_and_any_cut_of_sealed_json_is_refused(
+    tmp_path: Path, text: str, required: bool, fuzz_inputs: Callable[[int], int]
+) -> None:
+    content, path, rng = text.encode(), tmp_path / "a.json", random.Random(0)
+    line = text.count("\n") == 1
+
+    def read() -> dict[str, object]:
+        return parse_sealed(read_text(path), str(path), line=line, required=required)
+
+    path.write_bytes(content)
+    assert read() == SEALED
+    injured = [content[:cut] for cut in rng.sample(range(len(content)), 50)] + [content[:-1]]
+    injured += [flips(content, rng) for _ in range(fuzz_inputs(200))]
+    # each bit of the keys
+    places = [at + place for key in (b'"seal":', b'"sha256":', b'"content":') if (at := content.find(key)) >= 0
+              for place in range(len(key))]  # fmt: skip
+    injured += [content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :] for at in places for bit in range(8)]
+    for one in injured:
+        path.write_bytes(one)
+        with pytest.raises(DataError, match=r"a\.json"):
+            pytest.fail(f"{one!r} gives {read()}")
+
+
+def test_json_without_a_checksum_is_read_where_none_is_required(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    digests = {"tensors": "0" * 64, "state.json": "1" * 64}  # checksums of a checkpoint that has none of its own
+    path.write_text(json.dumps(digests))
+    assert read_sealed(path) == digests
+    with pytest.raises(CheckpointError, match="holds no checksum\n  -> train again"):
+        read_sealed(path, required=True, error=CheckpointError, remedy="train again")
+    path.write_text(sealed_json(digests).replace('"1', '"2'))
+    with pytest.raises(DataError, match="if you changed it on purpose, delete its 'seal'"):
+        read_sealed(path)
+    assert sealed_json(json.loads(sealed_json(digests))) == sealed_json(digests)
+
+
+def test_sealed_json_of_another_schema_is_called_so_whatever_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text in (sealed_json({"schema": 2}), '{"schema": 2}', '{"schema": 2, "seal": ""}'):
+        path.write_text(text)
+        with pytest.raises(DataError, match="is of version 2, this library reads 3"):
+            read_sealed(path, required=True, schema=3)
+
+
+def test_sealed_json_that_is_nested_deeply_is_refused() -> None:
+    for depth in (300, 1000, 3000, 100_000):
+        text = '{"a": ' + "[" * depth + "]" * depth + ', "seal": ""}'
+        assert isinstance(survives(lambda text=text: parse_sealed(text, "here"), f"depth {depth}"), DataError)
 
 
 def test_printable_text_holds_no_controls() -> None:

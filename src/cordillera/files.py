@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +37,9 @@ TOML_DOTS = 100_000
 # Strings that nothing closes reach to the end of the line, or of the text: no place is looked at twice.
 _STRINGS = re.compile(r'"""(?s:.*?)(?:"""|\Z)|\'\'\'(?s:.*?)(?:\'\'\'|\Z)|"(?:[^"\\\n]|\\.)*"?|\'[^\'\n]*\'?|#[^\n]*')
 _DOTTED = re.compile(r'(?<![\w-])(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' + f"{TOML_DEPTH}" + "}")
-_SEAL = "sha256"
+_SEAL = "seal"
+_FILE, _LINE = (2, 64), (None, 16)  # indent, digits of the SHA-256
+_DIGEST = re.compile("[0-9a-f]{16}|[0-9a-f]{64}")
 
 
 def read_text(
@@ -214,41 +217,98 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def sealed_json(content: dict[str, Any]) -> str:
-    """JSON text of an object with the SHA-256 of its content as last key; :func:`read_sealed` reads it.
+def sealed_json(content: Mapping[str, Any], *, line: bool = False) -> str:
+    """The one JSON text of an object and its checksum, which is its last key; :func:`read_sealed` reads it.
 
     Args:
-        content: Values of JSON, all numbers finite.
+        content: Values of JSON, all numbers finite; a checksum that is among them is left out.
+        line: Write one line, with a short checksum; :func:`parse_sealed` reads it.
     """
-    return json.dumps({**content, _SEAL: _digest(content)}, indent=2, allow_nan=False) + "\n"
+    plain = {key: value for key, value in content.items() if key != _SEAL}
+    indent, digits = _LINE if line else _FILE
+    body = json.dumps(plain, indent=indent, allow_nan=False)
+    digest = hashlib.sha256(body.encode()).hexdigest()[:digits]
+    return json.dumps({**plain, _SEAL: digest}, indent=indent, allow_nan=False) + "\n"
 
 
-def read_sealed(
-    path: Path | str, *, error: type[CordilleraError] = DataError, required: bool = False, remedy: str | None = None
+def parse_sealed(
+    text: str,
+    where: str,
+    *,
+    line: bool = False,
+    required: bool = False,
+    schema: int | None = None,
+    error: type[CordilleraError] = DataError,
+    remedy: str | None = None,
 ) -> dict[str, Any]:
-    """Object of a JSON file that :func:`sealed_json` made, without its checksum.
+    """Object of a text that :func:`sealed_json` made, without its checksum; every byte of the text counts.
 
     Args:
-        path: An ordinary file.
+        text: JSON.
+        where: Place that errors name.
+        line: It is a line, with its end.
+        required: Refuse a text without a checksum too; otherwise it counts as written by hand.
+        schema: Value that the object's ``schema`` must have. Default: any, or none.
         error: Class of the error that is raised.
-        required: Refuse a file without a checksum too; otherwise it counts as written by hand.
-        remedy: What to do about a file that cannot be read.
+        remedy: What to do about it.
 
     Raises:
-        CordilleraError: of class ``error``: it cannot be read, or does not fit its checksum.
+        CordilleraError: of class ``error``: it is not a JSON object, of another schema, or does not fit its checksum.
     """
-    content = read_json_object(path, error=error, remedy=remedy)
-    if _SEAL not in content and required:
-        raise error("holds no checksum", where=str(path), remedy=remedy)
-    if _SEAL in content and content.pop(_SEAL) != _digest(content):
+    content = parse_json(text, where, error=error, remedy=remedy)
+    if not isinstance(content, dict):
+        raise error("is not a JSON object", where=where, remedy=remedy)
+    if schema is not None and content.get("schema") != schema:
+        raise error(f"is of version {content.get('schema')!r}, this library reads {schema}", where=where, remedy=remedy)
+    keys, values = list(content), list(content.values())
+
+    def has_digest(place: int, key: str) -> bool:  # a flipped byte may have changed the key itself
+        return key in content or (len(keys[place]) == len(key) and _DIGEST.fullmatch(str(values[place])) is not None)
+
+    is_older = len(keys) == 2 and isinstance(values[1], dict) and has_digest(0, "sha256")
+    if not is_older and not (keys and has_digest(-1, _SEAL)):
+        if required:
+            raise error("holds no checksum", where=where, remedy=remedy)
+        return content
+    try:
+        written = _older_sealed_json(values[1]) if is_older else sealed_json(content, line=line)
+    except RecursionError:
+        written = ""  # it is nested deeper than anything that is written
+    if text != written:
         edited = "" if required else f"; if you changed it on purpose, delete its {_SEAL!r}"
         raise error(
             "does not fit its checksum: it was changed or damaged after it was written",
-            where=str(path),
+            where=where,
             remedy=(remedy or "write it again") + edited,
         )
-    return content
+    return values[1] if is_older else {key: value for key, value in content.items() if key != _SEAL}
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def read_sealed(
+    path: Path | str,
+    *,
+    required: bool = False,
+    schema: int | None = None,
+    error: type[CordilleraError] = DataError,
+    remedy: str | None = None,
+) -> dict[str, Any]:
+    """Object of a JSON file that :func:`sealed_json` made, without its checksum; see :func:`parse_sealed`.
+
+    Args:
+        path: An ordinary file.
+        required: Refuse a file without a checksum too; otherwise it counts as written by hand.
+        schema: Value that the object's ``schema`` must have. Default: any, or none.
+        error: Class of the error that is raised.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        CordilleraError: of class ``error``.
+    """
+    text = read_text(path, error=error, remedy=remedy)
+    return parse_sealed(text, str(path), required=required, schema=schema, error=error, remedy=remedy)
+
+
+def _older_sealed_json(content: dict[str, Any]) -> str:
+    """What caches, corpora and checkpoints held at first: the checksum, then the content as an object of its own."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "content": content}, indent=1)

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,7 +34,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cordillera.errors import CordilleraError
-from cordillera.files import parse_json, read_text
+from cordillera.files import parse_sealed, read_sealed, read_text, sealed_json
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
@@ -142,50 +140,6 @@ def _temporary(folder: Path, name: str = "*") -> list[Path]:
         except (ValueError, OSError):
             continue  # another's file, or a process of another user
     return found
-
-
-_SEAL, _LINE_SEAL = ("sha256", 64), ("seal", 16)  # the last key of an object, digits
-
-
-def _sealed(content: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON whose last key is a SHA-256 of what is before it: of a line its first digits."""
-    key, digits = _SEAL if indent else _LINE_SEAL
-    body = json.dumps(content, indent=indent, allow_nan=False)
-    digest = hashlib.sha256(body.encode()).hexdigest()[:digits]
-    return json.dumps({**content, key: digest}, indent=indent, allow_nan=False) + "\n"
-
-
-def _unsealed(text: str, where: str, remedy: str, *, is_line: bool = False) -> dict[str, Any]:
-    """Read what :func:`_sealed` wrote; JSON that never had a seal is taken as it is.
-
-    Raises:
-        RunError: it is not a JSON object, or not to the byte what was written.
-    """
-    content = parse_json(text, where, error=RunError, remedy=remedy)
-    if not isinstance(content, dict):
-        raise RunError("is not a JSON object", where=where, remedy=remedy)
-    key, digits = _LINE_SEAL if is_line else _SEAL
-    last, seal = next(reversed(content.items()), ("", None))
-    # a flipped byte may have changed the key itself
-    is_sealed = key in content or (isinstance(seal, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", seal) is not None)
-    if is_sealed:
-        del content[last]
-        if last != key or _sealed(content, indent=None if is_line else 2) != text:
-            raise RunError("is damaged: it does not match its checksum", where=where, remedy=remedy)
-    return content
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Object of a JSON file that :meth:`Run.write_json` wrote, or that somebody else did without a checksum.
-
-    Args:
-        path: Of the file.
-
-    Raises:
-        RunError: it is missing, not a JSON object, or does not match the checksum that it holds.
-    """
-    remedy = "restore the file"
-    return _unsealed(read_text(path, error=RunError, remedy=remedy), str(path), remedy)
 
 
 def recipe_state(recipe: BaseModel) -> dict[str, Any]:
@@ -337,7 +291,7 @@ class Run:
                 leftover.unlink(missing_ok=True)
         # first of all files: with it the run can be resumed, without it the folder can be taken again
         write_atomically(recipe_file, recipe, new=True)
-        write_atomically(folder / "environment.json", _sealed(describe_environment(), indent=2))
+        write_atomically(folder / "environment.json", sealed_json(describe_environment()))
         with disk_errors(folder):
             (folder / "checkpoints").mkdir(exist_ok=True)
         return cls(folder)
@@ -402,7 +356,7 @@ class Run:
         with disk_errors(path), open(path, "ab", buffering=0) as file:
             size = file.tell()
             try:
-                file.write(_sealed(_plain(record)).encode())
+                file.write(sealed_json(_plain(record), line=True).encode())
             except OSError:
                 file.truncate(size)
                 raise
@@ -421,7 +375,7 @@ class Run:
         remedy = "restore the file or delete that line"
         del lines[-1:]  # after the last line's end
         records = [
-            _unsealed(f"{line}\n", f"{path}, line {number}", remedy, is_line=True)
+            parse_sealed(f"{line}\n", f"{path}, line {number}", line=True, error=RunError, remedy=remedy)
             for number, line in enumerate(lines, 1)
         ]
         status = self.status()
@@ -451,7 +405,8 @@ class Run:
             at = record.get("step", 0)
             return isinstance(at, int) and at <= step and record.get("kind", "") != without
 
-        write_atomically(self.folder / "metrics.jsonl", "".join(map(_sealed, filter(stays, self.metrics()))))
+        lines = (sealed_json(record, line=True) for record in self.metrics() if stays(record))
+        write_atomically(self.folder / "metrics.jsonl", "".join(lines))
         if (status := self.status()) is not None:
             self.write_status(None, step, status.steps)
 
@@ -479,21 +434,21 @@ class Run:
         path = self.folder / "status.json"
         if not path.exists():
             return None
-        content = read_sealed(path)
+        content = read_sealed(path, error=RunError, remedy="restore the file")
         kinds = {"ended": str | None, "step": int, "steps": int, "why": str, "records": int}
         if any(name not in content or not isinstance(content[name], kind) for name, kind in kinds.items()):
             raise RunError("does not say how far training came", where=str(path), remedy="restore the file")
         return Status(**{name: content[name] for name in kinds})
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
-        """Write an object as a JSON file of the folder; its last key, ``sha256``, is a checksum of the others.
+        """Write an object as a JSON file of the folder; its last key, ``seal``, is a checksum of the others.
 
         Args:
             name: Of the file.
             content: Numbers in it that are not finite become null.
         """
         path = self.folder / name
-        write_atomically(path, _sealed(_plain(content), indent=2))
+        write_atomically(path, sealed_json(_plain(content)))
         return path
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -505,7 +460,7 @@ class Run:
         path = self.folder / name
         if not path.exists():
             raise RunError("does not exist yet", where=str(path), remedy="let the run finish first")
-        return read_sealed(path)
+        return read_sealed(path, error=RunError, remedy="restore the file")
 
 
 def _is_alive(process: int) -> bool:

@@ -14,10 +14,10 @@ import torch
 
 from cordillera import workflows
 from cordillera.data.datasets import prepare
+from cordillera.files import sealed_json
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.precision_plan import PASSES, Choice, PrecisionPlan, machine
 from cordillera.numerics.probe import Probed
-from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.sites import sites
 from cordillera.numerics.training_linear import apply_for_training
 from cordillera.recipe import load
@@ -217,7 +217,7 @@ def test_a_plan_of_another_machine_or_library_is_refused(cli, trained, tmp_path,
     path = run / "precision-plan.json"
     content = json.loads(path.read_text())
     content["machine"].update(change)
-    path.write_text(sealed(content))
+    path.write_text(sealed_json(content))
     refused = cli("predict", run, "new.csv", "--plan")
     assert refused.code == 2
     assert message in refused.err

@@ -201,7 +201,7 @@ def test_a_damaged_model_is_refused(cli, run_folder, tmp_path, name, way):
         path.unlink()
     else:
         if way == "flip":
-            at = content.index(b'"sha256"') + 14 if name.endswith("json") else len(content) // 2
+            at = content.index(b'"seal"') + 14 if name.endswith("json") else len(content) // 2
             content[at] ^= 1
         else:
             del content[len(content) // 2 :]

@@ -25,7 +25,7 @@ from cordillera.data.datasets import DataConfig, prepare, raw_rows, read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.errors import DataError
-from cordillera.files import read_toml
+from cordillera.files import read_sealed, read_toml, sealed_json
 from tests.fuzzing import damaged, flips, survives
 
 from .conftest import config, write
@@ -219,13 +219,11 @@ def test_names_that_only_look_like_numbers_stay_as_they_are() -> None:
 
 
 def test_an_encoder_of_the_first_format_still_loads(tmp_path: Path) -> None:
-    from cordillera.data.files import sealed, unsealed
-
     frame = pl.DataFrame({"user": [3, 4, 3], "click": [0, 1, 0]})
     Encoder.fit(Schema(categorical=(CategoricalFeature(name="user"),), labels=("click",)), [frame]).save(tmp_path)
-    content = unsealed(tmp_path / "encoder.json")
+    content = read_sealed(tmp_path / "encoder.json")
     del content["whole"]
-    (tmp_path / "encoder.json").write_bytes(sealed({**content, "format": 1}))
+    (tmp_path / "encoder.json").write_text(sealed_json({**content, "format": 1}))
     encoder = Encoder.load(tmp_path)
     assert encoder.encode(frame.with_columns(user=pl.lit("4.0"))).ids.tolist() == [[2]] * 3
 

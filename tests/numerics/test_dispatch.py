@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
+from cordillera.files import sealed_json
 from cordillera.numerics import dispatch
 from cordillera.numerics.accuracy import Accuracy
 from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, chosen, load_fp8, then_relu
 from cordillera.numerics.dispatch import DispatchConfig, Product, Trial, apply, choose, forward_products, judge, profile
 from cordillera.numerics.precision_plan import PrecisionPlan, bucket
 from cordillera.numerics.probe import Probe, ProbeConfig
-from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.training_linear import apply_for_training
 from cordillera.numerics.training_products import TrainedLayer, try_product
 
@@ -164,7 +164,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None], sign: bool = F
     content = json.loads(path.read_text())
     change(content)
     if sign:
-        path.write_text(sealed(content))
+        path.write_text(sealed_json(content))
     else:
         path.write_text(json.dumps(content))
 
@@ -199,7 +199,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         PrecisionPlan.load(path)
     profiled(model()).plan.save(path)
     changed(path, lambda c: c["choices"][0].update(rows=1 << 20))
-    with pytest.raises(NumericsError, match="its checksum differs"):
+    with pytest.raises(NumericsError, match="does not fit its checksum"):
         PrecisionPlan.load(path)
     path.write_text(path.read_text()[:100])
     with pytest.raises(NumericsError, match="is not JSON"):

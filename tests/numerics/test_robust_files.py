@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from cordillera.errors import CheckpointError, CordilleraError, NumericsError
+from cordillera.files import sealed_json
 from cordillera.numerics import tensor_files
 from cordillera.numerics.dispatch import DispatchConfig
 from cordillera.numerics.drift import DriftCheck, DriftReference
@@ -24,7 +25,6 @@ from cordillera.numerics.quantized_files import load_quantized, save_quantized
 from cordillera.numerics.quantized_linear import QuantizedLinear
 from cordillera.numerics.range_estimators import RunningHistogram
 from cordillera.numerics.row_statistics import RowStatistics
-from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.selection import Change, Part, select
 from cordillera.numerics.weight_statistics import WeightStatistics
 from cordillera.serving import quantized_model
@@ -158,7 +158,7 @@ def test_plans_of_any_json_are_refused_or_hold_what_a_plan_may(tmp_path: Path) -
     for value in NONSENSE:
         for spoilt in _spoilt(content, value):
             if isinstance(spoilt, dict):
-                path.write_text(sealed(spoilt))
+                path.write_text(sealed_json(spoilt))
             else:
                 path.write_text(json.dumps(spoilt))
             try:
@@ -215,25 +215,25 @@ def _record(**changes: Any) -> dict[str, Any]:
         "layers": {"top.0": "bf16"}, "tensors": "00", "precision": "fp32", "seen": _reference().to_json(), "facts": {},
         **changes,
     }  # fmt: skip
-    return json.loads(sealed(record))
+    return record
 
 
 def test_a_record_of_a_quantised_model_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
     """Two tables of one size whose formats change places would otherwise be decoded into other numbers."""
     path = tmp_path / "quantized.json"
     record = _record()
-    path.write_text(sealed(record))
+    path.write_text(sealed_json(record))
     assert quantized_model.read_record(tmp_path) == record
     for key, value in (("tables", {"user": "int4"}), ("layers", {}), ("precision", "bf16"), ("tensors", "01")):
-        path.write_text(json.dumps({**record, key: value}, indent=1) + "\n")
-        with pytest.raises(CheckpointError, match="its checksum differs"):
+        path.write_text(json.dumps({**json.loads(sealed_json(record)), key: value}, indent=2) + "\n")
+        with pytest.raises(CheckpointError, match="does not fit its checksum"):
             quantized_model.read_record(tmp_path)
-    path.write_text(sealed(_record(schema=2)))
+    path.write_text(sealed_json(_record(schema=2)))
     with pytest.raises(CheckpointError, match=r"version 2, this library reads 3\n  -> cordillera quantize"):
         quantized_model.read_record(tmp_path)
     for value in NONSENSE:
         for key in ("made_of", "tables", "layers", "seen", "tensors", "precision"):
-            path.write_text(sealed(_record(**{key: value})))
+            path.write_text(sealed_json(_record(**{key: value})))
             expected = str if key in ("tensors", "precision") else dict
             if not isinstance(value, expected):
                 with pytest.raises(CheckpointError, match="is damaged"):

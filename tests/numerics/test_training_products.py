@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
+from cordillera.files import sealed_json
 from cordillera.models.ranking.interactions import MLP
 from cordillera.numerics import training_products
 from cordillera.numerics.candidates import CANDIDATES
@@ -19,7 +20,6 @@ from cordillera.numerics.dispatch import DispatchConfig, apply
 from cordillera.numerics.precision_plan import PASSES, Choice, Pass, PrecisionPlan, machine
 from cordillera.numerics.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.row_statistics import RowStatistics
-from cordillera.numerics.sealed_json import sealed
 from cordillera.numerics.training_linear import TrainedLinear, apply_for_training
 from cordillera.numerics.training_products import by_kernel, exact, profile_training, trained_layers
 
@@ -290,6 +290,6 @@ def test_plans_of_one_purpose_are_not_used_for_the_other(tmp_path: Path) -> None
 def test_a_plan_of_an_earlier_version_or_of_no_purpose_is_refused(change, message, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     everywhere(model(), "bf16").save(path)
-    path.write_text(sealed({**json.loads(path.read_text()), **change}))
+    path.write_text(sealed_json({**json.loads(path.read_text()), **change}))
     with pytest.raises(NumericsError, match=message):
         PrecisionPlan.load(path)

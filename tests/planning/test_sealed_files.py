@@ -68,17 +68,18 @@ FORMATS: list[tuple[Callable[[Path], Path], Callable[[Path], Any]]] = [
 
 
 @pytest.mark.parametrize(("write", "read"), FORMATS, ids=[write.__name__ for write, _ in FORMATS])
-def test_damage_is_refused_by_name(tmp_path: Path, write: Callable[[Path], Path], read: Callable[[Path], Any]) -> None:
+def test_damage_is_refused_by_name(
+    tmp_path: Path, write: Callable[[Path], Path], read: Callable[[Path], Any], fuzz_inputs: Callable[[int], int]
+) -> None:
     path, rng = write(tmp_path), random.Random(0)
-    content, whole = path.read_bytes(), read(path)
+    content = path.read_bytes()
+    read(path)
     cuts = rng.sample(range(len(content)), 50)
-    for damaged in [*(flips(content, rng) for _ in range(200)), *(content[:cut] for cut in cuts)]:
+    for damaged in [*(flips(content, rng) for _ in range(fuzz_inputs(200))), *(content[:cut] for cut in cuts)]:
         path.write_bytes(damaged)
         found = survives(lambda: read(path), repr(damaged[:2000]))
-        if isinstance(found, CordilleraError):
-            assert path.name in str(found)
-        else:  # a space for a line end, 1E-3 for 1e-3, no line end at the end
-            assert found == whole, damaged
+        assert isinstance(found, CordilleraError), damaged
+        assert path.name in str(found)
 
 
 def test_files_without_a_checksum_are_taken_as_written_by_hand_and_validated(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from cordillera.data.encoding import EncodedRows, Encoder, assemble, offsets_of, ragged_positions
 from cordillera.data.features import FeatureSpec, RankingBatch
-from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
+from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.errors import DataError
+from cordillera.files import read_sealed, sealed_json
 
 FORMAT = 2
 SPLITS = ("train", "validation", "test")
@@ -200,7 +201,7 @@ class CacheWriter:
             "entries": self._list_entries(),
             "facts": facts,
         }
-        write_bytes(self.folder / "meta.json", sealed(meta))
+        write_bytes(self.folder / "meta.json", sealed_json(meta).encode())
 
     def _list_entries(self) -> dict[str, dict[str, int]]:
         lists = [feature.name for feature in self.encoder.features.sparse if feature.is_list]
@@ -392,7 +393,7 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
     Raises:
         DataError: a file is missing, has the wrong size or does not fit its checksum; an unknown task.
     """
-    meta = unsealed(folder / "meta.json")
+    meta = read_sealed(folder / "meta.json", required=True, remedy=_REMEDY)
     if meta.get("format") != FORMAT:
         found = f"cache format {meta.get('format')}, this version reads {FORMAT}"
         raise DataError(found, where=str(folder), remedy=_REMEDY)

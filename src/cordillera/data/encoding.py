@@ -40,10 +40,12 @@ from cordillera.data.features import (
     Schema,
     SparseFeature,
 )
-from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
+from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.errors import DataError
+from cordillera.files import read_sealed, sealed_json
 from cordillera.jagged import JaggedBatch
 
+_REMEDY = "delete the folder and prepare the data again"
 QUANTILES = 1024
 """Quantiles that a ``quantile`` transform keeps."""
 
@@ -514,7 +516,7 @@ class Encoder:
             "whole": sorted(self.whole),
             "vocabularies_sha256": checksum(path),
         }
-        write_bytes(folder / "encoder.json", sealed(content))
+        write_bytes(folder / "encoder.json", sealed_json(content).encode())
 
     @classmethod
     def load(cls, folder: Path) -> Encoder:
@@ -523,7 +525,7 @@ class Encoder:
         Raises:
             DataError: a file is missing, of another version, or does not fit its checksum.
         """
-        content = unsealed(folder / "encoder.json")
+        content = read_sealed(folder / "encoder.json", required=True, remedy=_REMEDY)
         path = folder / "vocabularies.parquet"
         if content.get("format") not in (1, _FORMAT):
             raise DataError(f"encoder format {content.get('format')}, this version reads {_FORMAT}", where=str(folder))
@@ -531,7 +533,7 @@ class Encoder:
             raise DataError(
                 "the vocabularies are missing or damaged: checksum does not fit",
                 where=str(path),
-                remedy="delete the folder and prepare the data again",
+                remedy=_REMEDY,
             )
         frame = pl.read_parquet(path, glob=False)
         vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}

@@ -7,17 +7,14 @@ import errno
 import fcntl
 import glob
 import hashlib
-import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from cordillera.errors import DataError
-from cordillera.files import parse_json, read_text
 
 _UNFINISHED = ".unfinished"
 
@@ -185,26 +182,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sealed(content: dict[str, Any]) -> bytes:
-    """JSON that carries the SHA-256 of its own content."""
-    body = json.dumps(content, sort_keys=True)
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "content": content}, indent=1).encode()
-
-
-def unsealed(path: Path) -> dict[str, Any]:
-    """Read what :func:`sealed` wrote.
-
-    Raises:
-        DataError: the file is missing, is not such JSON, or does not fit its checksum.
-    """
-    remedy = "delete the folder and prepare the data again"
-    if not path.exists():
-        raise DataError("the file is missing", where=str(path), remedy=remedy)
-    text = read_text(path, remedy=remedy)
-    content = parse_json(text, str(path), remedy=remedy)
-    content = content.get("content") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or sealed(content) != text.encode():  # a byte between values counts too
-        raise DataError("the file is damaged: checksum does not fit", where=str(path), remedy=remedy)
-    return content

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from cordillera.data.files import checksum, disk_errors, sealed, unsealed, write_bytes
+from cordillera.data.files import checksum, disk_errors, write_bytes
 from cordillera.errors import DataError
+from cordillera.files import read_sealed, sealed_json
 
 FORMAT = 2
 _REMEDY = "delete the folder and prepare the text again"
@@ -46,7 +47,7 @@ class ShardWriter:
             folder.mkdir(parents=True, exist_ok=True)
         self.shards: list[dict[str, Any]] = []
         while (facts := folder / f"shard-{len(self.shards):05}.json").exists():
-            self.shards.append(unsealed(facts))
+            self.shards.append(read_sealed(facts, required=True, remedy=_REMEDY))
         self._file: BinaryIO | None = None
 
     @property
@@ -94,7 +95,7 @@ class ShardWriter:
             write_bytes(self.folder / f"{self._name}.{name}", values.tobytes())
             digests[name] = hashlib.sha256(values.tobytes()).hexdigest()
         facts = {"documents": len(self._ends) - 1, "tokens": self._ends[-1], "sha256": digests}
-        write_bytes(self.folder / f"{self._name}.json", sealed(facts))
+        write_bytes(self.folder / f"{self._name}.json", sealed_json(facts).encode())
         self.shards.append(facts)
 
     def abandon(self) -> None:
@@ -112,7 +113,7 @@ class ShardWriter:
         """
         self.close()
         meta = {"format": FORMAT, "dtype": self.dtype.str, "shards": self.shards, "facts": facts}
-        write_bytes(self.folder / "meta.json", sealed(meta))
+        write_bytes(self.folder / "meta.json", sealed_json(meta).encode())
         for number in range(len(self.shards)):
             (self.folder / f"shard-{number:05}.json").unlink()
 
@@ -152,7 +153,7 @@ class TextDataset:
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
         self.folder = Path(folder)
-        meta = unsealed(self.folder / "meta.json")
+        meta = read_sealed(self.folder / "meta.json", required=True, remedy=_REMEDY)
         if meta.get("format") != FORMAT:
             raise DataError(f"format {meta.get('format')} is not known here", where=str(folder), remedy=_REMEDY)
         self.dtype, self.facts, self._shards = np.dtype(meta["dtype"]), meta["facts"], meta["shards"]

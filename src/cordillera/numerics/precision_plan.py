@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from cordillera.errors import NumericsError
+from cordillera.files import read_sealed, sealed_json
 from cordillera.numerics.candidates import CANDIDATES, Shape
-from cordillera.numerics.sealed_json import read_sealed, sealed
 from cordillera.run import describe_environment, write_atomically
 
 SCHEMA = 3
@@ -193,7 +193,7 @@ class PrecisionPlan:
         Args:
             path: Of a JSON file, replaced whole.
         """
-        write_atomically(path, sealed({**self._content(), "identity": self.identity}))
+        write_atomically(path, sealed_json({**self._content(), "identity": self.identity}))
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -224,7 +224,7 @@ class PrecisionPlan:
         where = str(path)
         if not path.is_file():
             raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
-        content = read_sealed(path, SCHEMA, error=NumericsError, remedy=_REMEDY)
+        content = read_sealed(path, required=True, schema=SCHEMA, error=NumericsError, remedy=_REMEDY)
         try:
             choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}

@@ -20,12 +20,11 @@ from torch import Tensor
 from cordillera.data.files import checksum
 from cordillera.embeddings.quantized_tables import QuantizedTables
 from cordillera.errors import CheckpointError, NumericsError
-from cordillera.files import read_json_object, read_text
+from cordillera.files import read_json_object, read_sealed, read_text, sealed_json
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.candidates import CANDIDATES
 from cordillera.numerics.drift import DriftReference
 from cordillera.numerics.precision import Precision
-from cordillera.numerics.sealed_json import read_sealed, sealed
 from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import replace, sites
 from cordillera.numerics.stored_linear import StoredLinear
@@ -112,7 +111,7 @@ def origin(run: Run, *, use_best: bool) -> dict[str, str]:
     newest = checkpoints.folder_of(run.checkpoints, steps[-1])
     best = read_json_object(newest / "state.json", error=CheckpointError).get("best_step")
     folder = checkpoints.folder_of(run.checkpoints, best) if use_best and isinstance(best, int) else newest
-    digest = read_json_object(folder / "checksums.json", error=CheckpointError).get("tensors.safetensors")
+    digest = read_sealed(folder / "checksums.json", error=CheckpointError).get("tensors.safetensors")
     if not isinstance(digest, str):
         raise CheckpointError("holds no digest of the weights", where=str(folder / "checksums.json"))
     encoder = run.folder / "encoder" / "encoder.json"
@@ -159,7 +158,7 @@ def save(
         "seen": seen.to_json(),
         "facts": dict(facts),
     }
-    write_atomically(folder / _RECORD, sealed(record))
+    write_atomically(folder / _RECORD, sealed_json(record))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / _RECORD
     if not path.is_file():
         raise CheckpointError("holds no quantised model", where=str(folder), remedy="cordillera quantize RUN makes one")
-    record = read_sealed(path, SCHEMA, error=CheckpointError, remedy=_REMEDY)
+    record = read_sealed(path, required=True, schema=SCHEMA, error=CheckpointError, remedy=_REMEDY)
     kinds = {"made_of": dict, "tables": dict, "layers": dict, "seen": dict, "tensors": str, "precision": str}
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cordillera.data.files import checksum, sealed, unsealed
-from cordillera.errors import CheckpointError, DataError
-from cordillera.files import parse_json
+from cordillera.data.files import checksum
+from cordillera.errors import CheckpointError
+from cordillera.files import read_json_object, read_sealed, sealed_json
 from cordillera.run import disk_errors, remove_folder
 
 _CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
@@ -127,7 +127,7 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
             write_tensors(temporary / _TENSORS, plain)
             (temporary / _STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             sums = {name: checksum(temporary / name) for name in (_TENSORS, _STATE)}
-            (temporary / _CHECKSUMS).write_bytes(sealed(sums))
+            (temporary / _CHECKSUMS).write_text(sealed_json(sums), encoding="utf-8")
             for name in (_TENSORS, _STATE, _CHECKSUMS):
                 flush(temporary / name)
             remove_folder(target)
@@ -145,22 +145,18 @@ def load(folder: Path) -> Checkpoint:
         CheckpointError: a file is missing or differs from its checksum; the message names it.
     """
     remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
-    try:
-        sums = parse_json((folder / _CHECKSUMS).read_bytes(), str(folder / _CHECKSUMS))
-        if _STATE not in sums:  # where it is, an earlier version wrote the file, without a checksum of its own
-            sums = unsealed(folder / _CHECKSUMS)
-        expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
-    except (OSError, DataError, KeyError, TypeError) as error:
-        raise CheckpointError("is missing or damaged", where=str(folder / _CHECKSUMS), remedy=remedy) from error
-    for name, digest in expected.items():
+    sums = read_sealed(folder / _CHECKSUMS, error=CheckpointError, remedy=remedy)
+    for name in (_TENSORS, _STATE):
         path = folder / name
+        if name not in sums:
+            raise CheckpointError(f"holds no checksum of {name}", where=str(folder / _CHECKSUMS), remedy=remedy)
         if not path.is_file():
             raise CheckpointError("is missing", where=str(path), remedy=remedy)
-        if checksum(path) != digest:
+        if checksum(path) != sums[name]:
             raise CheckpointError(
                 "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
             )
-    state = parse_json((folder / _STATE).read_bytes(), str(folder / _STATE), error=CheckpointError, remedy=remedy)
+    state = read_json_object(folder / _STATE, error=CheckpointError, remedy=remedy)
     return Checkpoint(folder, load_file(folder / _TENSORS), state)
 
 

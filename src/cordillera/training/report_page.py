@@ -12,9 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cordillera.errors import DataError
-from cordillera.files import TOML_BYTES, parse_toml, read_text
-from cordillera.run import Run, RunError, read_sealed, write_atomically
+from cordillera.files import TOML_BYTES, parse_toml, read_sealed, read_text
+from cordillera.run import Run, write_atomically
 from cordillera.training.charts import Chart, padded
 
 POINTS = 400  # of a line; more would only make the file larger
@@ -44,12 +43,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is not a JSON object, or does not match its checksum.
     """
-    if not path.exists():
-        return {}
-    try:
-        return read_sealed(path)
-    except RunError as error:
-        raise DataError(error.what, where=error.where, remedy=error.remedy) from error
+    return read_sealed(path, remedy="restore the file") if path.exists() else {}
 
 
 def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:

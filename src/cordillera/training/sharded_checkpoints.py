@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from cordillera.data.files import checksum, sealed
+from cordillera.data.files import checksum
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.errors import CheckpointError, CordilleraError
+from cordillera.files import read_json_object, sealed_json
 from cordillera.models.language.checkpoints.sealed import CHECKSUMS
 from cordillera.models.language.checkpoints.sharded import (
     MODEL,
@@ -345,8 +346,8 @@ class _Write(threading.Thread):
                 raise _late([names.index(name) for name in sorted(missing)], self.deadline_s, self.target)
         files: dict[str, dict[str, Any]] = {}
         for name in names:
-            files |= json.loads((self.temporary / name).read_text(encoding="utf-8"))
-        (self.temporary / CHECKSUMS).write_bytes(sealed(files))
+            files |= read_json_object(self.temporary / name, error=CheckpointError)
+        (self.temporary / CHECKSUMS).write_text(sealed_json(files), encoding="utf-8")
         for name in names:
             (self.temporary / name).unlink()
         flush(self.temporary / CHECKSUMS)

@@ -10,7 +10,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cordillera.data.files import checksum, sealed
+from cordillera.data.files import checksum
+from cordillera.files import sealed_json
 from cordillera.models.language.checkpoints.sharded import describe_parts
 from cordillera.models.language.llama import Llama
 
@@ -35,7 +36,7 @@ def seal(folder: Path) -> Path:
     """Write the checksums of what lies in a folder."""
     (folder / "checksums.json").unlink(missing_ok=True)
     files = {path.name: {"sha256": checksum(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
-    (folder / "checksums.json").write_bytes(sealed(files))
+    (folder / "checksums.json").write_text(sealed_json(files))
     return folder
 
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cordillera.data.files import sealed
 from cordillera.errors import CheckpointError, CordilleraError
+from cordillera.files import sealed_json
 from cordillera.models.language.checkpoints import load, load_into, open_checkpoint, read_model, save_hugging_face
 from cordillera.models.language.checkpoints.sharded import Parts, describe_parts
 from cordillera.models.language.llama import Llama, LlamaConfig
@@ -121,8 +121,8 @@ def sums(**changes: Any) -> Damage:
     """Change what the checksums say, and their own seal."""
 
     def damage(folder: Path) -> None:
-        content = json.loads((folder / "checksums.json").read_text())["content"]
-        (folder / "checksums.json").write_bytes(sealed({**content, **changes}))
+        content = json.loads((folder / "checksums.json").read_text())
+        (folder / "checksums.json").write_text(sealed_json({**content, **changes}))
 
     return damage
 
@@ -145,12 +145,12 @@ def other_model(**shapes: Any) -> Damage:
 CASES: dict[str, tuple[Damage, str]] = {
     "file missing": (lambda folder: (folder / FILE).unlink(), f"{FILE}: is missing"),
     "truncated": (truncate, f"{FILE}: has 1,000 bytes, .* were written"),
-    "checksums missing": (lambda folder: (folder / "checksums.json").unlink(), "checksums.json: the file is missing"),
+    "checksums missing": (lambda folder: (folder / "checksums.json").unlink(), "checksums.json: does not exist"),
     "state missing": (lambda folder: (folder / "state.json").unlink(), "state.json: is missing"),
     "state not listed": (lambda folder: ((folder / "state.json").unlink(), seal(folder)), "state.json: is missing"),
     "outside": (sums(**{"../x": {"sha256": "", "bytes": 0}}), "names ../x, outside of the folder"),
     "no size": (sums(**{FILE: {"sha256": ""}}), "checksums.json: does not name files"),
-    "no files": (lambda folder: (folder / "checksums.json").write_bytes(sealed([])), "does not name files"),
+    "no files": (lambda folder: (folder / "checksums.json").write_text("[]"), "checksums.json: is not a JSON object"),
     "absurd model": (other_model(layers=0), "model.json: layers: "),
     "more layers": (other_model(layers=3), r"step: tensor layers.2.attention_norm.weight is not there"),
     "fewer layers": (other_model(layers=1), r"tensor layers.1.attention.key.weight \(of 9\) has no place"),

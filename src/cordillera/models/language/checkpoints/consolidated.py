@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import CheckpointError
+from cordillera.files import read_json_object
 from cordillera.models.language.checkpoints.sealed import SealedFolder, write_checksums
 from cordillera.models.language.checkpoints.source import (
     Names,
@@ -31,7 +32,6 @@ from cordillera.models.language.checkpoints.source import (
     missing,
     new_folder,
     parameter_shapes,
-    read_json,
 )
 from cordillera.models.language.llama import Llama, LlamaConfig, ffn_width
 
@@ -68,7 +68,7 @@ class Consolidated(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sealed = SealedFolder.of(path, "params.json")
-        self._params = read_json(path / "params.json")
+        self._params = read_json_object(path / "params.json", error=CheckpointError, remedy="download it again")
         self._files = _files(path)
         self._ranks = [_open(file) for file in self._files]
         self.config, self._copies = self._read_config()

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cordillera.data.files import cache_folder, checksum, sealed, unsealed, write_bytes
+from cordillera.data.files import cache_folder, checksum, write_bytes
 from cordillera.errors import CheckpointError, DataError
+from cordillera.files import read_sealed, sealed_json
 
 _THREADS = 4
 
@@ -39,11 +40,8 @@ def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
     Raises:
         CheckpointError: A file has changed, or the record is damaged; the message names it.
     """
-    try:
-        known = unsealed(record) if record.exists() else {}
-    except DataError as error:
-        remedy = "delete it, if the files that it is of are as they should be"
-        raise CheckpointError(error.what, where=error.where, remedy=remedy) from error
+    remedy = "delete it, if the files that it is of are as they should be"
+    known = read_sealed(record, required=True, error=CheckpointError, remedy=remedy) if record.exists() else {}
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         stat, before = file.stat(), known.get(str(file.resolve()), {})
@@ -65,4 +63,4 @@ def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
                 )
     if places:
         with contextlib.suppress(DataError):  # where nothing can be written, nothing is compared
-            write_bytes(record, sealed({**known, **found}))
+            write_bytes(record, sealed_json({**known, **found}).encode())

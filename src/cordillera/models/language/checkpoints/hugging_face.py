@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cordillera.errors import CheckpointError
+from cordillera.files import read_json_object
 from cordillera.models.language.checkpoints.sealed import SealedFolder, write_checksums
 from cordillera.models.language.checkpoints.source import (
     Names,
@@ -23,7 +24,6 @@ from cordillera.models.language.checkpoints.source import (
     missing,
     new_folder,
     parameter_shapes,
-    read_json,
 )
 from cordillera.models.language.llama import Llama, LlamaConfig
 
@@ -148,7 +148,7 @@ class HuggingFace(Source):
                     else "download the checkpoint again",
                 )
             return dict.fromkeys(self._open(single).keys(), single)
-        places = read_json(index).get("weight_map")
+        places = read_json_object(index, error=CheckpointError, remedy="download it again").get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise CheckpointError("weight_map does not give a file for each tensor", where=str(index))
         for name, file in places.items():
@@ -167,7 +167,7 @@ class HuggingFace(Source):
 
 
 def _read_config(path: Path) -> LlamaConfig:
-    raw = read_json(path)
+    raw = read_json_object(path, error=CheckpointError, remedy="download it again")
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(what, where=str(path), remedy="load a checkpoint of a Llama model")

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from cordillera.data.files import checksum, sealed, unsealed
-from cordillera.errors import CheckpointError, DataError
-from cordillera.files import parse_json
+from cordillera.data.files import checksum
+from cordillera.errors import CheckpointError
+from cordillera.files import parse_json, read_sealed, sealed_json
 
 CHECKSUMS = "checksums.json"
 _REMEDY = "delete this folder and use an earlier checkpoint, or restore it from a copy"
@@ -23,7 +23,7 @@ def write_checksums(folder: Path) -> None:
     """
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     sums = {path.name: {"sha256": checksum(path), "bytes": path.stat().st_size} for path in files}
-    (folder / CHECKSUMS).write_bytes(sealed(sums))
+    (folder / CHECKSUMS).write_text(sealed_json(sums), encoding="utf-8")
 
 
 class SealedFolder:
@@ -42,13 +42,11 @@ class SealedFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        content = read_sealed(path / CHECKSUMS, required=True, error=CheckpointError, remedy=_REMEDY)
         try:
-            content = unsealed(path / CHECKSUMS)
             self._sums = {str(name): str(entry["sha256"]) for name, entry in content.items()}
             self.sizes = {str(name): int(entry["bytes"]) for name, entry in content.items()}
-        except DataError as error:
-            raise CheckpointError(error.what, where=error.where, remedy=_REMEDY) from error
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError("does not name files", where=str(path / CHECKSUMS), remedy=_REMEDY) from error
         for name, size in self.sizes.items():
             file = path / name

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cordillera.errors import CheckpointError
+from cordillera.files import parse_json
 from cordillera.models.language.checkpoints.sealed import SealedFolder
 from cordillera.models.language.checkpoints.source import (
     Source,
@@ -141,7 +142,9 @@ class Parts:
         path = self.folder / file
         try:
             opened = safe_open(path, framework="pt")
-            information = json.loads(opened.metadata()[_INFORMATION])
+            information = parse_json(
+                opened.metadata()[_INFORMATION], f"{path}, {_INFORMATION}", error=CheckpointError, remedy=_REMEDY
+            )
             for name in opened.keys():  # noqa: SIM118 -- it is no dict
                 header = opened.get_slice(name)
                 sizes, offsets = tuple(header.get_shape()), tuple(information[name][_OFFSETS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -181,21 +180,6 @@ def missing(
         remedy: What to do.
     """
     return CheckpointError(f"tensor {name} is not there", where=str(where), remedy=remedy)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object.
-
-    Raises:
-        CheckpointError: it is not there, or not that.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read ({error})", where=str(path), remedy="download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError("does not hold an object with keys", where=str(path), remedy="download it again")
-    return content
 
 
 def make_config(where: Path, values: Mapping[str, Any]) -> LlamaConfig:
