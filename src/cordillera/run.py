@@ -400,9 +400,10 @@ class Run:
         """Append one record to ``metrics.jsonl``; numbers that are not finite are written as null."""
         path = self.folder / "metrics.jsonl"
         with disk_errors(path), open(path, "ab", buffering=0) as file:
-            size = file.tell()
+            size, rest = file.tell(), _sealed(_plain(record)).encode()
             try:
-                file.write(_sealed(_plain(record)).encode())
+                while rest:  # a disk that becomes full takes a part first
+                    rest = rest[file.write(rest) :]
             except OSError:
                 file.truncate(size)
                 raise
@@ -451,9 +452,11 @@ class Run:
             at = record.get("step", 0)
             return isinstance(at, int) and at <= step and record.get("kind", "") != without
 
-        write_atomically(self.folder / "metrics.jsonl", "".join(map(_sealed, filter(stays, self.metrics()))))
+        kept = "".join(map(_sealed, filter(stays, self.metrics())))
+        # first: of a training that came to its end, fewer records are damage, which a kill in between would leave
         if (status := self.status()) is not None:
             self.write_status(None, step, status.steps)
+        write_atomically(self.folder / "metrics.jsonl", kept)
 
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
         """Write ``status.json``: how far training came; see :class:`Status`.
