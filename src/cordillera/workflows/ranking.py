@@ -184,8 +184,8 @@ def train(
             described = card_of(run)
             if described["data"]["fingerprint"] != splits.folder.name:
                 raise DataError(
-                    "has changed since the run began, or an earlier version read it otherwise; a resumed run must see the "
-                    "same samples",
+                    "has changed since the run began, or an earlier version read it otherwise; a resumed run must see "
+                    "the same samples",
                     where=recipe.data.label,
                     remedy="restore the files, or start a new run",
                 )
