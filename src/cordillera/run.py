@@ -415,7 +415,7 @@ class Run:
             RunError: a line is not a JSON object or does not match its checksum, or records are missing of a training
                 that came to its end.
         """
-        path = self.folder / "metrics.jsonl"
+        path, status = self.folder / "metrics.jsonl", self.status()  # first: training may end in this moment
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
@@ -425,7 +425,6 @@ class Run:
             _unsealed(f"{line}\n", f"{path}, line {number}", remedy, is_line=True)
             for number, line in enumerate(lines, 1)
         ]
-        status = self.status()
         if status is not None and status.is_complete and len(records) < status.records:
             raise RunError(
                 f"holds {len(records):,} whole records of {status.records:,} that were written",
