@@ -28,6 +28,7 @@ from cordillera.run import disk_errors, remove_folder
 _CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
+_REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
 
 
 @dataclass(frozen=True)
@@ -138,29 +139,41 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
     return target
 
 
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a checkpoint, by name, as they were when it was written.
+
+    Args:
+        folder: Of the checkpoint.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    path = folder / _CHECKSUMS
+    try:
+        sums = parse_json(path.read_bytes(), str(path))
+        if _STATE not in sums:  # where it is, an earlier version wrote the file, without a checksum of its own
+            sums = unsealed(path)
+        return {name: str(sums[name]) for name in (_TENSORS, _STATE)}
+    except (OSError, DataError, KeyError, TypeError) as error:
+        raise CheckpointError("is missing or damaged", where=str(path), remedy=_REMEDY) from error
+
+
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint after verifying every byte of it.
 
     Raises:
         CheckpointError: a file is missing or differs from its checksum; the message names it.
     """
-    remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
-    try:
-        sums = parse_json((folder / _CHECKSUMS).read_bytes(), str(folder / _CHECKSUMS))
-        if _STATE not in sums:  # where it is, an earlier version wrote the file, without a checksum of its own
-            sums = unsealed(folder / _CHECKSUMS)
-        expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
-    except (OSError, DataError, KeyError, TypeError) as error:
-        raise CheckpointError("is missing or damaged", where=str(folder / _CHECKSUMS), remedy=remedy) from error
+    expected = checksums(folder)
     for name, digest in expected.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError("is missing", where=str(path), remedy=remedy)
+            raise CheckpointError("is missing", where=str(path), remedy=_REMEDY)
         if checksum(path) != digest:
             raise CheckpointError(
-                "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
+                "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=_REMEDY
             )
-    state = parse_json((folder / _STATE).read_bytes(), str(folder / _STATE), error=CheckpointError, remedy=remedy)
+    state = parse_json((folder / _STATE).read_bytes(), str(folder / _STATE), error=CheckpointError, remedy=_REMEDY)
     return Checkpoint(folder, load_file(folder / _TENSORS), state)
 
 
