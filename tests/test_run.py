@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import resource
 import subprocess
 
 import pytest
@@ -188,6 +189,40 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(run, monkeypat
         run.write_json("model.json", {"a": 2})
     assert run.read_json("model.json") == {"a": 1}
     assert sorted(p.name for p in run.folder.iterdir()) == before
+
+
+def test_a_record_that_the_disk_took_a_part_of_is_taken_back(run):
+    run.log({"step": 1})
+    path = run.folder / "metrics.jsonl"
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(RunError, match="larger than may be"):
+            run.log({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    run.log({"step": 3})
+    assert [record["step"] for record in run.metrics()] == [1, 3]
+
+
+def test_a_finished_run_that_is_killed_while_it_is_rewound_can_be_resumed(run, monkeypatch):
+    for step in (1, 2, 3):
+        run.log({"step": step})
+    run.write_status("finished", 3, 3)
+    written = run_module.write_atomically
+
+    def killed(path, text, **options):
+        written(path, text, **options)
+        raise KeyboardInterrupt
+
+    for writes in (1, 2):
+        calls = iter([written] * (writes - 1) + [killed])
+        monkeypatch.setattr(run_module, "write_atomically", lambda *a, calls=calls, **k: next(calls)(*a, **k))
+        with pytest.raises(KeyboardInterrupt):
+            run.rewind_metrics(2)
+        monkeypatch.undo()
+        assert run.metrics()[:2] == [{"step": 1}, {"step": 2}]
 
 
 def test_an_unwritable_place_is_named(tmp_path):

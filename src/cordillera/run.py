@@ -354,9 +354,10 @@ class Run:
         """Append one record to ``metrics.jsonl``; numbers that are not finite are written as null."""
         path = self.folder / "metrics.jsonl"
         with disk_errors(path), open(path, "ab", buffering=0) as file:
-            size = file.tell()
+            size, rest = file.tell(), sealed_json(_plain(record), line=True).encode()
             try:
-                file.write(sealed_json(_plain(record), line=True).encode())
+                while rest:  # a disk that becomes full takes a part first
+                    rest = rest[file.write(rest) :]
             except OSError:
                 file.truncate(size)
                 raise
@@ -368,7 +369,7 @@ class Run:
             RunError: a line is not a JSON object or does not match its checksum, or records are missing of a training
                 that came to its end.
         """
-        path = self.folder / "metrics.jsonl"
+        path, status = self.folder / "metrics.jsonl", self.status()  # first: training may end in this moment
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
@@ -378,7 +379,6 @@ class Run:
             parse_sealed(f"{line}\n", f"{path}, line {number}", line=True, error=RunError, remedy=remedy)
             for number, line in enumerate(lines, 1)
         ]
-        status = self.status()
         if status is not None and status.is_complete and len(records) < status.records:
             raise RunError(
                 f"holds {len(records):,} whole records of {status.records:,} that were written",
@@ -405,10 +405,11 @@ class Run:
             at = record.get("step", 0)
             return isinstance(at, int) and at <= step and record.get("kind", "") != without
 
-        lines = (sealed_json(record, line=True) for record in self.metrics() if stays(record))
-        write_atomically(self.folder / "metrics.jsonl", "".join(lines))
+        kept = "".join(sealed_json(record, line=True) for record in self.metrics() if stays(record))
+        # first: of a training that came to its end, fewer records are damage, which a kill in between would leave
         if (status := self.status()) is not None:
             self.write_status(None, step, status.steps)
+        write_atomically(self.folder / "metrics.jsonl", kept)
 
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
         """Write ``status.json``: how far training came; see :class:`Status`.

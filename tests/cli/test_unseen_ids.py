@@ -40,6 +40,23 @@ def test_one_class_in_the_test_split_is_undefined_not_refused(cli, run):
     assert "undefined" in result.out
 
 
+def test_a_run_is_not_evaluated_with_the_vocabularies_of_changed_data(cli, run):
+    path = run.parent / "log.csv"
+    before, evaluated = path.read_bytes(), (run / "evaluation.json").read_bytes()
+    log = pl.read_csv(path, infer_schema=False)
+    try:
+        log.with_columns(user=pl.col("user").sort()).write_csv(path)
+        for command in ("evaluate", "quantize", "probe", "inject"):
+            result = cli(command, run)
+            assert result.code == 2, command
+            assert "has changed since the run was trained" in result.err, command
+        assert (run / "evaluation.json").read_bytes() == evaluated
+    finally:
+        path.write_bytes(before)
+    with pytest.warns(UserWarning, match="unknown to the model"):
+        assert cli("evaluate", run).code == 0
+
+
 def test_predict_says_that_ids_are_unseen_and_only_then(cli, run, tmp_path, recwarn):
     log = pl.read_csv(run.parent / "log.csv", infer_schema=False).head(300)
     log.write_csv(tmp_path / "same.csv")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from cordillera.distributed import watch
 from cordillera.distributed.hearts import Beat, Hearts, RankError, Verdict, named
 from cordillera.distributed.job_store import JobStore
 from cordillera.distributed.pipeline import PeerError
@@ -268,3 +269,20 @@ def test_ranks_that_are_doubled_or_missing_are_named_at_once(
             said = output.read_text()
             assert words in said
             assert len(said.splitlines()) == 2, said  # and nothing of torch's own
+
+
+def test_a_process_is_ended_also_where_its_terminal_was_closed(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watch.os, "_exit", ended)
+    with open(write, "w", buffering=1) as closed:
+        monkeypatch.setattr(watch.sys, "stderr", closed)
+        with pytest.raises(SystemExit) as found:
+            watch._abandon(RankError("rank 1 ended", ranks=[1]))
+        assert found.value.code == ABANDONED
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # what could not be written is flushed here

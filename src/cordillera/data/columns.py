@@ -253,11 +253,11 @@ def ids_of(
     dtype = series.dtype
     if dtype.is_float():
         values = series.fill_null(0.0).to_numpy()
-        exact = 2.0 ** (np.finfo(values.dtype).nmant + 1)
-        wrong = ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) > exact)
+        exact = 2.0 ** (np.finfo(values.dtype).nmant + 1)  # which its odd neighbour becomes, too
+        wrong = ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) >= exact)
         if wrong.any():
             entry = first_of(wrong)
-            large = np.isfinite(values[entry]) and abs(values[entry]) > exact
+            large = np.isfinite(values[entry]) and abs(values[entry]) >= exact
             raise DataError(
                 f"{float(values[entry])!r} is not an id"
                 + (f": {dtype} does not hold its last digits" if large else ""),

@@ -407,6 +407,24 @@ class Encoder:
             timestamps = timestamps_of(column_of(frame, schema.timestamp, place), schema.timestamp, place)
         return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
 
+    def gives_same_rows(self, other: Encoder) -> bool:
+        """Whether weights that were trained with this encoder's numbers mean the same with those of another.
+
+        Args:
+            other: Fitted on rows that may be others.
+        """
+        return (
+            self.features.tables == other.features.tables
+            and self.vocabularies.keys() == other.vocabularies.keys()
+            and self.dense_state.keys() == other.dense_state.keys()
+            and all(values.equals(other.vocabularies[name]) for name, values in self.vocabularies.items())
+            and all(
+                state.keys() == other.dense_state[name].keys()
+                and all(np.allclose(value, other.dense_state[name][key], 1e-9, 0) for key, value in state.items())
+                for name, state in self.dense_state.items()
+            )
+        )
+
     def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
         """Ids that share row 0 of a vocabulary, as they are blank or training did not keep them.
 

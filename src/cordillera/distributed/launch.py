@@ -454,7 +454,8 @@ def _give_up(pipe: Connection, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         pipe.send_bytes(pickle.dumps(pack(error)))
     for output in (sys.stdout, sys.stderr):
-        output.flush()
+        with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
+            output.flush()
     os._exit(ABANDONED if isinstance(error, RankError) else 1)
 
 

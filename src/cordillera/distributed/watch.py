@@ -346,8 +346,10 @@ class Watch:
 
 
 def _abandon(error: RankError) -> None:
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(ABANDONED)
+    try:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    finally:  # whatever became of the terminal
+        os._exit(ABANDONED)
 
 
 def _is_of_communication(error: RuntimeError) -> bool:

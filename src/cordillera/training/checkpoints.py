@@ -28,6 +28,7 @@ from cordillera.run import disk_errors, remove_folder
 _CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
+_REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
 
 
 @dataclass(frozen=True)
@@ -138,25 +139,38 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
     return target
 
 
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a checkpoint, by name, as they were when it was written.
+
+    Args:
+        folder: Of the checkpoint.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    path = folder / _CHECKSUMS
+    sums = read_sealed(path, error=CheckpointError, remedy=_REMEDY)
+    for name in (_TENSORS, _STATE):
+        if not isinstance(sums.get(name), str):
+            raise CheckpointError(f"holds no checksum of {name}", where=str(path), remedy=_REMEDY)
+    return {name: sums[name] for name in (_TENSORS, _STATE)}
+
+
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint after verifying every byte of it.
 
     Raises:
         CheckpointError: a file is missing or differs from its checksum; the message names it.
     """
-    remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
-    sums = read_sealed(folder / _CHECKSUMS, error=CheckpointError, remedy=remedy)
-    for name in (_TENSORS, _STATE):
+    for name, digest in checksums(folder).items():
         path = folder / name
-        if name not in sums:
-            raise CheckpointError(f"holds no checksum of {name}", where=str(folder / _CHECKSUMS), remedy=remedy)
         if not path.is_file():
-            raise CheckpointError("is missing", where=str(path), remedy=remedy)
-        if checksum(path) != sums[name]:
+            raise CheckpointError("is missing", where=str(path), remedy=_REMEDY)
+        if checksum(path) != digest:
             raise CheckpointError(
-                "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=remedy
+                "is corrupt: its contents do not match the checksum written with it", where=str(path), remedy=_REMEDY
             )
-    state = read_json_object(folder / _STATE, error=CheckpointError, remedy=remedy)
+    state = read_json_object(folder / _STATE, error=CheckpointError, remedy=_REMEDY)
     return Checkpoint(folder, load_file(folder / _TENSORS), state)
 
 

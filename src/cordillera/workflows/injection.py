@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.data.datasets import prepare
 from cordillera.data.features import RankingBatch
 from cordillera.distributed.job import stopped_by_signals
 from cordillera.embeddings.cached_tables import CachedEmbeddingTables
@@ -27,7 +26,7 @@ from cordillera.numerics.replay import Replay, Threshold, Touched
 from cordillera.numerics.vulnerability import Campaign, Vulnerability
 from cordillera.run import Run, write_atomically
 from cordillera.training.injection_report import advice, injection_page
-from cordillera.workflows.ranking import load_model, recipe_of, with_threads
+from cordillera.workflows.ranking import load_model, recipe_of, splits_of, with_threads
 
 INJECTIONS = 8192
 _MOST_INJECTIONS = 1 << 20
@@ -247,7 +246,7 @@ def inject(
         raise NumericsError(f"must be above zero and below one, got {config.half_width}", where="--half-width")
     say(f"data: {recipe.data.label}")
     with with_threads(recipe.threads):
-        splits = prepare(recipe.data)
+        splits = splits_of(run, recipe)
         if not len(splits.test):
             raise DataError("there is no test split to try faults on", where=recipe.data.label)
         _, model = load_model(run, splits.features, torch.device("cpu"))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from cordillera.data.datasets import prepare
 from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch import DispatchConfig, Profile, apply, forward_products, planned, profile
@@ -25,7 +24,7 @@ from cordillera.numerics.training_products import profile_training, trained_laye
 from cordillera.run import Run, disk_errors
 from cordillera.training.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
 from cordillera.workflows.quantization import BUDGET, say_skipped
-from cordillera.workflows.ranking import load_model, recipe_of, with_threads
+from cordillera.workflows.ranking import load_model, recipe_of, splits_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
@@ -92,7 +91,7 @@ def probe(
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):
-        splits = prepare(recipe.data)
+        splits = splits_of(run, recipe)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         check_weights(model)
         inputs = None if anew else _gathered_by_training(run, model, marginals, say)
@@ -178,7 +177,7 @@ def probe_training(
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("plans of ranking runs are for CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):
-        splits = prepare(recipe.data)
+        splits = splits_of(run, recipe)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         tasks = recipe.training.task_weights
         task_weights = None if tasks is None else torch.tensor([tasks.get(t, 1.0) for t in splits.features.tasks])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cordillera.data.cache import Splits
-from cordillera.data.datasets import prepare, read_rows
+from cordillera.data.datasets import read_rows
 from cordillera.data.encoding import Encoder
 from cordillera.data.features import RankingBatch
 from cordillera.data.loader import Loader
@@ -47,7 +47,7 @@ from cordillera.serving import quantized_model
 from cordillera.serving.observation import Observer
 from cordillera.training.quantization_report import quantization_page
 from cordillera.training.trainer import autocast, scorer, select_device
-from cordillera.workflows.ranking import load_model, model_of, recipe_of, with_threads
+from cordillera.workflows.ranking import load_model, model_of, recipe_of, splits_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches
 
 BUDGET = 2e-4
@@ -149,7 +149,7 @@ def quantize(
     if select_device(recipe.device).type != "cpu":
         raise DependencyError("quantised models score on CPUs", where="device", remedy="set device = 'cpu'")
     with with_threads(recipe.threads):
-        splits = prepare(recipe.data)
+        splits = splits_of(run, recipe)
         _, model = load_model(run, splits.features, torch.device("cpu"))
         model.eval()
         check_weights(model)

@@ -184,7 +184,8 @@ def train(
             described = card_of(run)
             if described["data"]["fingerprint"] != splits.folder.name:
                 raise DataError(
-                    "has changed since the run began; a resumed run must see the same samples",
+                    "has changed since the run began, or an earlier version read it otherwise; a resumed run must see "
+                    "the same samples",
                     where=recipe.data.label,
                     remedy="restore the files, or start a new run",
                 )
@@ -313,6 +314,28 @@ def recipe_of(run: Run) -> Recipe:
     return recipe
 
 
+def splits_of(run: Run, recipe: Recipe) -> Splits:
+    """The prepared data of a run, encoded as its model was trained.
+
+    Args:
+        run: The run.
+        recipe: That stands in its folder.
+
+    Raises:
+        DataError: the data has changed, so that its ids or numbers are encoded otherwise than the model knows them.
+    """
+    splits = prepare(recipe.data)
+    if card_of(run)["data"]["fingerprint"] == splits.folder.name:
+        return splits
+    if not Encoder.load(run.folder / "encoder").gives_same_rows(splits.encoder):
+        raise DataError(
+            "has changed since the run was trained: the model does not know its ids and scales",
+            where=recipe.data.label,
+            remedy="restore the files, or train a new run; `cordillera predict` scores other samples",
+        )
+    return splits
+
+
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
     """The recipe of a run and its model with the weights that the run stands for, ready to score.
 
@@ -347,6 +370,7 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
 
     Raises:
         RunError: it is not a run, or the split is not one of the three.
+        DataError: the data has changed since the run was trained.
     """
     run = run if isinstance(run, Run) else Run(run)
     if split not in ("train", "validation", "test"):
@@ -354,7 +378,7 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
     recipe = recipe_of(run)
     device = select_device(recipe.device)
     with with_threads(recipe.threads):
-        splits = prepare(recipe.data)
+        splits = splits_of(run, recipe)
         _, model, checkpoint = _load(run, splits.features, device)
         place = (checkpoint.step, checkpoint.state.get("total_steps"))
         return _evaluate(run, recipe, model, splits, split, device, place)
