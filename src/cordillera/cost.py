@@ -131,13 +131,13 @@ class Products:
 
     @classmethod
     def read(cls, path: str | Path) -> Products:
-        """Read a CSV file with the columns of :attr:`COLUMNS`: one that :meth:`write` made, or one without checksum.
+        """Read a CSV file with the columns of :attr:`COLUMNS`, written by :meth:`write` or without a checksum by hand.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
-            PlanError: If the file does not fit its checksum; names file, line and column of every mistake.
+            PlanError: If the file does not match its checksum, or holds mistakes; line and column of each are named.
         """
         text = read_text(path, error=PlanError, limit=MOST_BYTES)
         sealed = text.startswith("#")
@@ -170,7 +170,7 @@ class Products:
 
     @staticmethod
     def _product(table: Measurements, line: int, cells: Cells) -> tuple[Shape | None, float | None]:
-        """Shape and seconds of a row; None, and mistakes are noted, for what is wrong."""
+        """Shape and seconds of a row; a value that is wrong is recorded as a mistake and returned as None."""
         rows, columns, inner, count = (table.count(line, cells, name) for name in Products.COLUMNS[:4])
         seconds = table.number(line, cells, "seconds", most=1e6)
         if rows is None or columns is None or inner is None or count is None:
@@ -178,10 +178,10 @@ class Products:
         return (rows, columns, inner, count), seconds
 
     def write(self, path: str | Path) -> None:
-        """Write what :meth:`read` reads, beside and renamed; the first line is a checksum of the others.
+        """Write the products as a CSV file, atomically; the first line is a checksum of the others.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
             PlanError: If it cannot be written.

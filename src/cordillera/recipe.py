@@ -48,16 +48,17 @@ LANGUAGE_MODELS = ("llama",)
 
 
 class _AnyRecipe(BaseModel):
-    """What every run has.
+    """Keys that every recipe has.
 
     Attributes:
-        name: What the run's folder is called.
-        description: One sentence for people.
-        seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine
-            with one number of threads.
+        name: Name of the run's folder.
+        description: Description of the run in one sentence.
+        seed: Seed of weights, shuffling and dropout. Two runs of one recipe and seed are bitwise equal on one machine
+            with the same number of threads.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        threads: Threads of the CPU's kernels, of each process. Null for all processors, shared among the processes of a
-            run, or for fewer if others keep them busy when the run begins; a run that goes on keeps its number.
+        threads: Number of threads of the CPU kernels in each process. Null for all processors, divided among the
+            processes of the run, or fewer if other programs keep processors busy when the run begins; a resumed run
+            keeps its number.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -236,13 +237,13 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         problems = [("model.name", f"must be one of {', '.join(known)}{hint}, got {name!r}")]
-        try:  # the other sections depend on the name: they are judged by the one that was meant, or not at all
+        try:  # other sections are checked against the name that was meant, or not at all
             for meant in close:
                 validate({**content, "model": {**model, "name": meant}}, source)
         except RecipeError as error:
             problems += error.problems
         except CordilleraError:
-            pass  # a checkpoint that it begins with
+            pass  # the run begins with a checkpoint
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:
         kind, content = LanguageRecipe, _with_sizes(content, source)

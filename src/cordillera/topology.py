@@ -40,10 +40,10 @@ from cordillera.mistakes import explain, known_keys
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 
-# Limits keep costs and results finite: memory and time grow with counts, quotients of extreme rates overflow.
+# Limits that keep costs and results finite: memory and time grow with counts; quotients of extreme rates overflow.
 MOST_DEVICES = 1 << 20
-_MOST_BYTES = 512 << 10  # of a file
-_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes of one file that an error lists, and that it counts
+_MOST_BYTES = 512 << 10  # largest file
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes that an error lists, and that it counts
 
 
 def _number(value: object) -> object:
@@ -409,7 +409,7 @@ class Topology(BaseModel):
 
 
 def _times(value: object, change: str, path: str) -> float:
-    """A number after ``*=2`` or ``/=2``; what is wrong with the result is left to the validation."""
+    """Apply ``*=`` or ``/=`` to a number; the result is checked by the validation."""
     factor = float(change[2:])
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError("is not one number that could be changed by a factor", where=path, remedy=f"write {path}=...")
@@ -482,15 +482,15 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
 
 
 def write(texts: Mapping[Path, str]) -> None:
-    """Write files beside their places and rename them at the end, so that readers see all old ones or all new ones.
+    """Write several files to temporary names and rename them once all are written.
 
-    Folders are made. Where a file cannot be written, nothing is changed and nothing stays behind.
+    Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
 
     Args:
-        texts: Contents by path.
+        texts: Contents of the files by path.
 
     Raises:
-        PlanError: If one cannot be written.
+        PlanError: If a file cannot be written.
     """
     beside = {path: path.with_name(path.name + ".part") for path in texts}
     path, made = next(iter(texts)), list[Path]()
@@ -517,7 +517,7 @@ def write(texts: Mapping[Path, str]) -> None:
 
 
 def _make(folder: Path, made: list[Path]) -> None:
-    """Make a folder and its parents; those that were made are added to a list."""
+    """Create a folder and its parents, and add those that did not exist to ``made``."""
     for one in reversed([folder, *folder.parents]):
         if not one.is_dir():
             if os.path.lexists(one):
@@ -533,13 +533,13 @@ def _remove(made: list[Path]) -> None:
 
 
 def check_writable(*paths: Path) -> None:
-    """Refuse places where :func:`write` would fail, before work is done for them; nothing is left behind.
+    """Check that :func:`write` could write to paths, before the work whose results go there; leaves nothing behind.
 
     Args:
-        paths: Of files, there or not.
+        paths: Paths of files, which need not exist.
 
     Raises:
-        PlanError: If a folder cannot be made or written to, or a file's place is taken by a folder.
+        PlanError: If a folder cannot be created or written to, or a path is a folder.
     """
     for path in paths:
         made: list[Path] = []

@@ -173,7 +173,7 @@ class BytePairs:
         return encode
 
     def _failed(self, error: BaseException, what: str) -> BaseException:
-        """The library raises plain ``Exception``, and what it did not foresee as a ``BaseException`` of its own."""
+        """Error to raise for one of the library, which raises ``Exception`` or, on a panic, ``BaseException``."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error
         return DataError(f"{what} ({str(error)[:200]})", where=str(self.path), remedy="use another file of the model")

@@ -295,7 +295,7 @@ class _Splitter:
             keys = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
             train, validation, _ = self.config.fractions
             return (keys >= train).astype(np.int8) + (keys >= train + validation) * (validation + train < 1)
-        # Only the last of all 64-bit integers has no successor, and then no row lies beyond the bound.
+        # Only the largest 64-bit integer has no successor; then no row lies beyond the bound.
         splits = [keys >= bound if bound < 2**63 else np.zeros(len(keys), dtype=bool) for bound in self.bounds]
         return splits[0].astype(np.int8) + splits[1].astype(np.int8)
 
@@ -572,17 +572,17 @@ def read_rows(
     """Rows of a file to predict on, chunk by chunk, with their places.
 
     Args:
-        path: File, folder or pattern, or several.
-        config: The data that the model was trained on: a Criteo or Avazu file is read as published, with or without
-            its label, any other by its column names.
-        schema: Of the trained model. Default: that of ``config``.
-        format: Of the files. Default: what their names tell.
+        path: One or several files, folders or patterns.
+        config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
+            label; other files by their column names.
+        schema: Schema of the trained model. Default: the schema of ``config``.
+        format: Format of the files. Default: the format that their names tell.
 
     Returns:
         Frames with all columns of the file, for ``Encoder.encode(frame, where=place, labels=False)``.
 
     Raises:
-        DataError: no such file, an empty one, a missing column, a ragged row.
+        DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
     """
     paths = expand_paths(path)
     kind = format or guess_format(paths[0])

@@ -184,13 +184,13 @@ class DocumentWork(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> DocumentWork:
-        """Read a JSON file that :meth:`save` wrote, or one without a checksum that was written by hand.
+        """Read a JSON file, written by :meth:`save` or without a checksum by hand.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
-            DataError: It cannot be read or does not fit its checksum; otherwise it names every value that is wrong.
+            DataError: The file cannot be read, does not match its checksum, or holds wrong values; all are named.
         """
         content = read_sealed(path)
         try:

@@ -143,11 +143,11 @@ class TextDataset:
     """A tokenised corpus, memory-mapped; ``dataset[i]`` is document ``i``, ``uint16`` or ``uint32 [T]``.
 
     Args:
-        folder: As :func:`cordillera.data.text.prepare_text` writes it.
-        verify: False to leave out reading every file to compare its checksum, at 1 to 2 GB a second.
+        folder: Folder that :func:`cordillera.data.text.prepare_text` wrote.
+        verify: Whether to compare every file with its checksum, which reads 1 to 2 GB a second.
 
     Raises:
-        DataError: a file is missing, cut off or damaged; it is named.
+        DataError: a file is missing, truncated or damaged; the file is named.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:

@@ -203,15 +203,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse what no tokenizer takes.
+    """Refuse text that no tokenizer can encode.
 
     Args:
-        text: To be tokenised.
-        where: What errors call it.
+        text: Text to tokenise.
+        where: Name of the text in errors.
 
     Raises:
-        DataError: it is no text, or holds a lone surrogate (half a character; so a byte of a command line that is not
-            UTF-8 arrives).
+        DataError: the value is not text, or holds a lone surrogate (half a character). A byte of a command line that is
+            not UTF-8 appears as one.
     """
     if not isinstance(text, str):
         raise DataError(f"only text can be tokenised, got {type(text).__name__}", where=where)

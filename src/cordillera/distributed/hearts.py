@@ -258,7 +258,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _beat(value: Any) -> Beat | None:
-    """The beat that a value of the store is; None if it is none."""
+    """Beat of a value from the store; None if the value is not a beat."""
     if not isinstance(value, list) or len(value) != len(Beat._fields):
         return None
     number, life, moves, where, waits = value
@@ -270,7 +270,7 @@ def _beat(value: Any) -> Beat | None:
 
 
 def _verdict(value: Any, size: int) -> Verdict | None:
-    """The verdict that a value of the store is; None if it is none."""
+    """Verdict of a value from the store; None if the value is not a verdict."""
     if not isinstance(value, list) or len(value) != len(Verdict._fields):
         return None
     ranks, *texts = value

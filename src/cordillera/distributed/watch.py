@@ -45,12 +45,12 @@ _ROOM = str(Path(__file__).parent) + os.sep
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """How long is waited.
+    """Time limits of a watch.
 
     Attributes:
-        deadline_s: The longest from the moment at which a process stops, or stands still while others wait for it,
-            to the end of the job, seconds.
-        join_s: The longest until all processes have come, seconds.
+        deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
+            the end of the job, in seconds.
+        join_s: Longest time until all processes have joined, in seconds.
     """
 
     deadline_s: float = 300.0
@@ -63,12 +63,12 @@ class WatchConfig:
 
     @property
     def grace_s(self) -> float:
-        """Seconds between an error that was found and the end of a process that did not raise it."""
+        """Seconds between the discovery of an error and the end of a process that did not raise it."""
         return min(3.0, self.deadline_s / 8)
 
     @property
     def patience_s(self) -> float:
-        """Seconds of silence or standstill after which a process is given up, so that the job ends by the deadline."""
+        """Seconds without a beat or progress after which a process counts as lost; the job ends by the deadline."""
         return self.deadline_s - self.grace_s - 2 * self.beat_s
 
 
@@ -170,13 +170,13 @@ class Watch:
         self.at("its end")
         self.meet("end")
         self._end_threads()
-        with contextlib.suppress(StoreError):  # that the first to go took the store along
+        with contextlib.suppress(StoreError):  # the first process to leave may have ended the store
             self._store.set(f"gone/{self._rank}", True)
             if self._rank == 0:
                 self._wait_for_flags("gone", _EXPLAIN_S)
 
     def _wait_for_flags(self, name: str, seconds: float) -> None:
-        """Wait until every process has set its flag, no longer than so many seconds."""
+        """Wait until every process has set its flag, for at most ``seconds``."""
         left, until, pause = set(range(self._size)), time.monotonic() + seconds, _LOOK_S
         while True:
             ranks = sorted(left)
@@ -317,10 +317,10 @@ class Watch:
         """Tell all processes why the job cannot go on.
 
         Args:
-            verdict: What is to be told.
+            verdict: Verdict of this process.
 
         Returns:
-            What they are told: the first that any process came to.
+            Verdict that all processes receive: the first that any process gave.
         """
         with self._lock:
             return self._hearts.verdict or self._hearts.accuse(verdict)
@@ -336,7 +336,7 @@ class Watch:
         """The error of a job whose store has ended or does not answer.
 
         Args:
-            error: Of the store.
+            error: Error of the store.
         """
         if isinstance(error, StoreSilent):
             how, remedy = str(error), f"see what {self._host} does, and whether the link to it is up"

@@ -153,7 +153,7 @@ def _int8_weight(stored: Stored, bias: Tensor | None) -> LinearWeight:
 
 def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
     """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
-    codes = INTEGERS["uint7"] if LinearConfig().narrow else UINT8  # where products of eight bits may saturate
+    codes = INTEGERS["uint7"] if LinearConfig().narrow else UINT8  # narrow where products of 8-bit codes may saturate
     input = choose_affine(stored["range"][0], stored["range"][1], codes) if "range" in stored else None
     return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
 

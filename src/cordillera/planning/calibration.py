@@ -52,7 +52,7 @@ _RECOMPUTE = {"": "full", "none": "none", "selective": "selective", "full": "ful
 _YES = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 _COUNTS = [*(name for name in COLUMNS if name not in ("model", "milliseconds")), *_OPTIONAL]
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
-MOST_ROWS = 5_000  # a fit predicts every row some hundred times
+MOST_ROWS = 5_000  # a fit predicts every row several hundred times
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,12 @@ def read(path: str | Path) -> list[Measurement]:
     """Read measured steps of Megatron-LM-like training (1F1B, full recomputation) from a CSV file.
 
     Args:
-        path: With the columns of :data:`COLUMNS`, by either name; ``recompute`` (none, selective, full),
-            ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` may be there besides.
+        path: Path of a file with the columns of :data:`COLUMNS`, by either name. The columns ``recompute`` (none,
+            selective, full), ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` are
+            optional.
 
     Raises:
-        PlanError: Names file, line and column of every mistake.
+        PlanError: If the file cannot be read or holds mistakes; line and column of each mistake are named.
     """
     others = [*_OPTIONAL, "recompute", "sequence_parallel"]
     columns = {**COLUMNS, **{name: (name,) for name in others}}
@@ -93,7 +94,7 @@ def read(path: str | Path) -> list[Measurement]:
 
 
 def _measurement(table: Measurements, line: int, cells: Cells) -> Measurement | None:
-    """The step of a row; None, and mistakes are noted, if it is none."""
+    """Measured step of a row; None if the row holds mistakes, which are recorded."""
     before = table.mistakes
     name = table.text(line, cells, "model") if "model" in table.names else ""
     milliseconds = table.number(line, cells, "milliseconds", most=1e12, least=1e-6)

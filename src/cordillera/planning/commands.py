@@ -228,25 +228,25 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are best first.
+    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are in order, the best first.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
-        PlanError: If it is not there, or not as it was written.
+        PlanError: If the file does not exist, or does not match its checksum.
     """
     return read_sealed(path, error=PlanError, required=True, remedy="plan again")
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read what :func:`calibrate` wrote, or a file without a checksum that was written by hand.
+    """Read a calibration, written by :func:`calibrate` or without a checksum by hand.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
-        PlanError: If it is not there, does not fit its checksum, or with every mistake in it.
+        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; all of them are named.
     """
     return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
 

@@ -509,7 +509,7 @@ class Job(Fabric):
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
             reduce = max(0.0, reduce - backward)
         parts = {
-            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # a little below 0 by rounding
+            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # can be slightly below 0 by rounding
             "tensor parallel": m * tensor,
             "sharded weights": m * gather,
             "pipeline messages": m * send[at],

@@ -43,7 +43,7 @@ _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
 _LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
-_MOST_ACTIONS = 300_000  # forwards of a step that is simulated: memory and time grow with them
+_MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
 _FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
@@ -425,7 +425,7 @@ class Explorer:
             topology: With as many devices at least.
         """
         mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
-        if topology.device != self.topology.device:  # on which no products were measured
+        if topology.device != self.topology.device:  # no products were measured on that device
             cost = CostModel(topology.device, cost.calibration)
         return simulate_step(Job(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
 

@@ -30,7 +30,7 @@ from cordillera.planning.step import (
 from cordillera.topology import Topology
 
 DRAWS = 10_000
-_MOST = 1_000_000  # of a factor and of a jitter, so that times stay finite
+_MOST = 1_000_000  # largest factor and jitter, so that times stay finite
 _MEANS = {
     "--slow": "how many times as long a device computes",
     "--jitter": "what is added to a latency on average, as a part of it",

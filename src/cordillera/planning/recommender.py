@@ -21,7 +21,7 @@ from cordillera.errors import PlanError
 from cordillera.partition import NOWHERE, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
-# Limits keep costs and results finite: tables, their columns and layers are gone through one by one.
+# Limits that keep the cost of a prediction and its results finite: tables, columns and layers are visited one by one.
 MOST_TABLES = 100_000
 MOST_PARTS = 200_000
 Count = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]

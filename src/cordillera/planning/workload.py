@@ -18,7 +18,8 @@ from cordillera.errors import PlanError
 from cordillera.planning.recommender import Recommender, divisors
 from cordillera.topology import Label, Numeric, Words, parse, shipped, validate
 
-# Limits keep costs and results finite: layers and experts are gone through one by one, products of sizes are floats.
+# Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
+# products of sizes are floats.
 Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
 Count = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
 Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]

@@ -112,10 +112,10 @@ class LanguageModel:
         """The model; the first use reads the weights.
 
         Raises:
-            CheckpointError: weights are NaN or infinite, or are not those that were first read from these files.
+            CheckpointError: weights are NaN or infinite, or the files have changed since they were first read.
         """
         files = self._source.files
-        with ThreadPoolExecutor(1, "first sight") as pool:  # which reads at the same time what the model reads
+        with ThreadPoolExecutor(1, "first sight") as pool:  # reads the files while the model reads them too
             compared = pool.submit(compare_with_first_sight, files, record_of(files)) if files else None
             model = for_decoding(read_model(self._source, self.dtype, self.device).eval())
             if compared is not None:
@@ -136,7 +136,7 @@ class LanguageModel:
         """
         for number, prompt in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt {number}"
-            check_text(prompt, where)  # before a template puts other text around it
+            check_text(prompt, where)  # before a template adds other text
             if not prompt:
                 raise DataError("is empty", where=where, remedy="give some text")
         if system is not None:

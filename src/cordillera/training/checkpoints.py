@@ -25,7 +25,7 @@ from cordillera.errors import CheckpointError, DataError
 from cordillera.files import parse_json
 from cordillera.run import disk_errors, remove_folder
 
-_CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
+_CHUNK = 1 << 18  # elements that are checked at a time; they fit into a cache
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
 
@@ -81,7 +81,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
 
 
 def _sort_header(path: Path) -> None:
-    """Put what a safetensors file says beside its tensors in order: the library shuffles it in each process."""
+    """Sort the metadata of a safetensors file, whose order the library varies from process to process."""
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         content = json.loads(file.read(size))
@@ -147,7 +147,7 @@ def load(folder: Path) -> Checkpoint:
     remedy = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
     try:
         sums = parse_json((folder / _CHECKSUMS).read_bytes(), str(folder / _CHECKSUMS))
-        if _STATE not in sums:  # where it is, an earlier version wrote the file, without a checksum of its own
+        if _STATE not in sums:  # if it is listed, an earlier version wrote the file, without a checksum of its own
             sums = unsealed(folder / _CHECKSUMS)
         expected = {name: str(sums[name]) for name in (_TENSORS, _STATE)}
     except (OSError, DataError, KeyError, TypeError) as error:
@@ -165,15 +165,15 @@ def load(folder: Path) -> Checkpoint:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """What is NaN or infinite among tensors, in words, or None; one pass, without copies.
+    """Describe tensors that hold NaN or infinity; None if all are finite. Tensors are read once and not copied.
 
     Args:
-        tensors: Of any dtypes, by name.
+        tensors: Tensors of any dtype, by name.
     """
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        if tensor.dtype.itemsize == 1:  # torch takes no minimum of 8-bit floats
+        if tensor.dtype.itemsize == 1:  # torch has no minimum of 8-bit floats
             tensor = tensor.float()
         for first, chunk in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
             low, high = torch.aminmax(chunk)

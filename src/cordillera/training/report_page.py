@@ -23,7 +23,7 @@ POINTS = 400  # of a line; more would only make the file larger
 
 
 def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
-    """The text of a run's recipe and what it says.
+    """Text of a run's recipe, and the parsed recipe.
 
     Args:
         run: The run.
@@ -36,10 +36,10 @@ def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file of a run holds, without its checksum; nothing if it is not there.
+    """Object of a JSON file of a run, without its checksum; empty if the file does not exist.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
         DataError: the file is not a JSON object, or does not match its checksum.
@@ -53,11 +53,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """An object within what a file holds; an empty one where there is none.
+    """Nested object within the content of a file; empty if there is none.
 
     Args:
-        content: Of a file.
-        *keys: That lead to it.
+        content: Content of the file.
+        *keys: Keys from the outermost object to the nested one.
     """
     found: Any = content
     for key in keys:
@@ -191,7 +191,7 @@ def tile(name: str, value: str, bounds: str, meaning: str) -> str:
 
 
 def banner(run: Run) -> str:
-    """That a run is not finished, above all that its page shows; nothing of one that is.
+    """Banner that says at the top of a report that the run is not finished; empty for a finished run.
 
     Args:
         run: The run.

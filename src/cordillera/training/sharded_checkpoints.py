@@ -84,17 +84,17 @@ class ShardedCheckpoints:
         return steps(self.folder)
 
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> None:
-        """Begin a checkpoint, when the one before is on the disk; weights may change as soon as this returns.
+        """Begin to write a checkpoint once the previous one is complete; weights may change as soon as this returns.
 
         Args:
-            engine: Whose weights, moments and counters are saved.
-            state: Plain JSON values, alike on every rank; ``state["step"]`` names the checkpoint.
+            engine: Engine whose weights, moments and counters are saved.
+            state: Plain JSON values, equal on every rank; ``state["step"]`` names the checkpoint.
 
         Raises:
-            CheckpointError: A weight or moment is NaN or infinite, in which case nothing is written; ranks were given
-                different states; or as :meth:`wait`, of the checkpoint before.
-            RunError: As :meth:`wait`.
-            PeerError: As :meth:`wait`.
+            CheckpointError: A weight or moment is NaN or infinite, in which case nothing is written; ranks passed
+                different states; or :meth:`wait` raised it for the previous checkpoint.
+            RunError: :meth:`wait` raised it for the previous checkpoint.
+            PeerError: :meth:`wait` raised it for the previous checkpoint.
         """
         self.wait()
         engine_state: dict[str, Any] = {"steps": engine.steps, "skipped": engine.skipped}
@@ -160,19 +160,19 @@ class ShardedCheckpoints:
             raise
 
     def restore(self, engine: LanguageEngine, step: int | None = None) -> dict[str, Any] | None:
-        """Put a checkpoint into an engine, of whichever mesh, after verifying every byte of it.
+        """Load a checkpoint into an engine of any mesh, after verifying every byte.
 
         Args:
-            engine: Its weights, moments and counters are overwritten; after an error they are of no use.
-            step: Which one; None for the newest.
+            engine: Engine whose weights, moments and counters are overwritten; after an error they are undefined.
+            step: Step of the checkpoint; None for the newest.
 
         Returns:
-            The state that was saved with it; None if there is no checkpoint.
+            State that was saved with the checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: There is none of this step, a file of it is missing or corrupt, it is of another model, or
-                holds NaN or infinity. The same on every rank.
-            PeerError: Another rank is not heard of in time.
+            CheckpointError: There is no checkpoint of this step, one of its files is missing or corrupt, it belongs to
+                another model, or it holds NaN or infinity. Every rank raises the same error.
+            PeerError: Another rank does not answer in time.
         """
         self.wait()
         newest = max(self.steps(), default=-1) if step is None else step
@@ -209,7 +209,7 @@ class ShardedCheckpoints:
                 remove_folder(leftover)
 
     def _not_finite(self, parts: Sequence[_OwnPart], step: int) -> CheckpointError | None:
-        """What no training can go on from, among what this rank holds."""
+        """Error for NaN or infinity among this rank's parts; None if all are finite."""
         for part in parts:
             found = not_finite({part.name: part.tensor})
             if found is None:

@@ -300,7 +300,7 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
 
 
 def _text_of(run: Run) -> list[Any]:
-    """Identity of the text that a run was begun with."""
+    """Identity of the text with which a run began."""
     try:
         return text_identity(run.read_json("model.json")["data"])
     except (KeyError, TypeError) as error:
@@ -309,7 +309,7 @@ def _text_of(run: Run) -> list[Any]:
 
 
 def _check_resumed(run: Run, recipe: LanguageRecipe) -> None:
-    """Refuse to go on from the newest checkpoint, if there is one, with another recipe than its own."""
+    """Refuse to resume from the newest checkpoint, if there is one, with another recipe."""
     for step in steps(run.checkpoints)[-1:]:
         content = ShardedFolder(folder_of(run.checkpoints, step)).read_json(STATE)
         check_recipe(content["state"].get("recipe"), recipe, run.recipe_file)

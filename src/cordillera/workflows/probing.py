@@ -238,15 +238,15 @@ def _digest(path: Path) -> str:
 
 
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """A model with the kernels of its run's plan, and the most rows for which the plan has any.
+    """Apply a run's plan to its model, and return the largest number of rows that the plan covers.
 
     Args:
-        run: Probed before.
-        model: Of the run; changed in place.
-        allow_stale: Take a plan that was made on another machine or with other libraries.
+        run: Run with a plan.
+        model: Model of the run, which is changed in place.
+        allow_stale: Whether to accept a plan that was made on another machine or with other libraries.
 
     Raises:
-        NumericsError: there is no plan, it is damaged, or it was made elsewhere or for other weights.
+        NumericsError: there is no plan, it is damaged, or it was made on another machine or for other weights.
     """
     path = run.folder / PLAN_FILE
     plan = PrecisionPlan.load(path, allow_stale=allow_stale)

@@ -260,11 +260,11 @@ def _try_layers(
 
 
 def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Callable[[str], object]) -> None:
-    """Say which kernels cannot take some layers, and why.
+    """Report the kernels that cannot compute some layers, with the reasons.
 
     Args:
-        skipped: Of each kernel the reasons and how many layers have them.
-        say: Told of each.
+        skipped: Reasons and the number of layers for each, by kernel.
+        say: Function called with one line for each kernel and reason.
     """
     for kernel, reasons in skipped.items():
         for reason, layers in reasons.items():
@@ -428,14 +428,14 @@ def _plain(outcome: Quantized) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Drift:
-    """What :func:`watch` saw.
+    """Result of :func:`watch`.
 
     Attributes:
-        samples: Samples that were looked at.
-        alarms: Numbers and shares that moved, the least probable first.
-        watched: How many numbers and shares were watched.
-        checks: Comparisons among which the probability of a false alarm is shared out.
-        lacks: Name of the column of groups where the file has none, so that all samples count as independent.
+        samples: Number of samples that were compared.
+        alarms: Numbers and shares that moved, in order of rising probability.
+        watched: Number of numbers and shares that were watched.
+        checks: Number of comparisons among which the probability of a false alarm is divided.
+        lacks: Name of the group column if the file does not have it, so that all samples count as independent.
     """
 
     samples: int
@@ -446,17 +446,17 @@ class Drift:
 
 
 def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3) -> Drift:
-    """Compare what a quantised model sees in a file of samples with what it saw when it was calibrated.
+    """Compare a file of samples with the samples on which a quantised model was calibrated.
 
     Args:
-        run: A run with a quantised model.
-        file: CSV, TSV or Parquet with the columns of the training data; labels are not needed.
-        false_alarms: Probability of an alarm where nothing has changed.
+        run: Run with a quantised model.
+        file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
+        false_alarms: Probability of an alarm if nothing has changed.
 
     Raises:
-        CheckpointError: there is no quantised model, or it is damaged or of another run.
+        CheckpointError: there is no quantised model, or it is damaged or belongs to another run.
         DataError: the file cannot be read, or holds fewer than two samples whose numbers are finite.
-        NumericsError: ``false_alarms`` is no probability.
+        NumericsError: ``false_alarms`` is not a probability.
     """
     check_false_alarms(false_alarms)
     run = run if isinstance(run, Run) else Run(run)

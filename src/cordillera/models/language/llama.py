@@ -78,19 +78,19 @@ class RopeScaling(BaseModel):
 
 
 class LlamaConfig(BaseModel):
-    """A Llama's shapes; the defaults are those of 8B.
+    """Shapes of a Llama; the defaults are those of 8B.
 
     Attributes:
-        layers: Blocks, at most 1,024: more is a damaged file.
+        layers: Number of blocks, at most 1,024.
         hidden: Width of the residual stream.
-        heads: Of queries.
-        kv_heads: Of keys and values; divides ``heads``.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads; divides ``heads``.
         head_dim: Width of a head; None for ``hidden / heads``.
         ffn: Width of the feed-forward net; see :func:`ffn_width` for the rule behind the published ones.
-        vocabulary: Tokens.
-        context: The longest sequence that it was made for, in tokens.
-        tied: Whether the output head is the embedding, as in 3.2 and in small models.
-        norm_eps: Added to the mean square.
+        vocabulary: Number of tokens in the vocabulary.
+        context: Longest sequence that the model was made for, in tokens.
+        tied: Whether the output head shares the embedding's weights, as in 3.2 and in small models.
+        norm_eps: Constant added to the mean square in RMSNorm.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: None for frequencies as in 3.0.
     """
@@ -314,7 +314,7 @@ class Block(nn.Module):
 
 
 def _make_embedding(config: LlamaConfig) -> nn.Embedding:
-    """An embedding as torch makes it; on the meta device its values are not drawn, as that imports torch's compiler."""
+    """Create an embedding; on the meta device no values are drawn, as that would import torch's compiler."""
     weight = torch.empty(config.vocabulary, config.hidden)
     return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
 

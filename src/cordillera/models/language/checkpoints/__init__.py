@@ -108,7 +108,7 @@ def read_model(
     """
     with torch.device("meta"):
         model = Llama(source.config)
-    # Module.to_empty asks the meta tensors for ones like them, which imports sympy: 37 MiB
+    # Module.to_empty calls empty_like on meta tensors, which imports sympy (37 MiB)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))

@@ -162,13 +162,13 @@ def _box(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tupl
 
 
 class ShardedFolder(SealedFolder):
-    """The folder of a step: its files are all there and as long as they should be.
+    """Folder of a step, whose files are present with their recorded lengths.
 
     Args:
-        path: The folder.
+        path: Path of the folder.
 
     Raises:
-        CheckpointError: A file is missing, or of another length; the message names it.
+        CheckpointError: A file is missing or has another length; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -235,7 +235,7 @@ class Sharded(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = ShardedFolder(path)
-        self._folder.read_json(STATE)  # not needed here, but a folder with a damaged file is not to be trusted
+        self._folder.read_json(STATE)  # not needed here, but a folder with a damaged file is refused
         self.config = self._folder.config
         self._weights = self._folder.parts(WEIGHTS)
         check_weights(self._weights, self.config)

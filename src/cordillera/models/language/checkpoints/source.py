@@ -35,7 +35,7 @@ class Source(ABC):
 
     @property
     def files(self) -> list[Path]:
-        """Files that bring no checksums: what they hold can only be compared with what they held before."""
+        """Files without checksums, whose content can only be compared with earlier content."""
         return []
 
     @abstractmethod
