@@ -41,7 +41,7 @@ else:
     import tomli as tomllib
 
 MISTAKES = 100
-"""Mistakes of a file that are explained, at most."""
+"""Largest number of mistakes of a file that an error explains."""
 
 LANGUAGE_MODELS = ("llama",)
 """What ``model.name`` is in the recipe of a language model."""

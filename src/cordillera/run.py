@@ -47,10 +47,10 @@ MAY_CHANGE = (
     *("training.log_every", "training.evaluate_every", "training.evaluation_tokens", "training.checkpoint_every"),
     *("training.keep_checkpoints", "training.asynchronous", "training.max_skipped"),
 )
-"""Keys and sections of a recipe that may be others when a run is resumed."""
+"""Keys and sections of a recipe that may be changed before a run is resumed."""
 
 MAY_GROW = ("training.epochs", "training.max_steps", "training.steps")
-"""Keys that may be others too where learning rates do not depend on the number of steps."""
+"""Keys that may also be changed if learning rates do not depend on the number of steps."""
 
 _METRICS_BYTES = 1 << 30  # largest metrics.jsonl that is read
 

@@ -85,7 +85,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
     """A progress bar with rate and time left.
 
     Args:
-        out: Where it is drawn.
+        out: Console to draw on.
         quiet: Draw and say nothing.
 
     Returns:
@@ -132,7 +132,7 @@ def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
     """What was chosen, what it costs and what it saves.
 
     Args:
-        outcome: Of a quantisation.
+        outcome: Outcome of a quantisation.
         budget: Relative rise of NE that was allowed.
     """
     selection = outcome.selection
@@ -175,7 +175,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
     """A progress bar of injected faults.
 
     Args:
-        out: Where it is drawn.
+        out: Console to draw on.
         quiet: Draw and say nothing.
 
     Returns:

@@ -50,8 +50,8 @@ class BytePairs:
         merges: Pairs of tokens, the first to merge first.
         special: Special token to id.
         words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
-        normalizer: As in ``tokenizer.json``.
-        pre_tokenizer: As in ``tokenizer.json``.
+        normalizer: Section ``normalizer`` of ``tokenizer.json``.
+        pre_tokenizer: Section ``pre_tokenizer`` of ``tokenizer.json``.
         ignore_merges: Whether a word that is a token is taken as it is.
     """
 
@@ -107,12 +107,12 @@ class BytePairs:
         """Make the tokenizer.
 
         Args:
-            kind: Where it comes from.
+            kind: Kind of file that the tokenizer comes from.
             bos: The begin-of-text token.
             eos: The end-of-text token.
             stops: Ids at which generation ends, besides the usual ones.
             adds_bos: Whether texts begin with ``bos``.
-            template: Of chats, in Jinja.
+            template: Chat template in Jinja.
 
         Raises:
             DataError: the vocabulary is damaged, or most text cannot be written in it.

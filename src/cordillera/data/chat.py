@@ -18,7 +18,7 @@ from cordillera.errors import DataError
 _MARKS = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 
 TEMPLATE = 1 << 18
-"""Characters of a template, at most."""
+"""Largest number of characters of a template."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
@@ -31,7 +31,7 @@ class Message:
     Attributes:
         role: ``system``, ``user``, ``assistant`` or ``tool`` (what a tool answered).
         content: Its text, taken as it is.
-        awaits_tool: Of an assistant's turn: it ends to hear from a tool (Llama 3's end of message, not of turn).
+        awaits_tool: Whether an assistant's turn ends to wait for a tool (Llama 3's end of message, not of turn).
 
     Raises:
         DataError: another role, or content that is not text.

@@ -20,16 +20,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 STEPS = 1 << 19
-"""Turns of loops, calls and operations of one rendering, besides one for each character of the chat."""
+"""Largest number of loop turns, calls and operations of one rendering, plus one for each character of the chat."""
 
 SIZE = 1 << 22
-"""Characters of a text, besides 16 for each character of the chat."""
+"""Largest number of characters of a text, plus 16 for each character of the chat."""
 
 ENTRIES = 1 << 18
-"""Entries of lists within lists, besides one for each character of the chat."""
+"""Largest number of entries of nested lists, plus one for each character of the chat."""
 
 SECONDS = 1.0
-"""Processor time of one rendering, besides 2 microseconds for each character of the chat."""
+"""Largest processor time of one rendering in seconds, plus 2 microseconds for each character of the chat."""
 
 _MOST_NUMBER = 100_000
 _PRODUCT = 1 << 28

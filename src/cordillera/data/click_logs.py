@@ -34,7 +34,7 @@ class ClickLog(Protocol):
 
     Attributes:
         schema: Which column is what.
-        facts: What is known of the rows beforehand, such as source and terms.
+        facts: Facts known in advance, such as source and terms.
         probability: Column of the true probability of the first label, in made data; not part of the schema.
     """
 
@@ -314,7 +314,7 @@ def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
 
     Args:
         frame: Rows as published.
-        place: Where they stand, for errors.
+        place: Place of the rows, for errors.
 
     Raises:
         DataError: ``hour`` is missing or does not read YYMMDDHH.

@@ -12,10 +12,10 @@ from cordillera.data.features import DenseFeature, ListFeature
 from cordillera.errors import DataError
 
 WEIGHTS = (1e-30, 1e30)
-"""Smallest and largest sample weight besides 0: sums of them stay inside float32."""
+"""Smallest and largest sample weight other than 0; sums of such weights fit into float32."""
 
 WHOLE = r"^(?:0|-?[1-9]\d*)$"
-"""Whole numbers as they are written."""
+"""Regular expression of whole numbers without leading zeros."""
 
 _WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
 _BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)

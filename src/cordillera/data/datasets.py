@@ -51,21 +51,21 @@ class DataConfig(BaseModel):
     Attributes:
         dataset: A data set by name (``cordillera data list``); left out for logs of one's own.
         path: File, folder or pattern, or several: one's own logs, or a downloaded Criteo or Avazu log.
-        format: Of the files. Default: what their names tell.
+        format: Format of the files. Default: the format that their names tell.
         schema_: Which column is what (``schema`` in a recipe). Needed without ``dataset``.
         split: ``time`` (by timestamp: training before validation before test; rows of one second stay together),
             ``order`` (by position), ``random`` (by a hash of position and ``split_seed``). Default: the data set's own;
             for one's own logs ``time`` if the schema has a timestamp, else ``random``.
-        fractions: Of training, validation and test.
-        split_seed: Of the random split.
-        unordered: What rows are that are earlier than the row before, in a split by time: ``refuse`` (an error that
+        fractions: Shares of training, validation and test rows.
+        split_seed: Seed of the random split.
+        unordered: Treatment of rows that are earlier than the row before, in a split by time: ``refuse`` (an error that
             names the line) or ``sort`` (each split is brought into time order).
         tasks: Labels to learn. Default: all.
         batch_size: Rows a training batch.
         evaluation_batch_size: Rows a batch of validation and test.
         shuffle: Order of training batches: ``none``, ``blocks``, ``global`` (see ``Loader``).
         prefetch: Batches that are read ahead.
-        cache_dir: Where prepared data is kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        cache_dir: Folder of prepared data. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
         synthetic: Settings of the made log.
     """
 
@@ -123,10 +123,10 @@ class Dataset:
 
     Attributes:
         summary: One line.
-        source: Where the rows come from.
-        terms: What may be done with them.
+        source: Origin of the rows.
+        terms: Terms of use.
         open: Gives the rows; fetches them if need be.
-        split: How it is split if a recipe does not say.
+        split: Split that is used if a recipe names none.
         needs_files: Whether a person must download it and give its path.
     """
 
@@ -614,7 +614,7 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     """The default configuration of a data set.
 
     Args:
-        name: Of ``DATASETS``.
+        name: Name in ``DATASETS``.
         path: Files, of a data set that a person downloads.
 
     Raises:

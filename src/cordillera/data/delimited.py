@@ -15,7 +15,7 @@ from cordillera.data.columns import Place
 from cordillera.errors import DataError
 
 BLOCK_BYTES = 32 << 20
-"""Size of the blocks that are parsed at a time, in bytes, and of the longest line."""
+"""Size of a block that is parsed at a time, and of the longest line, in bytes."""
 
 _HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 17  # fits into a processor's second cache

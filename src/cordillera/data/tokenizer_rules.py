@@ -13,19 +13,19 @@ from typing import Any
 from cordillera.errors import DataError
 
 TOKENS = 1 << 22
-"""Tokens of a vocabulary, at most: sixteen times those of the largest."""
+"""Largest number of tokens of a vocabulary, about sixteen times that of the largest known vocabularies."""
 
 SPARE_IDS = 1 << 16
-"""Ids that may be left out, besides three for each token."""
+"""Number of ids that may be unused, plus three for each token."""
 
 EXPRESSION = 4096
-"""Characters of an expression."""
+"""Largest number of characters of an expression."""
 
 REPEATS = 3
-"""Parts of any length in one alternative of an expression: the time may grow with a power of them."""
+"""Largest number of parts of variable length in one alternative; the time may grow with the text's length to this power."""
 
 GROWTH = 64
-"""Characters that normalisation may make of one, by replacements."""
+"""Largest number of characters into which replacements may turn one character."""
 
 _RULES, _DEPTH = 32, 4
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))

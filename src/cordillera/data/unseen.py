@@ -8,10 +8,10 @@ from typing import Any
 from cordillera.data.encoding import EncodedRows, Encoder
 
 MARGIN = 0.1
-"""Share of unseen ids that is tolerated above the share of the validation rows."""
+"""Largest excess over the share of unseen ids in the validation rows that raises no warning."""
 
 DEVIATIONS = 5.0
-"""Standard deviations of the share of a sample of that size that are tolerated besides."""
+"""Largest excess in standard deviations of a share of that many ids that raises no warning."""
 
 
 class UnseenCount:

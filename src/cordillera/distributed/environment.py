@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cordillera.errors import PlanError
 
 TOKEN = "CORDILLERA_JOB_TOKEN"
-"""Environment variable with the secret that signs what the processes of a job tell each other."""
+"""Environment variable with the secret that signs the values that the processes of a job exchange."""
 
 _MOST = 1_000_000  # processes of a job
 

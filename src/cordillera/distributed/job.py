@@ -38,7 +38,7 @@ _SAME_S = 1.0  # launchers send again what the terminal has sent: signals within
 
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that ask to stop; SIGHUP comes when the terminal is closed."""
+"""Signals that ask a process to stop; SIGHUP is sent when the terminal is closed."""
 
 
 class Job(NamedTuple):
@@ -48,8 +48,8 @@ class Job(NamedTuple):
         rank: Its number.
         size: Processes.
         watch: Over all of them.
-        restarts: How often the launcher has started all of them anew, because one ended (``torchrun --max-restarts``).
-        store: What processes keep for those that are started in their place; the launcher holds it.
+        restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
+        store: Store that survives a restart of the processes; the launcher holds it.
     """
 
     rank: int

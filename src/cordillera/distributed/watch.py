@@ -30,7 +30,7 @@ ABANDONED = 75
 """Exit code of a process that was ended because another could not go on: to be tried again, by sysexits.h."""
 
 JOIN_S = 60.0
-"""Seconds after which a process that has not come is missing; processes of one job start at about the same time."""
+"""Seconds after which a process that has not joined counts as missing."""
 
 _SILENT_S = 3.0  # a heart that is silent for so long is taken for dead once a connection broke
 _EXPLAIN_S = 15.0  # the longest that is waited for such evidence
@@ -76,12 +76,12 @@ class Watch:
     """This process's part in the watch, from ``with`` to its end.
 
     Args:
-        config: How long is waited.
-        store: That all processes of the job reach, of this job and attempt only.
-        rank: Of this process.
+        config: Time limits of the watch.
+        store: Store that all processes of the job reach, used by this job and attempt only.
+        rank: Rank of this process.
         size: Processes; alone, there is nothing to watch.
         host: Who holds the store, for errors.
-        stop: What a request to stop sets; made if None.
+        stop: Event that a request to stop sets; a new one if None.
         abandon: Ends this process at once, with an error that its main thread did not raise.
 
     Attributes:
@@ -150,7 +150,7 @@ class Watch:
         """Wait until every process has come here.
 
         Args:
-            name: Of the place; each is for once.
+            name: Name of the place, used only once.
 
         Raises:
             RankError: If one does not come.
@@ -209,7 +209,7 @@ class Watch:
         """Who ended or was late, where a collective broke; waits some seconds until that can be told.
 
         Args:
-            error: Of the collective.
+            error: Error of the collective.
         """
         is_late = any(word in str(error).lower() for word in ("timed out", "timeout", " within "))
         until = time.monotonic() + (3 * self._beat_s + 1 if is_late else _EXPLAIN_S)

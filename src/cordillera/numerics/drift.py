@@ -27,7 +27,7 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.row_statistics import RowStatistics, Tier
 
 QUANTILES = (0.0, 0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 0.995, 0.999, 1.0)
-"""Places of a number's distribution at which samples are counted."""
+"""Quantiles of the reference at which samples are counted."""
 
 _CENTRAL = 0.05  # share of samples below which a boundary belongs to a tail
 _BUCKETS = 4096  # largest number of sums over groups

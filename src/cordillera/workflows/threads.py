@@ -12,7 +12,7 @@ from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_core
 from cordillera.run import Run, RunError, write_atomically
 
 FILE = "threads.json"
-"""In a run's folder: how many threads it computes with, where its recipe leaves that open."""
+"""Name of the file in a run's folder that records its number of threads if the recipe does not set one."""
 
 
 def threads_of(
