@@ -53,7 +53,7 @@ def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
     """Keys of a file at a place in it; none where there is no section.
 
     Args:
-        model: Of the whole file.
+        model: Model of the whole file.
         path: Keys and numbers that lead to the place.
     """
     here: type[BaseModel] | None = model

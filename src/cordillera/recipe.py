@@ -76,7 +76,7 @@ class Recipe(_AnyRecipe):
     Attributes:
         data: Where samples come from.
         model: What is computed; ``model.name`` chooses it.
-        tables: How embedding tables are trained.
+        tables: Settings of the embedding tables.
         training: How the model is trained.
     """
 

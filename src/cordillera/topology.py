@@ -312,7 +312,7 @@ class Topology(BaseModel):
 
         Args:
             level: Whose domain the link leads into; ``len(levels)`` for the devices' network cards.
-            member: Of the level below, counted over the whole cluster.
+            member: Member of the level below, counted over the whole cluster.
             inwards: For bytes to the member instead of from it.
         """
         return self._offsets[level] + 2 * member + inwards

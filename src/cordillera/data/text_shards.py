@@ -62,7 +62,7 @@ class ShardWriter:
         """Add one document.
 
         Args:
-            tokens: Of the document.
+            tokens: Tokens of the document.
             text_hash: 64 bits of its text, by which documents are told apart whatever the tokenizer.
 
         Raises:
@@ -108,7 +108,7 @@ class ShardWriter:
         """Close the last shard and write ``meta.json``, which makes the folder a corpus.
 
         Args:
-            facts: Of the corpus, for people and for later checks.
+            facts: Facts of the corpus, for people and for later checks.
         """
         self.close()
         meta = {"format": FORMAT, "dtype": self.dtype.str, "shards": self.shards, "facts": facts}
@@ -123,7 +123,7 @@ class Documents(Protocol):
     Attributes:
         folder: Where it lies.
         offsets: Where documents begin, one after another, ``int64 [documents + 1]``.
-        hashes: Of the documents' texts, ``uint64 [documents]``.
+        hashes: Hashes of the documents' texts, ``uint64 [documents]``.
     """
 
     folder: Path

@@ -22,7 +22,7 @@ EXPRESSION = 4096
 """Largest number of characters of an expression."""
 
 REPEATS = 3
-"""Largest number of parts of variable length in one alternative; the time may grow with the text's length to this power."""
+"""Largest number of parts of variable length in an alternative, the power of a length by which time may grow."""
 
 GROWTH = 64
 """Largest number of characters into which replacements may turn one character."""

@@ -86,8 +86,8 @@ class Candidate(NamedTuple):
         """Why it cannot compute a product; None where it can.
 
         Args:
-            shape: Of the product.
-            device: Of the weight.
+            shape: Shape of the product.
+            device: Device of the weight.
         """
         return self.needs(device, shape.inputs, shape.outputs)
 
@@ -196,7 +196,7 @@ def then_relu(load: Callable[[Stored, Tensor | None], Kernel]) -> Callable[[Stor
     """A loader of kernels with a ReLU after them where one is wanted.
 
     Args:
-        load: Of kernels that have none of their own.
+        load: Function that loads kernels that do not define their own.
     """
 
     def loader(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
@@ -270,7 +270,7 @@ def chosen(names: Sequence[str] | None = None) -> list[Candidate]:
     """Several, the reference always first.
 
     Args:
-        names: Of candidates; None for all.
+        names: Names of candidates; None for all.
     """
     found = [candidate(name) for name in (CANDIDATES if names is None else names)]
     return [CANDIDATES["fp32"], *(one for one in found if one.name != "fp32")]

@@ -38,12 +38,12 @@ class DispatchConfig(BaseModel):
         sqnr_db: The least signal-to-noise ratio, dB.
         median_relative: The largest median relative error.
         faster: Times as fast as fp32 that a kernel must be to be taken at all.
-        rows: Of inputs, for each of which kernels are chosen; each stands for all down to the one below.
+        rows: Numbers of input rows, for each of which kernels are chosen; each stands for all down to the one below.
         draws: Inputs that are drawn a layer to judge its kernels.
         judged_rows: Rows of each.
         rounds: Times that a kernel is timed, in turn with the others; the median counts.
         kernels: Candidates to choose from; none for all.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -249,7 +249,7 @@ def choose(product: Product, rows: int, trials: Sequence[Trial], config: Dispatc
     Args:
         product: What was tried.
         rows: The number of rows.
-        trials: Of every candidate.
+        trials: Trials of every candidate.
         config: Bounds.
     """
     reference = next(trial for trial in trials if trial.kernel == "fp32")
@@ -298,7 +298,7 @@ class Profile:
 
     Attributes:
         plan: The choices.
-        trials: Of each site, product and number of rows.
+        trials: Trials of each site, product and number of rows.
     """
 
     plan: PrecisionPlan
@@ -338,7 +338,7 @@ def forward_products(
 
     Args:
         model: Trained.
-        statistics: Of each layer's inputs.
+        statistics: Statistics of each layer's inputs.
         only: Patterns of layers; none for all.
         without: Patterns of layers to leave out.
         calibration: Rows that each layer was given; None to draw them too.
@@ -373,7 +373,7 @@ def profile(products: Sequence[Product], config: DispatchConfig, device: torch.d
     """Try every candidate on every product, and choose.
 
     Args:
-        products: Of a model.
+        products: Products of a model.
         config: Bounds, sizes and counts.
         device: On which they run.
     """

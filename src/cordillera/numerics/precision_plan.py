@@ -72,7 +72,7 @@ def bucket(rows: int) -> int:
     """The least power of two that is not below.
 
     Args:
-        rows: Of an input.
+        rows: Number of rows of an input.
     """
     return 1 << max(0, rows - 1).bit_length()
 
@@ -157,7 +157,7 @@ class PrecisionPlan:
         Args:
             site: The layer's name.
             of: Which of its products.
-            rows: Of an input.
+            rows: Number of rows of an input.
         """
         fitting = [c for c in self.choices if (c.site, c.of) == (site, of) and c.rows >= rows]
         return min(fitting, key=lambda c: c.rows, default=None)
@@ -214,7 +214,7 @@ class PrecisionPlan:
         """Read one that holds on this machine.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             device: On which it shall be used.
             allow_stale: Take one that was made on another device, with other threads or libraries.
 

@@ -25,7 +25,7 @@ def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content:
     """Write a file beside its place and rename it.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         kind: What :func:`read_tensors` asks for.
         tensors: By name; on the CPU.
         content: What JSON can hold of it, without NaN and infinity.
@@ -57,7 +57,7 @@ def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor],
     """Read what :func:`write_tensors` wrote.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         kind: That it must be of.
         remedy: What to do where it is not there, of another kind or damaged.
 

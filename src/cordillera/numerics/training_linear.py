@@ -93,7 +93,7 @@ class TrainedLinear(nn.Module):
             first: As of :func:`~cordillera.numerics.training_products.exact`.
             second: Likewise.
             bias: Likewise.
-            dtype: Of the result, and of the arithmetic where the plan has no other.
+            dtype: Data type of the result, and of the arithmetic where the plan has no other.
         """
         kernel = next((one for most, one in self._kernels[of] if len(first) <= most), None)
         if kernel is None or kernel.name != "fp32":

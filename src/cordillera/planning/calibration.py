@@ -63,7 +63,7 @@ class Measurement:
         model: Name of the model, by which rows are grouped.
         workload: What was trained.
         layout: How it was cut.
-        seconds: Of a step.
+        seconds: Seconds of a step.
     """
 
     model: str
@@ -186,9 +186,9 @@ class Accuracy:
     """How good predictions are on some measured steps.
 
     Attributes:
-        rows: How many.
+        rows: Number of rows.
         error: Mean absolute error, as a part of the measured time.
-        median: Of the absolute errors.
+        median: Median of the absolute errors.
         tau: Kendall's rank correlation of predicted and measured; NaN for fewer than two rows.
         regret: Measured time of the plan that would be picked over that of the best, for the worst model.
         tau_by_model: For each model.

@@ -119,10 +119,10 @@ def plan(
         folder: Where the files go.
         devices: How many are used; None for all.
         only: Dimensions that are searched.
-        changes: Of the cluster, before the search: ``region.distance_km=100``.
+        changes: Changes of the cluster, before the search: ``region.distance_km=100``.
         what_if: Changes of the cluster that the best plan is simulated again with.
         slow: How many times as long one device takes; see :func:`cordillera.planning.faults.slow_device`.
-        jitter: Of latencies; see :func:`cordillera.planning.faults.jittered`.
+        jitter: Jitter of latencies; see :func:`cordillera.planning.faults.jittered`.
         lose: Domains without which a plan is searched again: ``building``, ``building:1``.
         calibration: A JSON file of constants; None for those that ship for the device.
         products: A CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to

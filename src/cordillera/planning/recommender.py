@@ -42,7 +42,7 @@ class Tables(BaseModel):
 
     Attributes:
         count: How many.
-        rows: Of each.
+        rows: Number of rows of each.
         dim: Columns: the length of an embedding.
         lookups: Ids of a sample in each, a mean (pooling factor).
         weight_bytes: Of a value as it is stored.
@@ -61,7 +61,7 @@ class Cross(BaseModel):
     """Cross layers of low rank (DCN-V2).
 
     Attributes:
-        layers: How many.
+        layers: Number of layers.
         rank: Width between the two matrices of a layer.
     """
 
@@ -190,9 +190,9 @@ class Shard(NamedTuple):
         table: Position of its group of tables in the workload.
         copy: Which of the group.
         first_row: Where it begins.
-        rows: How many.
+        rows: Number of rows.
         first_column: Where it begins.
-        columns: How many.
+        columns: Number of columns.
     """
 
     table: int
@@ -257,7 +257,7 @@ class Dealt:
         """Sums over the shards of every device: ``[size]``.
 
         Args:
-            values: Of every shard.
+            values: Values of every shard.
         """
         return np.asarray(np.bincount(self.devices, values, minlength=self.size), dtype=np.float64)
 
@@ -299,8 +299,8 @@ class Dealt:
         like a dense layer's; of others the copies gather ids and gradients of pooled embeddings, whatever is less.
 
         Args:
-            samples: Of a step in one group.
-            copies: Of the tables.
+            samples: Number of samples of a step in one group.
+            copies: Number of copies of the tables.
 
         Returns:
             Bytes of gradients that are reduced, bytes that each copy contributes to the gathering, and bytes of memory
@@ -342,8 +342,8 @@ def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optim
     that several samples share are counted for each: without the ids nobody knows how many they are.
 
     Args:
-        lookups: Of a sample.
-        columns: Of the table.
+        lookups: Number of lookups of a sample.
+        columns: Number of columns of the table.
         weight_bytes: Of a value.
         optimizer_bytes: Of a row.
     """
@@ -383,7 +383,7 @@ def deal(workload: Recommender, size: int, room: float, worth: float, grain: flo
         size: Devices of the group.
         room: Bytes of a device for tables and optimizer state.
         worth: Bytes of memory that are moved while one byte is sent.
-        grain: Of the equal share; infinite to cut for memory alone.
+        grain: Grain of the equal share; infinite to cut for memory alone.
         copied_rows: Tables of so many rows or fewer are on all devices and not dealt out.
 
     Raises:
@@ -427,7 +427,7 @@ def _parts(
     Args:
         workload: With tables.
         table: Position of the group of tables.
-        costs: Of a sample: looking up, sending.
+        costs: Costs of a sample: looking up, sending.
         limit: Most that a part costs.
         room: Most bytes of a part.
         size: Devices.

@@ -64,8 +64,8 @@ class Transformer(BaseModel):
     Attributes:
         layers: ``L``.
         hidden: ``h``.
-        heads: Of queries.
-        kv_heads: Of keys and values; None for as many.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads; None for as many as ``heads``.
         head_dim: None for ``h / heads``.
         ffn: Width of the feed-forward net; None for ``4 h``.
         gated: Whether it has a gate (SwiGLU), a third matrix.
@@ -331,8 +331,8 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     Both ends carry an embedding besides (Llama 3, section 3.3.2, takes a layer from each).
 
     Args:
-        layers: Of the model.
-        stages: Of the pipeline.
+        layers: Layers of the model.
+        stages: Stages of the pipeline.
     """
     fewest, more = divmod(layers, stages)
     if not more:
@@ -445,7 +445,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     Args:
         workload: Shapes.
         layout: Degrees.
-        cost: Of the device.
+        cost: Cost model of the device.
         reduce: Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices.
     """
     model, t = workload.model, layout.tensor
@@ -499,7 +499,7 @@ def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduc
     Args:
         workload: Shapes.
         layout: Degrees.
-        cost: Of the device.
+        cost: Cost model of the device.
         reduce: As in :func:`layer_seconds`.
     """
     x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
@@ -512,7 +512,7 @@ def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: fl
     Args:
         workload: Shapes.
         layout: Degrees.
-        cost: Of the device.
+        cost: Cost model of the device.
         reduce: As in :func:`layer_seconds`.
     """
     rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor

@@ -70,12 +70,12 @@ class LanguageModel:
     Args:
         name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run, or of one of
             its checkpoints.
-        dtype: Of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: A file or folder; None for that of the checkpoint, or of the run's text.
 
     Attributes:
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         config: The model's shapes.
         tokenizer: Text to ids and back.
 

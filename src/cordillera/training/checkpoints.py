@@ -63,7 +63,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
     """Write a safetensors file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         tensors: On the CPU, contiguous, by name.
         header: What it says beside.
 

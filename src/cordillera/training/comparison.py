@@ -138,7 +138,7 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
     """A Markdown table, followed by notes.
 
     Args:
-        headings: Of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
+        headings: Headings of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
         lines: Texts of the cells.
         notes: Sentences.
     """
@@ -151,7 +151,7 @@ def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
     """A table for the terminal, notes below it.
 
     Args:
-        headings: Of the columns, as for :func:`markdown_table`.
+        headings: Headings of the columns, as for :func:`markdown_table`.
         lines: Texts of the cells.
         notes: Sentences.
     """

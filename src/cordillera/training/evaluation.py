@@ -87,7 +87,7 @@ class Segment:
     """Metrics of the samples that share a value of a feature.
 
     Attributes:
-        examples: How many.
+        examples: Number of examples.
         small: True if some task has too few samples of either class for its metrics to mean much.
         tasks: Metrics by task.
         intervals: Confidence intervals by task and metric.

@@ -186,8 +186,8 @@ def mean(records: Sequence[Record], value: Callable[[Record], float], weight: st
     """A weighted mean over the records where both value and weight are known.
 
     Args:
-        records: Of one kind.
-        value: Of a record.
+        records: Records of one kind.
+        value: Value of a record.
         weight: Key of what it counts for.
 
     Returns:

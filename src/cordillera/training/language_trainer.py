@@ -95,7 +95,7 @@ class LanguageEvaluation(NamedTuple):
         perplexity: ``exp(loss)``.
         bits_per_byte: Of the documents' text: it compares models of other vocabularies.
         targets: Tokens that were predicted.
-        seconds: That it took.
+        seconds: Seconds that it took.
     """
 
     loss: float
@@ -113,7 +113,7 @@ class LanguageReport:
         ended: ``finished`` (all steps done), ``exhausted`` (the text ended), ``interrupted`` (asked to; resumable).
         progress: Where it stood.
         seconds: Wall time of this process's share.
-        evaluation: Of the weights at the end; None where it was interrupted, or nothing was held out.
+        evaluation: Evaluation of the weights at the end; None where it was interrupted, or nothing was held out.
     """
 
     ended: _Ended
@@ -127,7 +127,7 @@ class Checkpoints(Protocol):
 
     Attributes:
         last: Step of the checkpoint that was saved or restored last; None before.
-        bytes: Of the one that was saved last.
+        bytes: Bytes of the checkpoint that was saved last.
     """
 
     last: int | None
@@ -521,7 +521,7 @@ def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation
     Args:
         run: The run.
         step: After which its weights were evaluated.
-        tokens: That they had been trained on.
+        tokens: Number of tokens that they had been trained on.
         found: How well they did.
     """
     place = {"step": step, "tokens": tokens}

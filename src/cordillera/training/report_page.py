@@ -141,7 +141,7 @@ def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
     """A whole page.
 
     Args:
-        name: Of the run.
+        name: Name of the run.
         lede: One line about it.
         sections: HTML; empty ones are left out.
         *styles: Style sheets of this package that are used beside the reports' own.
@@ -257,7 +257,7 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
     """Means of so many neighbours that a line has at most a few hundred points; NaN in a mean stays NaN.
 
     Args:
-        xs: Of the points.
+        xs: X coordinates of the points.
         ys: Likewise.
 
     Returns:
@@ -287,7 +287,7 @@ def reproduction(recipe: str, command: str = "cordillera train recipe.toml", abo
 
     Args:
         recipe: Resolved, as TOML.
-        command: That trains it.
+        command: Command that trains it.
         about: HTML on where it was trained.
     """
     return (

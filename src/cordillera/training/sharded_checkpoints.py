@@ -56,7 +56,7 @@ class ShardedCheckpoints:
     """The checkpoints of one training. All methods but :meth:`steps` and :meth:`prune` are called by every rank alike.
 
     Args:
-        folder: That holds them, the same for all ranks.
+        folder: Folder that holds them, the same for all ranks.
         mesh: Of all processes.
         asynchronous: Whether training goes on while files are written. The copy that is written from stays in host
             memory: the system takes longer to give new memory than to copy.
@@ -66,7 +66,7 @@ class ShardedCheckpoints:
         folder: Likewise.
         mesh: Likewise.
         last: Step of the checkpoint that was begun or restored last, alike on every rank; None before.
-        bytes: Of the tensors of the checkpoint that was begun last, over all ranks.
+        bytes: Bytes of the tensors of the checkpoint that was begun last, over all ranks.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ def evaluate(
 
     Args:
         run: The run.
-        recipe: That stands in its folder.
+        recipe: Recipe that stands in its folder.
         split: ``validation``: the documents that were held out.
         tokens: Evaluate on about so many of them at most. Default: ``training.evaluation_tokens`` of the recipe.
 

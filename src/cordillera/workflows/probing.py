@@ -44,7 +44,7 @@ class Probing:
         statistics: The file of what layers saw.
         plan_file: The file of the plan.
         profile: The plan with all that was tried for it.
-        change: Of NE on the split that was searched on, of the plan that was written.
+        change: Change of NE on the split that was searched on, of the plan that was written.
         returned: Layers that went back to fp32 so that the budget is kept, in order.
     """
 
@@ -163,7 +163,7 @@ def probe_training(
     Args:
         run: A trained ranking run.
         config: Bounds, sizes and counts.
-        samples: Of the training split that are probed.
+        samples: Number of samples of the training split that are probed.
         say: Told of what is going on.
 
     Raises:

@@ -71,7 +71,7 @@ class LayerReport:
     """One layer beside its twin in fp32.
 
     Attributes:
-        name: Of the layer.
+        name: Name of the layer.
         kernel: What computes it.
         alone_db: Signal to noise of its output on the same inputs; NaN for fp32.
         in_place_db: Of its output in the quantised model, whose inputs are off as well.
@@ -93,9 +93,9 @@ class Quantized:
         searched: Change of NE on the split that was searched on.
         confirmed: Change of NE on the test split, which the search did not see; None without one.
         ne: On the test split (the searched one without it): in fp32 and quantised, of the first task.
-        bytes: Of the fp32 model and of the quantised one.
+        bytes: Bytes of the fp32 model and of the quantised one.
         layers: Layer by layer.
-        seconds: Of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
+        seconds: Seconds of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
         sweep: Evaluations that a sweep over all options alone would have taken.
         tables: Bytes of each table, in fp32 and as it is kept now.
         page: The report to look at.

@@ -298,7 +298,7 @@ def recipe_of(run: Run) -> Recipe:
     """The recipe that stands in a run's folder.
 
     Args:
-        run: Of a ranking model.
+        run: Run of a ranking model.
 
     Raises:
         RunError: it is one of a language model.

@@ -180,7 +180,7 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = No
 
     Args:
         config: Names base and scaling.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
         ``float32 [D / 2]``.
@@ -232,7 +232,7 @@ class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps)`` in 32 bits, cast back, then times a weight (Zhang and Sennrich 2019).
 
     Args:
-        width: Of the last dimension.
+        width: Width of the last dimension.
         eps: Added to the mean square.
     """
 
@@ -408,8 +408,8 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
     """Draw one whole weight anew, as :meth:`Llama.init_weights` does, whatever was drawn before it.
 
     Args:
-        weight: Of the model, ``[out, in]`` or ``[width]``; filled.
-        name: Of the parameter in the model.
+        weight: Weight of the model, ``[out, in]`` or ``[width]``; filled.
+        name: Name of the parameter in the model.
         config: The model's.
         seed: As in :meth:`Llama.init_weights`.
     """
@@ -428,7 +428,7 @@ def document_positions(offsets: Tensor, device: torch.device | str | None = None
 
     Args:
         offsets: ``[B + 1]``, where documents begin, and ``T``.
-        device: Of the result; None for that of ``offsets``.
+        device: Device of the result; None for that of ``offsets``.
     """
     starts = offsets[:-1].repeat_interleave(offsets[1:] - offsets[:-1])
     return (torch.arange(starts.numel(), device=offsets.device) - starts).to(device or offsets.device)

@@ -43,7 +43,7 @@ def part_file(kind: str, rank: int) -> str:
 
     Args:
         kind: :data:`WEIGHTS` or :data:`OPTIMIZER`.
-        rank: Of the process.
+        rank: Rank of the process.
     """
     return f"{kind}-{rank:05d}.safetensors"
 
@@ -52,7 +52,7 @@ def describe_parts(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """What a file's header says beside shapes.
 
     Args:
-        offsets: Of each tensor's part in the whole.
+        offsets: Offsets of each tensor's part in the whole.
     """
     return {
         "format": "pt",
@@ -84,12 +84,12 @@ class Parts:
     """Tensors that lie in several files, part by part.
 
     Args:
-        folder: Of the files.
+        folder: Folder of the files.
         files: Their names.
 
     Attributes:
-        parts: Of each tensor, by name.
-        shapes: Of whole tensors, by name.
+        parts: Parts of each tensor, by name.
+        shapes: Shapes of whole tensors, by name.
 
     Raises:
         CheckpointError: A file is damaged, or parts of a tensor are missing.
@@ -114,8 +114,8 @@ class Parts:
         """Copy a box of a tensor.
 
         Args:
-            name: Of the tensor.
-            offsets: Of the box's first number in the whole, by dimension.
+            name: Name of the tensor.
+            offsets: Offsets of the box's first number in the whole, by dimension.
             out: Takes the values, in its own dtype and on its own device; it has the box's shape.
 
         Raises:
@@ -202,7 +202,7 @@ def check_weights(parts: Parts, config: LlamaConfig) -> None:
     """Refuse weights that are not those of a model.
 
     Args:
-        parts: Of the weights.
+        parts: Parts of the weights.
         config: The model's.
 
     Raises:

@@ -27,7 +27,7 @@ class Source(ABC):
 
     Attributes:
         path: What was opened.
-        config: Of the model that it holds.
+        config: Configuration of the model that it holds.
     """
 
     path: Path
