@@ -74,10 +74,10 @@ class Recipe(_AnyRecipe):
     """The description of one run of a ranking model.
 
     Attributes:
-        data: Where samples come from.
-        model: What is computed; ``model.name`` chooses it.
+        data: Source of the samples.
+        model: Settings of the model; ``model.name`` chooses it.
         tables: Settings of the embedding tables.
-        training: How the model is trained.
+        training: Settings of training.
     """
 
     data: DataConfig
@@ -92,11 +92,11 @@ class LanguageRecipe(_AnyRecipe):
     In a file, ``model.preset`` names known sizes; without any, they are those of the checkpoint ``training.start``.
 
     Attributes:
-        data: Where text comes from.
-        packing: How documents are put together.
+        data: Source of the text.
+        packing: Packing of documents into microbatches.
         model: Its sizes.
-        parallel: How the run is cut over processes.
-        training: How the model is trained.
+        parallel: Division of the run among processes.
+        training: Settings of training.
     """
 
     data: TextDataConfig
@@ -225,7 +225,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
 
     Args:
         content: Sections and keys, as a TOML file holds them.
-        source: What errors call it.
+        source: Name of the recipe in errors.
 
     Raises:
         RecipeError: with every mistake that was found.
@@ -356,7 +356,7 @@ def dump(recipe: Recipe | LanguageRecipe, *, comments: bool = False) -> str:
     """A recipe as TOML, every default written out.
 
     Args:
-        recipe: What to write.
+        recipe: Recipe to write.
         comments: Put each key's meaning above it.
     """
     document = tomlkit.document()

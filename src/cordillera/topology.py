@@ -75,10 +75,10 @@ class Device(BaseModel):
     """An accelerator.
 
     Attributes:
-        name: As its maker calls it.
+        name: Name given by the maker.
         matrix_flops_per_s: Dense peak of its matrix engine in the training precision.
         vector_flops_per_s: Peak of everything else.
-        memory_bytes: Of its own memory.
+        memory_bytes: Bytes of the device's memory.
         memory_bytes_per_s: To that memory.
         nic_bytes_per_s: Of its share of the host's network cards, each direction.
         processors: Streaming multiprocessors; kernels that move data take some from those that compute.
@@ -108,8 +108,8 @@ class Level(BaseModel):
             port (NVLink); above it, None for the network cards below over ``oversubscription``.
         oversubscription: Bytes per second of the network cards below a member for one of its link.
         planes: Parallel networks that the links consist of.
-        planes_lost: How many of them are down.
-        loss_rate: Of packets on a link.
+        planes_lost: Number of planes that are down.
+        loss_rate: Loss rate of packets on a link.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -161,7 +161,7 @@ class Topology(BaseModel):
     Attributes:
         name: For people.
         description: One sentence.
-        source: Where the figures are from.
+        source: Origin of the figures.
         device: The accelerator; all are alike.
         levels: From hosts outwards; the last has one domain that holds everything.
         links: Those that differ.
@@ -423,8 +423,8 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
 
     Args:
         model: :class:`Topology` or another.
-        content: As a TOML file holds it.
-        source: What errors call it.
+        content: Content of a TOML file.
+        source: Name of the file in errors.
 
     Raises:
         PlanError: With every mistake.
@@ -457,8 +457,8 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
 
     Args:
         source: Name or path.
-        package: Where shipped ones are.
-        kind: What errors call it: cluster, workload.
+        package: Package that holds the shipped files.
+        kind: Kind of the file in errors: cluster, workload.
 
     Raises:
         PlanError: If there is no such file, or it is not TOML.
@@ -560,10 +560,10 @@ def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> 
     """Read a description by its shipped name or its path.
 
     Args:
-        model: What it is.
+        model: Type of the file's content.
         source: Name or path.
-        package: Where shipped ones are.
-        kind: What errors call it: cluster, workload.
+        package: Package that holds the shipped files.
+        kind: Kind of the file in errors: cluster, workload.
 
     Raises:
         PlanError: If there is no such file, or with every mistake in it.

@@ -35,8 +35,8 @@ class ShardWriter:
     Each shard's facts are written last, so a shard without them was cut off and is written again.
 
     Args:
-        folder: Where shards lie; made if need be.
-        vocab_size: Of the tokenizer; decides about the dtype.
+        folder: Folder of the shards; created if absent.
+        vocab_size: Size of the tokenizer's vocabulary, which decides the dtype.
         shard_tokens: A shard is closed once it holds so many.
     """
 
@@ -121,8 +121,8 @@ class Documents(Protocol):
     """What gives tokenised documents: a corpus, or a part of one.
 
     Attributes:
-        folder: Where it lies.
-        offsets: Where documents begin, one after another, ``int64 [documents + 1]``.
+        folder: Folder of the corpus.
+        offsets: Offsets at which documents begin, in order, ``int64 [documents + 1]``.
         hashes: Hashes of the documents' texts, ``uint64 [documents]``.
     """
 

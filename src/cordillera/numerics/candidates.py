@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
     """One way to compute a linear layer.
 
     Attributes:
-        name: What plans call it.
+        name: Name of the candidate in plans.
         store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
         load: From what is kept, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
         needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
@@ -196,7 +196,7 @@ def then_relu(load: Callable[[Stored, Tensor | None], Kernel]) -> Callable[[Stor
     """A loader of kernels with a ReLU after them where one is wanted.
 
     Args:
-        load: Function that loads kernels that do not define their own.
+        load: Loader of kernels without a ReLU.
     """
 
     def loader(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
@@ -254,7 +254,7 @@ def candidate(name: str) -> Candidate:
     """By name.
 
     Args:
-        name: As a plan has it.
+        name: Name of the candidate in a plan.
 
     Raises:
         NumericsError: there is none of this name.

@@ -61,8 +61,8 @@ class Measurement:
 
     Attributes:
         model: Name of the model, by which rows are grouped.
-        workload: What was trained.
-        layout: How it was cut.
+        workload: Workload that was trained.
+        layout: Layout of the job.
         seconds: Seconds of a step.
     """
 
@@ -130,9 +130,9 @@ def predict(measurement: Measurement, topology: Topology, cost: CostModel) -> Es
     """The analytic estimate of a measured step.
 
     Args:
-        measurement: What was trained and how.
+        measurement: Measured step.
         topology: On what.
-        cost: Of its devices.
+        cost: Cost model of the devices.
     """
     mesh = Mesh.of(topology, measurement.layout)
     return Job(measurement.workload, mesh, measurement.layout, cost).estimate()
@@ -148,9 +148,9 @@ def fit(
 
     Args:
         measurements: At least as many as constants.
-        topology: Where they were made.
+        topology: Cluster of the measurements.
         start: The other constants.
-        provenance: What the measurements are.
+        provenance: Origin of the measurements.
 
     Raises:
         PlanError: For too few measurements.
@@ -213,7 +213,7 @@ def accuracy(measurements: Iterable[Measurement], predicted: Iterable[float]) ->
     which needs the least memory.
 
     Args:
-        measurements: What was measured.
+        measurements: Measured steps.
         predicted: Seconds, in the same order.
     """
     pairs = list(zip(measurements, predicted, strict=True))

@@ -116,12 +116,12 @@ def plan(
     Args:
         workload: Shipped name or path of a TOML file.
         cluster: Shipped name or path of a TOML file.
-        folder: Where the files go.
-        devices: How many are used; None for all.
+        folder: Folder of the files.
+        devices: Number of devices to use; None for all.
         only: Dimensions that are searched.
         changes: Changes of the cluster, before the search: ``region.distance_km=100``.
         what_if: Changes of the cluster that the best plan is simulated again with.
-        slow: How many times as long one device takes; see :func:`cordillera.planning.faults.slow_device`.
+        slow: Factor of the time that one device takes; see :func:`cordillera.planning.faults.slow_device`.
         jitter: Jitter of latencies; see :func:`cordillera.planning.faults.jittered`.
         lose: Domains without which a plan is searched again: ``building``, ``building:1``.
         calibration: A JSON file of constants; None for those that ship for the device.
@@ -259,7 +259,7 @@ class Calibrated:
         constants: Fitted.
         accuracy: On the rows that they were fitted to.
         rows: Every measured step with its prediction in seconds.
-        file: Where the constants are.
+        file: File of the constants.
     """
 
     constants: Calibration
@@ -274,7 +274,7 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
     Args:
         measurements: A CSV file; see :func:`cordillera.planning.calibration.read`.
         cluster: On which they were made.
-        folder: Where the file goes.
+        folder: Folder of the file.
 
     Raises:
         PlanError: For files that are wrong.

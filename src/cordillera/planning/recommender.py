@@ -45,7 +45,7 @@ class Tables(BaseModel):
         rows: Number of rows of each.
         dim: Columns: the length of an embedding.
         lookups: Ids of a sample in each, a mean (pooling factor).
-        weight_bytes: Of a value as it is stored.
+        weight_bytes: Bytes of a stored value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,7 +77,7 @@ class Recommender(BaseModel):
     Attributes:
         name: For people.
         description: One sentence.
-        source: Where the figures are from.
+        source: Origin of the figures.
         tables: Groups of tables that are alike.
         dense: Features that are numbers.
         bottom: Widths of the layers that they pass; empty without such features.
@@ -86,12 +86,12 @@ class Recommender(BaseModel):
         cross: The cross layers.
         top: Widths of the layers after the interaction.
         batch: Samples of a step, over all devices.
-        id_bytes: Of an id as it is sent.
-        forward_bytes: Of a value of a pooled embedding as it is sent.
-        backward_bytes: Of a value of its gradient as it is sent.
-        gradient_bytes: Of the gradient of a dense parameter as it is reduced.
-        optimizer_bytes: Of a row's optimizer state; 4 for row-wise Adagrad.
-        dense_bytes: Of a dense parameter: weight, gradient and optimizer state.
+        id_bytes: Bytes of an id when sent.
+        forward_bytes: Bytes of a value of a pooled embedding when sent.
+        backward_bytes: Bytes of a value of its gradient when sent.
+        gradient_bytes: Bytes of the gradient of a dense parameter when reduced.
+        optimizer_bytes: Bytes of a row's optimizer state; 4 for row-wise Adagrad.
+        dense_bytes: Bytes of a dense parameter: weight, gradient and optimizer state.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -189,9 +189,9 @@ class Shard(NamedTuple):
     Attributes:
         table: Position of its group of tables in the workload.
         copy: Which of the group.
-        first_row: Where it begins.
+        first_row: First row of the shard.
         rows: Number of rows.
-        first_column: Where it begins.
+        first_column: First column of the shard.
         columns: Number of columns.
     """
 
@@ -220,7 +220,7 @@ class Dealt:
     Attributes:
         workload: With tables.
         shards: Rectangles of tables.
-        devices: Where each lies: ``[S]``.
+        devices: Device of each shard, ``[S]``.
         size: Devices of the group.
     """
 

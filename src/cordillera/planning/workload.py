@@ -161,13 +161,13 @@ class Workload(BaseModel):
     Attributes:
         name: For people.
         description: One sentence.
-        source: Where the figures are from.
-        model: What is trained.
+        source: Origin of the figures.
+        model: Model that is trained.
         sequence: Tokens of a sequence.
         batch: Sequences of a step, over all devices.
-        weight_bytes: Of a parameter, as it is used.
-        gradient_bytes: Of its gradient.
-        optimizer_bytes: Of its optimizer state, a master copy included.
+        weight_bytes: Bytes of a parameter in use.
+        gradient_bytes: Bytes of a parameter's gradient.
+        optimizer_bytes: Bytes of a parameter's optimizer state, including a master copy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -226,7 +226,7 @@ class Layout:
         chunks: Stages that one pipeline rank holds (``v``).
         microbatch: Sequences of a microbatch on one copy.
         sequence_parallel: Whether norms and dropouts are cut over the tensor-parallel devices too.
-        recompute: What of the forward the backward does again.
+        recompute: Parts of the forward that the backward computes again.
         overlap_gradients: Whether gradients are reduced while the last microbatch's backward runs.
     """
 
@@ -331,8 +331,8 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     Both ends carry an embedding besides (Llama 3, section 3.3.2, takes a layer from each).
 
     Args:
-        layers: Layers of the model.
-        stages: Stages of the pipeline.
+        layers: Number of layers of the model.
+        stages: Number of stages of the pipeline.
     """
     fewest, more = divmod(layers, stages)
     if not more:
@@ -349,12 +349,12 @@ class Seconds:
     """One layer, or a part of the model, and one microbatch on one device.
 
     Attributes:
-        forward: Of the forward.
-        again: Of the forward again, where it is recomputed.
-        input_gradient: Of the input's gradient.
-        weight_gradient: Of the weights' gradient, and adding it to those before.
-        tensor: Of all these, collectives over the tensor-parallel devices.
-        gather: Of all these, waiting for weights and gradients that are cut over copies.
+        forward: Seconds of the forward.
+        again: Seconds of recomputing the forward.
+        input_gradient: Seconds of the input's gradient.
+        weight_gradient: Seconds of the weights' gradient and of its accumulation.
+        tensor: Part of these seconds that is spent in collectives over the tensor-parallel devices.
+        gather: Part of these seconds that is spent waiting for weights and gradients that are cut over copies.
     """
 
     forward: float = 0.0

@@ -49,7 +49,7 @@ class Completion:
 
     Attributes:
         text: Without the prompt.
-        tokens: How many were generated, the one that ended the text included.
+        tokens: Number of generated tokens, including the one that ended the text.
         finish: ``stop``, ``length``, or None if generation was interrupted.
     """
 
@@ -129,7 +129,7 @@ class LanguageModel:
             prompts: Texts.
             chat: Whether each is what a user says in a chat that the model answers; False for text that it continues.
                 Default: chat where the tokenizer brings a format of chats.
-            system: What a chat begins with: instructions to the model.
+            system: Instructions to the model at the beginning of a chat.
 
         Raises:
             DataError: a prompt is empty or no text, there is no format of chats, or ``system`` without a chat.

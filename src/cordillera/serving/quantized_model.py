@@ -53,7 +53,7 @@ def quantize_model(
         model: On a CPU; not changed.
         tables: Format of each table's rows; those that are missing stay in fp32.
         layers: Kernel of each linear layer; those that are missing stay as they are.
-        rows: What layers were given, for kernels that are calibrated.
+        rows: Inputs of layers, for kernels that are calibrated.
         made: Tables that were encoded before, by name and format; new ones are added.
 
     Raises:
@@ -166,7 +166,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """What is said of a quantised model.
 
     Args:
-        folder: Where it lies.
+        folder: Folder of the model.
 
     Raises:
         CheckpointError: there is none, or it is not readable, or of another version.
@@ -186,7 +186,7 @@ def precision_of(folder: Path) -> Precision:
     """In which precision to score with a quantised model what has no kernel of its own.
 
     Args:
-        folder: Where it lies.
+        folder: Folder of the model.
 
     Raises:
         CheckpointError: there is none, or it is not readable.

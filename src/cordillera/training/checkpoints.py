@@ -35,7 +35,7 @@ class Checkpoint:
     """What was read from a checkpoint.
 
     Attributes:
-        folder: Where it lies.
+        folder: Folder of the checkpoint.
         tensors: Tensors by dotted name, on the CPU, memory-mapped.
         state: Plain values: counters, flags, metric accumulators.
     """
@@ -65,7 +65,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
     Args:
         path: Path of the file.
         tensors: On the CPU, contiguous, by name.
-        header: What it says beside.
+        header: Metadata to store with the tensors.
 
     Raises:
         OSError: It cannot be written.
@@ -108,7 +108,7 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
 
     Args:
         parent: The folder of all checkpoints.
-        tensors: What to save, by name; contiguous copies are made only of tensors that are not contiguous.
+        tensors: Tensors to save, by name; contiguous copies are made only of tensors that are not contiguous.
         state: Plain JSON values; ``state["step"]`` names the checkpoint.
 
     Returns:

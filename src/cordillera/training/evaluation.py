@@ -468,7 +468,7 @@ def score_histogram(
         logits: ``float64 [B]``, finite.
         positive: ``bool [B]``.
         weights: ``float64 [B]``.
-        bins: How many steps.
+        bins: Number of bins.
 
     Returns:
         The histogram; None without samples.

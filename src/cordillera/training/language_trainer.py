@@ -44,16 +44,16 @@ class LanguageTrainingConfig(LanguageConfig):
             the folder of a run. Null draws them from the seed.
         steps: Updates of the whole run; fewer where the text ends.
         warmup_steps: Over which the rate rises linearly from zero.
-        decay: How the rate falls after the warm-up: ``none``, ``linear``, ``cosine``.
+        decay: Decay of the rate after the warm-up: ``none``, ``linear``, ``cosine``.
         final_rate: The factor that the rate comes to after the last step, with ``linear`` and ``cosine``.
         log_every: Steps between records, beside the one at the end.
         evaluate_every: Steps between evaluations on held-out documents; null for the end only.
         evaluation_tokens: An evaluation takes about so many tokens of held-out documents, the same ones every time;
             null for all.
         checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
-        keep_checkpoints: Of the newest ones, how many stay.
+        keep_checkpoints: Number of newest checkpoints to keep.
         asynchronous: Whether checkpoints are written while training goes on.
-        max_skipped: After so many skipped steps in a row training ends with an error.
+        max_skipped: Number of skipped steps in a row after which training ends with an error.
     """
 
     start: str | None = None
@@ -111,7 +111,7 @@ class LanguageReport:
 
     Attributes:
         ended: ``finished`` (all steps done), ``exhausted`` (the text ended), ``interrupted`` (asked to; resumable).
-        progress: Where it stood.
+        progress: Progress at the end.
         seconds: Wall time of this process's share.
         evaluation: Evaluation of the weights at the end; None where it was interrupted, or nothing was held out.
     """

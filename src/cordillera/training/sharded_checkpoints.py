@@ -56,15 +56,15 @@ class ShardedCheckpoints:
     """The checkpoints of one training. All methods but :meth:`steps` and :meth:`prune` are called by every rank alike.
 
     Args:
-        folder: Folder that holds them, the same for all ranks.
-        mesh: Of all processes.
+        folder: Folder of the checkpoints, the same for all ranks.
+        mesh: Mesh of all processes.
         asynchronous: Whether training goes on while files are written. The copy that is written from stays in host
             memory: the system takes longer to give new memory than to copy.
         deadline_s: The longest that ranks wait for another's files, seconds; None for the mesh's.
 
     Attributes:
-        folder: Likewise.
-        mesh: Likewise.
+        folder: Folder of the checkpoints.
+        mesh: Mesh of all processes.
         last: Step of the checkpoint that was begun or restored last, alike on every rank; None before.
         bytes: Bytes of the tensors of the checkpoint that was begun last, over all ranks.
     """

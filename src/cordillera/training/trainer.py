@@ -161,7 +161,7 @@ class Report:
 
     Attributes:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
-        progress: Where it stood.
+        progress: Progress at the end.
         seconds: Wall time of this process's share.
         probing_seconds: Of it, spent on statistics of what layers are given.
     """
@@ -233,8 +233,8 @@ def scorer(
     """A function from a batch to logits, without gradients and in evaluation mode.
 
     Args:
-        model: What scores.
-        device: Where it is.
+        model: Model that scores.
+        device: Device of the model.
         precision: ``bf16`` or ``fp32``.
         emulate: The number format to emulate, if any.
 

@@ -71,7 +71,7 @@ class LanguageOutcome:
 
     Attributes:
         run: The run's folder.
-        report: How training ended.
+        report: Report of training.
     """
 
     run: Run
@@ -82,7 +82,7 @@ def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRec
     """A recipe whose mesh takes so many processes: ``parallel.shard`` takes what the other sizes leave.
 
     Args:
-        recipe: As written.
+        recipe: Recipe as written.
         processes: None for as many as its sizes make.
 
     Raises:
@@ -121,7 +121,7 @@ def train(
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
 
     Args:
-        recipe: What to train; to resume, the one that stands in the folder, of which ``parallel`` may be another.
+        recipe: Recipe to train. To resume, the recipe in the folder, of which ``parallel`` may differ.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Continue the run in ``folder`` from its newest checkpoint.
         processes: On this machine, where no launcher has started any; see :func:`with_processes`. Default: as many as

@@ -72,9 +72,9 @@ class LayerReport:
 
     Attributes:
         name: Name of the layer.
-        kernel: What computes it.
+        kernel: Kernel that computes the layer.
         alone_db: Signal to noise of its output on the same inputs; NaN for fp32.
-        in_place_db: Of its output in the quantised model, whose inputs are off as well.
+        in_place_db: SQNR of the output in the quantised model, whose inputs are quantised too.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Quantized:
     """What :func:`quantize` did.
 
     Attributes:
-        folder: Where the model lies.
-        selection: What was chosen, and how.
+        folder: Folder of the model.
+        selection: Result of the search.
         searched: Change of NE on the split that was searched on.
         confirmed: Change of NE on the test split, which the search did not see; None without one.
         ne: On the test split (the searched one without it): in fp32 and quantised, of the first task.
@@ -131,7 +131,7 @@ def quantize(
     Args:
         run: A trained ranking run.
         budget: Largest relative change of NE, estimated on the split that is searched on.
-        folder: Where the model goes; None for ``quantized`` in the run.
+        folder: Folder to write the model to; None for ``quantized`` in the run.
         smallest: Weigh bytes alone, so that layers may get slower and tables may have rows of 2 bits; else time counts
             as much as bytes do.
         least_db: Signal-to-noise ratio below which a kernel is not considered for a layer.

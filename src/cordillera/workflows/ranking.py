@@ -59,7 +59,7 @@ class Outcome:
 
     Attributes:
         run: The run's folder.
-        report: How training ended.
+        report: Report of training.
         evaluation: The test split's evaluation; None if training was interrupted or there is no test split.
     """
 
@@ -133,7 +133,7 @@ def train(
     """Train a recipe into a run folder, evaluate it on the test split and write its report.
 
     Args:
-        recipe: What to train.
+        recipe: Recipe to train.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Continue the run in ``folder`` from its newest checkpoint; the recipe is the one that stands in it.
         watch: Called after every step; see :class:`~cordillera.training.trainer.Trainer`.

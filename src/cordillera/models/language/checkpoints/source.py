@@ -26,7 +26,7 @@ class Source(ABC):
     """An opened checkpoint whose names, shapes and dtypes have been found right.
 
     Attributes:
-        path: What was opened.
+        path: Path that was opened.
         config: Configuration of the model that it holds.
     """
 
@@ -43,7 +43,7 @@ class Source(ABC):
         """What the format calls a parameter.
 
         Args:
-            name: What :class:`~cordillera.models.language.llama.Llama` calls it.
+            name: Name of the tensor in :class:`~cordillera.models.language.llama.Llama`.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Source(ABC):
         """Copy one parameter; several threads may do so at once.
 
         Args:
-            name: What :class:`~cordillera.models.language.llama.Llama` calls it.
+            name: Name of the tensor in :class:`~cordillera.models.language.llama.Llama`.
             out: Takes the values, in its own dtype and on its own device.
 
         Raises:
@@ -86,9 +86,9 @@ class Stored:
     """What a file says about one of its tensors.
 
     Attributes:
-        file: Where it lies.
-        shape: As stored.
-        dtype: As stored.
+        file: File that holds the tensor.
+        shape: Stored shape.
+        dtype: Stored data type.
     """
 
     file: Path
@@ -128,10 +128,10 @@ def check_shape(name: str, stored: Stored, shape: tuple[int, ...], hint: str = "
     """Refuse a tensor whose shape is not what the configuration says.
 
     Args:
-        name: What the format calls it.
-        stored: What the file says.
-        shape: What the configuration says.
-        hint: What else may be wrong.
+        name: Name in the format.
+        stored: Shape in the file.
+        shape: Shape by the configuration.
+        hint: Hint at another cause.
 
     Raises:
         CheckpointError: they differ.
@@ -176,9 +176,9 @@ def missing(
     """The error for a tensor that should be in a file.
 
     Args:
-        name: What the format calls it.
+        name: Name in the format.
         where: The file.
-        remedy: What to do.
+        remedy: Advice on what to do.
     """
     return CheckpointError(f"tensor {name} is not there", where=str(where), remedy=remedy)
 
