@@ -30,6 +30,8 @@ def cache_folder(chosen: str | Path | None = None) -> Path:
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
     """Paths of the files of one or several files, folders or patterns, in order; files of a folder are sorted by name.
 
+    ``~`` stands for the home folder.
+
     Raises:
         DataError: a folder holds no files, or holds folders, which would be left out; a pattern matches no file; a path
             is not valid.
