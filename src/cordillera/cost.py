@@ -98,8 +98,8 @@ def whole(rows: float, columns: float, inner: float, count: float) -> Shape:
     """A product's shape in whole numbers, as it can be measured.
 
     Args:
-        rows: Of the result.
-        columns: Of the result; a mean over layers may have a fraction.
+        rows: Rows of the result.
+        columns: Columns of the result; a mean over layers may have a fraction.
         inner: Length of the sums.
         count: Equal products; below 1 where a device has a part of one.
     """
@@ -110,8 +110,8 @@ class Products:
     """Matrix products as they were measured on a device; the cost model takes them, and corrects shapes near them.
 
     Args:
-        seconds: Of each ``(rows, columns, inner, count)``, see :meth:`CostModel.product`.
-        source: Where they are from, for people.
+        seconds: Seconds of each ``(rows, columns, inner, count)``, see :meth:`CostModel.product`.
+        source: Origin of the measurements, for people.
         device: On which they were measured.
         dtype: In which: one of :attr:`DTYPES`.
     """
@@ -131,13 +131,13 @@ class Products:
 
     @classmethod
     def read(cls, path: str | Path) -> Products:
-        """Read a CSV file with the columns of :attr:`COLUMNS`: one that :meth:`write` made, or one without checksum.
+        """Read a CSV file with the columns of :attr:`COLUMNS`, written by :meth:`write` or without a checksum by hand.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
-            PlanError: If the file does not fit its checksum; names file, line and column of every mistake.
+            PlanError: If the file does not match its checksum, or holds mistakes; line and column of each are named.
         """
         text = read_text(path, error=PlanError, limit=MOST_BYTES)
         sealed = text.startswith("#")
@@ -170,7 +170,7 @@ class Products:
 
     @staticmethod
     def _product(table: Measurements, line: int, cells: Cells) -> tuple[Shape | None, float | None]:
-        """Shape and seconds of a row; None, and mistakes are noted, for what is wrong."""
+        """Shape and seconds of a row; a value that is wrong is recorded as a mistake and returned as None."""
         rows, columns, inner, count = (table.count(line, cells, name) for name in Products.COLUMNS[:4])
         seconds = table.number(line, cells, "seconds", most=1e6)
         if rows is None or columns is None or inner is None or count is None:
@@ -178,10 +178,10 @@ class Products:
         return (rows, columns, inner, count), seconds
 
     def write(self, path: str | Path) -> None:
-        """Write what :meth:`read` reads, beside and renamed; the first line is a checksum of the others.
+        """Write the products as a CSV file, atomically; the first line is a checksum of the others.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
             PlanError: If it cannot be written.
@@ -202,14 +202,14 @@ class CostModel:
     """Seconds of the operations of a training step on one device.
 
     Args:
-        device: What the data sheet says.
-        calibration: What it does not.
+        device: Figures of the device's data sheet.
+        calibration: Fitted constants that no data sheet gives.
         products: Measured on the device; None to go by the formula alone.
 
     Attributes:
-        device: As given.
-        calibration: As given.
-        products: As given.
+        device: Figures of the device's data sheet.
+        calibration: Fitted constants.
+        products: Measured products, or None.
     """
 
     def __init__(self, device: Device, calibration: Calibration, products: Products | None = None) -> None:
@@ -232,8 +232,8 @@ class CostModel:
         corrected by what the nearest took over what it would have taken by the formula; others are left to the formula.
 
         Args:
-            rows: Of the result.
-            columns: Of the result.
+            rows: Rows of the result.
+            columns: Columns of the result.
             inner: Length of the sums.
             count: Equal products.
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Controls of terminals (C0, C1, DEL), marks that change the direction of text, and halves of surrogate pairs.
+# Control characters (C0, C1, DEL), marks that change the direction of text, and lone surrogates.
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str:
-    """Text that a terminal shows as it is: characters that would steer the terminal are written as escapes.
+    """Text that is safe to print to a terminal: control characters are written as escapes.
 
     Args:
-        text: A name, path or message that may come from outside; anything else is taken as ``str(text)``.
-        lines: Keep line breaks and tabs; for texts of our own that hold several lines.
-        quoted: Write escapes as the strings of JSON and TOML take them.
+        text: Name, path or message that may come from outside; other values are converted by ``str``.
+        lines: Whether to keep line breaks and tabs.
+        quoted: Whether to write escapes as strings of JSON and TOML do.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -32,10 +32,10 @@ class CordilleraError(Exception):
 
     Args:
         what: One sentence that says what was wrong.
-        where: The place: a file with its row and column, an argument, a recipe path.
-        remedy: What to do about it.
+        where: Place of the mistake: a file with its row and column, an argument, or a path of the recipe.
+        remedy: Advice on what to do about it.
 
-    Characters that would steer a terminal are written as escapes (:func:`printable`).
+    Control characters are written as escapes (:func:`printable`).
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""CSV files of measurements, which people write too: every mistake is named at once, by line and column."""
+"""Reader of CSV files of measurements, some of them written by hand; all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cordillera.errors import PlanError, printable
 from cordillera.files import read_text
 
 MOST_BYTES = 16 << 20
-_MOST_LISTED = 20  # mistakes of one file that an error lists
+_MOST_LISTED = 20  # mistakes that an error lists
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 
@@ -20,23 +20,23 @@ Cells = dict[str, str]
 
 
 class Measurements:
-    """The rows of a CSV file of measurements; mistakes are collected until :meth:`check`.
+    """Rows of a CSV file of measurements; mistakes are collected until :meth:`check` raises them.
 
-    No cell spans lines, so an unclosed quote costs one line and never hides the following ones.
+    No cell spans several lines, so that an unclosed quotation mark affects one line only.
 
     Args:
-        path: Of the file, which errors name.
-        text: Its content.
-        columns: Names of the columns, each with the spellings that it may have in the file, in lower case.
-        optional: Names that may be absent.
+        path: Path of the file, for errors.
+        text: Content of the file.
+        columns: Names of the columns, each with its permitted spellings in the file, in lower case.
+        optional: Names of columns that may be absent.
         first_line: Number of the text's first line in the file.
 
     Attributes:
-        source: The path, as it can be shown.
+        source: Printable path of the file.
         names: Names of the columns that the file has.
 
     Raises:
-        PlanError: If the header is wrong.
+        PlanError: If the header is wrong, or the file holds no rows.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Measurements:
         """Read a file.
 
         Args:
-            path: Of the file.
-            columns: As in the constructor.
-            optional: As in the constructor.
+            path: Path of the file.
+            columns: Names of the columns, as in :class:`Measurements`.
+            optional: Names of columns that may be absent.
 
         Raises:
             PlanError: If the file cannot be read or its header is wrong.
@@ -97,7 +97,7 @@ class Measurements:
             return []
 
     def rows(self) -> Iterator[tuple[int, Cells]]:
-        """Number of the line and cells by column of every row that has as many cells as the header."""
+        """Line number and cells, by column, of every row that has as many cells as the header."""
         for line, text in self._lines:
             before = self.mistakes
             cells = self._parsed(line, text)
@@ -109,29 +109,29 @@ class Measurements:
             yield line, {name: cells[place] for name, place in self._places.items()}
 
     def wrong(self, line: int, message: str, column: str = "") -> None:
-        """Note a mistake.
+        """Record a mistake.
 
         Args:
-            line: Where it is.
-            message: What is wrong.
-            column: Where it is; empty for the whole line.
+            line: Line number of the mistake.
+            message: Description of the mistake.
+            column: Name of the column; empty for the whole line.
         """
         self._problems.append((line, column, message))
 
     @property
     def mistakes(self) -> int:
-        """Number of mistakes that were noted."""
+        """Number of recorded mistakes."""
         return len(self._problems)
 
     def number(self, line: int, cells: Cells, column: str, most: float, least: float = 1e-12) -> float | None:
-        """A cell as a number; None, and a mistake is noted, if it is none.
+        """Read a cell as a number; otherwise record a mistake and return None.
 
         Args:
-            line: Of the row.
-            cells: Of the row.
-            column: Which.
-            most: Largest number.
-            least: Smallest number, above 0.
+            line: Line number of the row.
+            cells: Cells of the row, by column.
+            column: Name of the column.
+            most: Largest permitted number.
+            least: Smallest permitted number, above 0.
         """
         cell = cells[column]
         value = float(cell) if _NUMBER.fullmatch(cell) else float("nan")
@@ -144,12 +144,12 @@ class Measurements:
         return None
 
     def count(self, line: int, cells: Cells, column: str) -> int | None:
-        """A cell as a whole number from 1; None, and a mistake is noted, if it is none.
+        """Read a cell as a whole number of at least 1; otherwise record a mistake and return None.
 
         Args:
-            line: Of the row.
-            cells: Of the row.
-            column: Which.
+            line: Line number of the row.
+            cells: Cells of the row, by column.
+            column: Name of the column.
         """
         value = self.number(line, cells, column, most=2.0**53)
         if value is not None and value != int(value):
@@ -158,13 +158,13 @@ class Measurements:
         return None if value is None else int(value)
 
     def choice(self, line: int, cells: Cells, column: str, choices: Mapping[str, object]) -> object:
-        """What a cell of a few words stands for; None, and a mistake is noted, if it is none of them.
+        """Read a cell as one of several words and return the word's value; otherwise record a mistake and return None.
 
         Args:
-            line: Of the row.
-            cells: Of the row.
-            column: Which.
-            choices: What each word stands for.
+            line: Line number of the row.
+            cells: Cells of the row, by column.
+            column: Name of the column.
+            choices: Value of each word.
         """
         cell = cells[column]
         if cell.lower() not in choices:
@@ -172,12 +172,12 @@ class Measurements:
         return choices.get(cell.lower())
 
     def text(self, line: int, cells: Cells, column: str) -> str:
-        """A cell as a name that can be shown; empty, and a mistake is noted, if it is none.
+        """Read a cell as a printable name; otherwise record a mistake and return an empty text.
 
         Args:
-            line: Of the row.
-            cells: Of the row.
-            column: Which.
+            line: Line number of the row.
+            cells: Cells of the row, by column.
+            column: Name of the column.
         """
         cell = cells[column]
         if not cell or len(cell) > 200 or printable(cell) != cell:
@@ -186,10 +186,10 @@ class Measurements:
         return cell
 
     def check(self) -> None:
-        """Refuse the file if a mistake was noted.
+        """Raise an error if a mistake was recorded.
 
         Raises:
-            PlanError: With every mistake.
+            PlanError: If there are mistakes; all of them are named.
         """
         if not self._problems:
             return

@@ -25,7 +25,7 @@ def explain(
     """
     problems: dict[str, str] = {}
     for entry in entries:
-        unknown = entry["type"] == "extra_forbidden"  # its last part is a key of the file, whatever it is called
+        unknown = entry["type"] == "extra_forbidden"  # the last part is then a key of the file
         kept = entry["loc"][-1:] if unknown else ()
         location = [part for part in entry["loc"][: len(entry["loc"]) - len(kept)] if not _NOT_IN_FILE.match(str(part))]
         location += kept
@@ -53,7 +53,7 @@ def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
     """Keys of a file at a place in it; none where there is no section.
 
     Args:
-        model: Of the whole file.
+        model: Model of the whole file.
         path: Keys and numbers that lead to the place.
     """
     here: type[BaseModel] | None = model

@@ -41,23 +41,24 @@ else:
     import tomli as tomllib
 
 MISTAKES = 100
-"""Mistakes of a file that are explained, at most."""
+"""Largest number of mistakes of a file that an error explains."""
 
 LANGUAGE_MODELS = ("llama",)
 """What ``model.name`` is in the recipe of a language model."""
 
 
 class _AnyRecipe(BaseModel):
-    """What every run has.
+    """Keys that every recipe has.
 
     Attributes:
-        name: What the run's folder is called.
-        description: One sentence for people.
-        seed: Seeds weights, shuffling and dropout; two runs of one recipe and seed are equal to the bit on one machine
-            with one number of threads.
+        name: Name of the run's folder.
+        description: Description of the run in one sentence.
+        seed: Seed of weights, shuffling and dropout. Two runs of one recipe and seed are bitwise equal on one machine
+            with the same number of threads.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        threads: Threads of the CPU's kernels, of each process. Null for all processors, shared among the processes of a
-            run, or for fewer if others keep them busy when the run begins; a run that goes on keeps its number.
+        threads: Number of threads of the CPU kernels in each process. Null for all processors, divided among the
+            processes of the run, or fewer if other programs keep processors busy when the run begins; a resumed run
+            keeps its number.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,10 +74,10 @@ class Recipe(_AnyRecipe):
     """The description of one run of a ranking model.
 
     Attributes:
-        data: Where samples come from.
-        model: What is computed; ``model.name`` chooses it.
-        tables: How embedding tables are trained.
-        training: How the model is trained.
+        data: Source of the samples.
+        model: Settings of the model; ``model.name`` chooses it.
+        tables: Settings of the embedding tables.
+        training: Settings of training.
     """
 
     data: DataConfig
@@ -91,11 +92,11 @@ class LanguageRecipe(_AnyRecipe):
     In a file, ``model.preset`` names known sizes; without any, they are those of the checkpoint ``training.start``.
 
     Attributes:
-        data: Where text comes from.
-        packing: How documents are put together.
+        data: Source of the text.
+        packing: Packing of documents into microbatches.
         model: Its sizes.
-        parallel: How the run is cut over processes.
-        training: How the model is trained.
+        parallel: Division of the run among processes.
+        training: Settings of training.
     """
 
     data: TextDataConfig
@@ -224,7 +225,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
 
     Args:
         content: Sections and keys, as a TOML file holds them.
-        source: What errors call it.
+        source: Name of the recipe in errors.
 
     Raises:
         RecipeError: with every mistake that was found.
@@ -236,13 +237,13 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         problems = [("model.name", f"must be one of {', '.join(known)}{hint}, got {name!r}")]
-        try:  # the other sections depend on the name: they are judged by the one that was meant, or not at all
+        try:  # other sections are checked against the name that was meant, or not at all
             for meant in close:
                 validate({**content, "model": {**model, "name": meant}}, source)
         except RecipeError as error:
             problems += error.problems
         except CordilleraError:
-            pass  # a checkpoint that it begins with
+            pass  # the run begins with a checkpoint
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:
         kind, content = LanguageRecipe, _with_sizes(content, source)
@@ -355,7 +356,7 @@ def dump(recipe: Recipe | LanguageRecipe, *, comments: bool = False) -> str:
     """A recipe as TOML, every default written out.
 
     Args:
-        recipe: What to write.
+        recipe: Recipe to write.
         comments: Put each key's meaning above it.
     """
     document = tomlkit.document()

@@ -5,7 +5,7 @@ in them. Layout::
 
     recipe.toml      the resolved recipe
     environment.json machine and library versions
-    status.json      how far training came
+    status.json      progress of training and the way it ended
     metrics.jsonl    one JSON object a line, in the order in which things happened
     checkpoints/     see cordillera.training.checkpoints
     tensorboard/     event files
@@ -40,17 +40,17 @@ _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars
 
 MAY_CHANGE = (
     *("name", "description", "device", "threads", "parallel"),
-    *("data.path", "data.sources", "data.validation", "data.tokenizer"),  # the content is compared by itself
+    *("data.path", "data.sources", "data.validation", "data.tokenizer"),  # content is compared separately
     *("data.cache_dir", "data.processes", "data.prefetch", "data.evaluation_batch_size"),
     *("training.log_every", "training.evaluate_every", "training.evaluation_tokens", "training.checkpoint_every"),
     *("training.keep_checkpoints", "training.asynchronous", "training.max_skipped"),
 )
-"""Keys and sections of a recipe that may be others when a run is resumed."""
+"""Keys and sections of a recipe that may be changed before a run is resumed."""
 
 MAY_GROW = ("training.epochs", "training.max_steps", "training.steps")
-"""Keys that may be others too where learning rates do not depend on the number of steps."""
+"""Keys that may also be changed if learning rates do not depend on the number of steps."""
 
-_METRICS_BYTES = 1 << 30  # of the largest metrics.jsonl that is read
+_METRICS_BYTES = 1 << 30  # largest metrics.jsonl that is read
 
 
 class RunError(CordilleraError):
@@ -70,14 +70,14 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
-    """Turn what the system says while ``path`` is written, a full or read-only disk above all, into an error.
+    """Raise system errors during a write, such as a full or read-only disk, as :class:`RunError`.
 
     Args:
-        path: That is written.
-        remedy: What to do about it. Default: what helps for files of a run.
+        path: Path of the file that is written.
+        remedy: Advice for the error. Default: advice for files of a run.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     try:
         yield
@@ -97,15 +97,15 @@ def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
-    """Write ``text`` beside ``path`` and rename it, so that readers see the old file or the new one.
+    """Write a text file to a temporary name and rename it, so that readers see either the old file or the new one.
 
     Args:
-        path: Of the file.
-        text: All of it.
-        new: Refuse a file that is there already: of several processes, one makes it.
+        path: Path of the file.
+        text: Content of the file.
+        new: Whether to refuse a file that exists, so that only one of several processes creates it.
 
     Raises:
-        RunError: it cannot be written, or is there already.
+        RunError: the file cannot be written, or exists although ``new`` is set.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
@@ -129,7 +129,7 @@ def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
 
 
 def _temporary(folder: Path, name: str = "*") -> list[Path]:
-    """Files that :func:`write_atomically` was writing in a folder when its process was killed."""
+    """Temporary files of :func:`write_atomically` in a folder whose processes were killed."""
     found = []
     for path in folder.glob(f".{name}.*.tmp"):
         process = path.name.split(".")[-2]
@@ -138,23 +138,23 @@ def _temporary(folder: Path, name: str = "*") -> list[Path]:
         except (ProcessLookupError, OverflowError):
             found.append(path)
         except (ValueError, OSError):
-            continue  # another's file, or a process of another user
+            continue  # a file with another kind of name, or a process of another user
     return found
 
 
 def recipe_state(recipe: BaseModel) -> dict[str, Any]:
-    """What the state of a checkpoint holds of the ``recipe`` that it was trained with: plain JSON values."""
+    """Recipe as plain JSON values, for the state of a checkpoint."""
     state: dict[str, Any] = json.loads(recipe.model_dump_json(by_alias=True))
     return state
 
 
 def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
-    """Refuse to go on from a checkpoint with another recipe.
+    """Refuse to resume from a checkpoint of another recipe.
 
     Args:
-        saved: What :func:`recipe_state` gave when the checkpoint was written; None of checkpoints that are older.
-        recipe: That stands in the run's folder now; what :data:`MAY_CHANGE` and :data:`MAY_GROW` list may differ.
-        where: The recipe's file, which errors name.
+        saved: Result of :func:`recipe_state` when the checkpoint was written; None for checkpoints of earlier versions.
+        recipe: Present recipe of the run. Keys of :data:`MAY_CHANGE` and :data:`MAY_GROW` may differ.
+        where: Path of the recipe, for errors.
 
     Raises:
         RunError: other keys differ; all of them are named, with both values.
@@ -163,7 +163,7 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
         return
     remedy = "put the earlier values back, or start a new run with the changed recipe"
     try:
-        before = _flat(recipe_state(type(recipe).model_validate(saved)))  # keys that are new since have their defaults
+        before = _flat(recipe_state(type(recipe).model_validate(saved)))  # newer keys have their defaults
     except ValidationError as error:
         raise RunError(
             "is of another kind or version than the checkpoint's", where=str(where), remedy=remedy
@@ -184,7 +184,7 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """Values of a nested mapping by dotted key."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -212,15 +212,15 @@ def describe_environment() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Status:
-    """How far the training of a run came.
+    """Progress of a run's training.
 
     Attributes:
-        ended: ``finished``, ``early`` (patience ran out), ``exhausted`` (the text ended), ``interrupted`` or
-            ``failed``; None while it runs, and for ever if it was killed.
-        step: Of the newest checkpoint, or where training ended.
-        steps: That it was to take.
-        why: What went wrong.
-        records: Of ``metrics.jsonl`` at that time.
+        ended: The way in which training ended: ``finished``, ``early`` (patience ran out), ``exhausted`` (the text
+            ended), ``interrupted`` or ``failed``; None while it runs, and after it was killed.
+        step: Step of the newest checkpoint, or the last step once training has ended.
+        steps: Number of steps that training is to take.
+        why: Error that ended training; empty without one.
+        records: Number of records in ``metrics.jsonl`` when the status was written.
     """
 
     ended: str | None
@@ -231,12 +231,12 @@ class Status:
 
     @property
     def is_complete(self) -> bool:
-        """Whether training came to an end of its own."""
+        """Whether training was completed: all steps taken, patience run out, or the text exhausted."""
         return self.ended in ("finished", "early", "exhausted")
 
     @property
     def warning(self) -> str:
-        """What a reader of the run's figures must know first; nothing of a run that is complete."""
+        """Warning for readers of the run's figures; empty for a complete run."""
         place = f"step {self.step:,} of {self.steps:,}"
         if self.is_complete:
             return ""
@@ -280,7 +280,7 @@ class Run:
         """
         folder = Path(folder)
         recipe_file = folder / "recipe.toml"
-        begun = _temporary(folder, recipe_file.name)  # by a process that was killed before it had a recipe
+        begun = _temporary(folder, recipe_file.name)  # left by a process that was killed before it wrote the recipe
         if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
             raise RunError(
                 "already exists", where=str(folder), remedy="choose another --run folder, or continue with --resume"
@@ -289,7 +289,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in begun:
                 leftover.unlink(missing_ok=True)
-        # first of all files: with it the run can be resumed, without it the folder can be taken again
+        # Written first: with a recipe the run can be resumed, without one the folder can be used again.
         write_atomically(recipe_file, recipe, new=True)
         write_atomically(folder / "environment.json", sealed_json(describe_environment()))
         with disk_errors(folder):
@@ -313,12 +313,12 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for writing; a second process that tries is told who holds it.
+        """Hold the run's lock for writing; the error in a second process names the process that holds it.
 
-        What holds it already through this object may hold it again, from the same thread.
+        The thread that holds the lock through this object may take it again.
 
         Raises:
-            RunError: another process holds it.
+            RunError: another process holds the lock.
         """
         import fcntl
 
@@ -363,18 +363,18 @@ class Run:
                 raise
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records of ``metrics.jsonl``. A last line cut short by a crash is left out.
+        """All records of ``metrics.jsonl``; an incomplete last line, as after a crash, is left out.
 
         Raises:
-            RunError: a line is not a JSON object or does not match its checksum, or records are missing of a training
-                that came to its end.
+            RunError: a line is not a JSON object or does not match its checksum, or records of a training that has
+                ended are missing.
         """
         path, status = self.folder / "metrics.jsonl", self.status()  # first: training may end in this moment
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
         remedy = "restore the file or delete that line"
-        del lines[-1:]  # after the last line's end
+        del lines[-1:]  # text after the last line break
         records = [
             parse_sealed(f"{line}\n", f"{path}, line {number}", line=True, error=RunError, remedy=remedy)
             for number, line in enumerate(lines, 1)
@@ -388,13 +388,13 @@ class Run:
         return records
 
     def rewind_metrics(self, step: int, without: str | None = None) -> None:
-        """Drop records after a step, so that a resumed run does not log the same step twice, and one kind wholly.
+        """Remove the records after a step, so that a resumed run does not record a step twice.
 
-        Temporary files that killed processes left in the folder go as well.
+        Temporary files that killed processes left in the folder are removed as well.
 
         Args:
-            step: That the run goes on from.
-            without: Kind of records that are dropped whatever their step.
+            step: Step from which the run goes on.
+            without: Kind of records to remove at every step.
         """
         for left in self.folder.glob(".*.tmp"):
             writer = left.name.split(".")[-2]
@@ -412,13 +412,13 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", kept)
 
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
-        """Write ``status.json``: how far training came; see :class:`Status`.
+        """Write ``status.json``; see :class:`Status`.
 
         Args:
-            ended: How; None while training goes on.
-            step: Of the newest checkpoint, or where training ended.
-            steps: That it is to take.
-            why: What went wrong.
+            ended: The way in which training ended; None while it goes on.
+            step: Step of the newest checkpoint, or the last step once training has ended.
+            steps: Number of steps that training is to take.
+            why: Error that ended training; empty without one.
         """
         path, records = self.folder / "metrics.jsonl", 0
         if path.exists():
@@ -427,7 +427,7 @@ class Run:
         self.write_json("status.json", asdict(Status(ended, step, steps, why, records)))
 
     def status(self) -> Status | None:
-        """How far training came; None if no training has written it.
+        """Progress of training; None for a run without ``status.json``.
 
         Raises:
             RunError: ``status.json`` is damaged.
@@ -465,7 +465,7 @@ class Run:
 
 
 def _is_alive(process: int) -> bool:
-    """Whether there is a process of this number here."""
+    """Whether a process with this number runs on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -40,10 +40,10 @@ from cordillera.mistakes import explain, known_keys
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 
-# Limits keep costs and results finite: memory and time grow with counts, quotients of extreme rates overflow.
+# Limits that keep costs and results finite: memory and time grow with counts; quotients of extreme rates overflow.
 MOST_DEVICES = 1 << 20
-_MOST_BYTES = 512 << 10  # of a file
-_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes of one file that an error lists, and that it counts
+_MOST_BYTES = 512 << 10  # largest file
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes that an error lists, and that it counts
 
 
 def _number(value: object) -> object:
@@ -75,10 +75,10 @@ class Device(BaseModel):
     """An accelerator.
 
     Attributes:
-        name: As its maker calls it.
+        name: Name given by the maker.
         matrix_flops_per_s: Dense peak of its matrix engine in the training precision.
         vector_flops_per_s: Peak of everything else.
-        memory_bytes: Of its own memory.
+        memory_bytes: Bytes of the device's memory.
         memory_bytes_per_s: To that memory.
         nic_bytes_per_s: Of its share of the host's network cards, each direction.
         processors: Streaming multiprocessors; kernels that move data take some from those that compute.
@@ -108,8 +108,8 @@ class Level(BaseModel):
             port (NVLink); above it, None for the network cards below over ``oversubscription``.
         oversubscription: Bytes per second of the network cards below a member for one of its link.
         planes: Parallel networks that the links consist of.
-        planes_lost: How many of them are down.
-        loss_rate: Of packets on a link.
+        planes_lost: Number of planes that are down.
+        loss_rate: Loss rate of packets on a link.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -161,7 +161,7 @@ class Topology(BaseModel):
     Attributes:
         name: For people.
         description: One sentence.
-        source: Where the figures are from.
+        source: Origin of the figures.
         device: The accelerator; all are alike.
         levels: From hosts outwards; the last has one domain that holds everything.
         links: Those that differ.
@@ -312,7 +312,7 @@ class Topology(BaseModel):
 
         Args:
             level: Whose domain the link leads into; ``len(levels)`` for the devices' network cards.
-            member: Of the level below, counted over the whole cluster.
+            member: Member of the level below, counted over the whole cluster.
             inwards: For bytes to the member instead of from it.
         """
         return self._offsets[level] + 2 * member + inwards
@@ -409,7 +409,7 @@ class Topology(BaseModel):
 
 
 def _times(value: object, change: str, path: str) -> float:
-    """A number after ``*=2`` or ``/=2``; what is wrong with the result is left to the validation."""
+    """Apply ``*=`` or ``/=`` to a number; the result is checked by the validation."""
     factor = float(change[2:])
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError("is not one number that could be changed by a factor", where=path, remedy=f"write {path}=...")
@@ -423,8 +423,8 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
 
     Args:
         model: :class:`Topology` or another.
-        content: As a TOML file holds it.
-        source: What errors call it.
+        content: Content of a TOML file.
+        source: Name of the file in errors.
 
     Raises:
         PlanError: With every mistake.
@@ -457,8 +457,8 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
 
     Args:
         source: Name or path.
-        package: Where shipped ones are.
-        kind: What errors call it: cluster, workload.
+        package: Package that holds the shipped files.
+        kind: Kind of the file in errors: cluster, workload.
 
     Raises:
         PlanError: If there is no such file, or it is not TOML.
@@ -482,15 +482,15 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
 
 
 def write(texts: Mapping[Path, str]) -> None:
-    """Write files beside their places and rename them at the end, so that readers see all old ones or all new ones.
+    """Write several files to temporary names and rename them once all are written.
 
-    Folders are made. Where a file cannot be written, nothing is changed and nothing stays behind.
+    Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
 
     Args:
-        texts: Contents by path.
+        texts: Contents of the files by path.
 
     Raises:
-        PlanError: If one cannot be written.
+        PlanError: If a file cannot be written.
     """
     beside = {path: path.with_name(path.name + ".part") for path in texts}
     path, made = next(iter(texts)), list[Path]()
@@ -517,7 +517,7 @@ def write(texts: Mapping[Path, str]) -> None:
 
 
 def _make(folder: Path, made: list[Path]) -> None:
-    """Make a folder and its parents; those that were made are added to a list."""
+    """Create a folder and its parents, and add those that did not exist to ``made``."""
     for one in reversed([folder, *folder.parents]):
         if not one.is_dir():
             if os.path.lexists(one):
@@ -533,13 +533,13 @@ def _remove(made: list[Path]) -> None:
 
 
 def check_writable(*paths: Path) -> None:
-    """Refuse places where :func:`write` would fail, before work is done for them; nothing is left behind.
+    """Check that :func:`write` could write to paths, before the work whose results go there; leaves nothing behind.
 
     Args:
-        paths: Of files, there or not.
+        paths: Paths of files, which need not exist.
 
     Raises:
-        PlanError: If a folder cannot be made or written to, or a file's place is taken by a folder.
+        PlanError: If a folder cannot be created or written to, or a path is a folder.
     """
     for path in paths:
         made: list[Path] = []
@@ -560,10 +560,10 @@ def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> 
     """Read a description by its shipped name or its path.
 
     Args:
-        model: What it is.
+        model: Type of the file's content.
         source: Name or path.
-        package: Where shipped ones are.
-        kind: What errors call it: cluster, workload.
+        package: Package that holds the shipped files.
+        kind: Kind of the file in errors: cluster, workload.
 
     Raises:
         PlanError: If there is no such file, or with every mistake in it.

@@ -18,7 +18,7 @@ _with_place = warnings.formatwarning
 
 
 def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
-    """A warning on standard error: those meant for people without the place in the code that gave it."""
+    """Text of a warning; warnings meant for people leave out the line of code that gave them."""
     if category is UserWarning:
         return f"warning: {printable(message, lines=True)}\n"
     return printable(_with_place(message, category, *place), lines=True)
@@ -30,7 +30,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # characters that the terminal's encoding lacks are escaped too
             stream.reconfigure(errors="backslashreplace")
-    # before torch is imported: what went wrong between processes is said in a sentence, without torch's native stack
+    # Before torch is imported: errors between processes are reported in one sentence, without torch's native stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         sys.exit(app(standalone_mode=False))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _PlainConsole(Console):
-    """Shows every string as it is: square brackets are no markup, and what would steer the terminal is escaped."""
+    """A console that prints strings literally: square brackets are not markup, and control characters are escaped."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text, lines=True), **options)
@@ -36,7 +36,7 @@ class _PlainConsole(Console):
 def console(*, stderr: bool = False) -> Console:
     """The console of all commands: no markup, no automatic colouring of numbers and paths, no lines cut when piped.
 
-    Of the ranks of a job, only rank 0 draws and prints results.
+    In a job of several ranks, only rank 0 prints.
 
     Args:
         stderr: Print to standard error, in every rank.
@@ -47,11 +47,11 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def echo(text: object, *, json: bool = False) -> None:
-    """Print a text to standard output, its escapes written so that a terminal shows them.
+    """Print a text to standard output, with control characters escaped.
 
     Args:
-        text: Lines of text, or of JSON or TOML.
-        json: Escapes are those of JSON and TOML.
+        text: Lines of plain text, JSON or TOML.
+        json: Whether to write escapes as strings of JSON and TOML do.
     """
     typer.echo(printable(text, lines=True, quoted=json))
 
@@ -85,7 +85,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
     """A progress bar with rate and time left.
 
     Args:
-        out: Where it is drawn.
+        out: Console to draw on.
         quiet: Draw and say nothing.
 
     Returns:
@@ -132,7 +132,7 @@ def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
     """What was chosen, what it costs and what it saves.
 
     Args:
-        outcome: Of a quantisation.
+        outcome: Outcome of a quantisation.
         budget: Relative rise of NE that was allowed.
     """
     selection = outcome.selection
@@ -175,7 +175,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
     """A progress bar of injected faults.
 
     Args:
-        out: Where it is drawn.
+        out: Console to draw on.
         quiet: Draw and say nothing.
 
     Returns:

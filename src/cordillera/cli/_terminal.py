@@ -1,4 +1,4 @@
-"""Standard output that outlives its terminal."""
+"""Standard output that keeps working after its terminal was closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import IO, Any, cast
 
 
 class Terminal:
-    """A file on a terminal; what is written after the terminal was closed is dropped, so that work can still be saved.
+    """A file that drops what is written after its terminal was closed, so that work can still be saved.
 
     Args:
         file: Standard output or standard error.
@@ -19,7 +19,7 @@ class Terminal:
 
     @classmethod
     def of(cls, file: IO[str]) -> IO[str]:
-        """The file, guarded.
+        """Wrap a file.
 
         Args:
             file: Standard output or standard error.
@@ -30,7 +30,7 @@ class Terminal:
         """Write text.
 
         Args:
-            text: It.
+            text: Text to write.
         """
         try:
             return self._file.write(text)
@@ -39,7 +39,7 @@ class Terminal:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is kept in memory."""
+        """Flush the file's buffer."""
         try:
             self._file.flush()
         except OSError as error:

@@ -44,10 +44,10 @@ class Finding:
 
     Attributes:
         area: ``machine``, ``python``, ``back ends`` or ``libraries``.
-        name: What was looked at.
+        name: Name of the checked item.
         status: ``usable``; ``limited`` (works in part, or slowly); ``absent``; ``broken`` (installed, fails).
-        detail: What was found, and if it is not usable, why.
-        remedy: What to do about it; None if nothing has to be done.
+        detail: Finding, and the reason if the item is not usable.
+        remedy: Advice on what to do; None if nothing has to be done.
     """
 
     area: str

@@ -115,7 +115,7 @@ def plan(
 
 
 def _refuse(options: Mapping[str, object], task: str) -> None:
-    """Refuse options of another task, which would do nothing."""
+    """Refuse options that have no effect on a task."""
     for name, value in options.items():
         if value is not None:
             raise PlanError(f"has no effect with {task}", where=name, remedy="leave it out")

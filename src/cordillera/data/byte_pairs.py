@@ -50,8 +50,8 @@ class BytePairs:
         merges: Pairs of tokens, the first to merge first.
         special: Special token to id.
         words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
-        normalizer: As in ``tokenizer.json``.
-        pre_tokenizer: As in ``tokenizer.json``.
+        normalizer: Section ``normalizer`` of ``tokenizer.json``.
+        pre_tokenizer: Section ``pre_tokenizer`` of ``tokenizer.json``.
         ignore_merges: Whether a word that is a token is taken as it is.
     """
 
@@ -107,12 +107,12 @@ class BytePairs:
         """Make the tokenizer.
 
         Args:
-            kind: Where it comes from.
+            kind: Kind of file that the tokenizer comes from.
             bos: The begin-of-text token.
             eos: The end-of-text token.
             stops: Ids at which generation ends, besides the usual ones.
             adds_bos: Whether texts begin with ``bos``.
-            template: Of chats, in Jinja.
+            template: Chat template in Jinja.
 
         Raises:
             DataError: the vocabulary is damaged, or most text cannot be written in it.
@@ -173,7 +173,7 @@ class BytePairs:
         return encode
 
     def _failed(self, error: BaseException, what: str) -> BaseException:
-        """The library raises plain ``Exception``, and what it did not foresee as a ``BaseException`` of its own."""
+        """Error to raise for one of the library, which raises ``Exception`` or, on a panic, ``BaseException``."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error
         return DataError(f"{what} ({str(error)[:200]})", where=str(self.path), remedy="use another file of the model")

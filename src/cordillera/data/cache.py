@@ -145,7 +145,7 @@ class CacheWriter:
         return [name for name in self._low if self._low[name] == self._high[name]]
 
     def empty_lists(self) -> list[str]:
-        """List features without an entry in any training row."""
+        """List features that are empty in all training rows."""
         lists = [feature.name for feature in self.encoder.features.sparse if feature.is_list]
         return [name for index, name in enumerate(lists) if self.entries.get(f"train-list{index}", 0) == 0]
 
@@ -352,15 +352,15 @@ class Splits:
     """A prepared data set.
 
     Attributes:
-        train: What models learn from; encoders were fitted on it alone.
-        validation: For early stopping and choices.
-        test: For the figures that are reported.
-        encoder: Turns further rows of the same kind into batches.
-        folder: Where it is.
-        facts: What is known of it: ``name``, ``source``, ``terms``, ``warnings``, ``positives`` (rate by split and
-            task), ``blanks`` (rate by column), ``unseen`` (rate of row 0 by split and feature; of lists among their
-            entries), ``times`` (first and last by split); of synthetic data ``bayes_ne``, the normalised entropy of the
-            true probabilities on the test split.
+        train: Rows that models learn from; encoders were fitted on these alone.
+        validation: Rows for early stopping and the choice of settings.
+        test: Rows for the figures that are reported.
+        encoder: Encoder that turns further rows of the same kind into batches.
+        folder: Folder that holds the prepared data.
+        facts: Facts of the data set: ``name``, ``source``, ``terms``, ``warnings``, ``positives`` (rate by split and
+            task), ``blanks`` (rate by column), ``unseen`` (rate of row 0 by split and feature; for lists, the rate
+            among their entries), ``times`` (first and last by split); for synthetic data also ``bayes_ne``,
+            the normalised entropy of the true probabilities on the test split.
     """
 
     train: ClickDataset
@@ -385,13 +385,13 @@ def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: b
     """Open a prepared data set.
 
     Args:
-        folder: Where it is.
-        tasks: The labels to keep, in this order. Default: all.
-        verify: False to leave out reading every file to compare its checksum, at 1 to 2 GB a second. Sizes and the
+        folder: Folder of the prepared data.
+        tasks: Labels to keep, in this order. Default: all.
+        verify: Whether to compare every file with its checksum, which reads 1 to 2 GB a second. Sizes and the
             checksums of ``meta.json`` and of the encoder are always compared.
 
     Raises:
-        DataError: a file is missing, has the wrong size or does not fit its checksum; an unknown task.
+        DataError: a file is missing, has the wrong size or does not match its checksum, or a task is unknown.
     """
     meta = read_sealed(folder / "meta.json", required=True, remedy=_REMEDY)
     if meta.get("format") != FORMAT:

@@ -18,7 +18,7 @@ from cordillera.errors import DataError
 _MARKS = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 
 TEMPLATE = 1 << 18
-"""Characters of a template, at most."""
+"""Largest number of characters of a template."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
@@ -31,7 +31,7 @@ class Message:
     Attributes:
         role: ``system``, ``user``, ``assistant`` or ``tool`` (what a tool answered).
         content: Its text, taken as it is.
-        awaits_tool: Of an assistant's turn: it ends to hear from a tool (Llama 3's end of message, not of turn).
+        awaits_tool: Whether an assistant's turn ends to wait for a tool (Llama 3's end of message, not of turn).
 
     Raises:
         DataError: another role, or content that is not text.
@@ -128,16 +128,16 @@ class JinjaChat(ChatFormat):
     gives the same tokens on every day: templates then use the date that they bring.
 
     Args:
-        template: The Jinja source.
+        template: Jinja source.
         special_tokens: Names of all special tokens.
-        bos: The token that the template calls ``bos_token``.
-        eos: The token that it calls ``eos_token``.
-        where: Its file, for errors.
+        bos: Token that the template calls ``bos_token``.
+        eos: Token that the template calls ``eos_token``.
+        where: File of the template, for errors.
 
     The work of one rendering is bounded (:mod:`cordillera.data.chat_limits`).
 
     Raises:
-        DataError: the template is not valid Jinja, or too long.
+        DataError: the template is not valid Jinja, or is too long.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class JinjaChat(ChatFormat):
         self._environment.globals["raise_exception"] = _refuse
         try:
             self._template = self._environment.compiled(_MARKS.sub(_condition, template))
-        except Exception as error:  # Jinja's own errors, and what Python says of deep nesting
+        except Exception as error:  # Jinja's own errors, and Python's errors about deep nesting
             raise DataError(f"the chat template is not valid ({_short(error)})", where=where) from error
 
     def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[Piece]:

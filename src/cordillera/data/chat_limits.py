@@ -1,7 +1,8 @@
-"""Jinja for chat templates, in bounded work: a template is a program that came with somebody's model.
+"""Jinja for chat templates with bounded work.
 
-Jinja's sandbox keeps a template from the machine, not from taking all of its time and memory. Here every turn of a
-loop, call, filter and operator is counted, and what they make is measured, mostly before it is made.
+A chat template is a program that comes with a model from elsewhere. Jinja's sandbox denies it access to the machine,
+but does not limit its time and memory. The environment of this module counts every turn of a loop, call, filter and
+operator, and measures the size of their results, in most cases before they are computed.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 STEPS = 1 << 19
-"""Turns of loops, calls and operations of one rendering, besides one for each character of the chat."""
+"""Largest number of loop turns, calls and operations of one rendering, plus one for each character of the chat."""
 
 SIZE = 1 << 22
-"""Characters of a text, besides 16 for each character of the chat."""
+"""Largest number of characters of a text, plus 16 for each character of the chat."""
 
 ENTRIES = 1 << 18
-"""Entries of lists within lists, besides one for each character of the chat."""
+"""Largest number of entries of nested lists, plus one for each character of the chat."""
 
 SECONDS = 1.0
-"""Processor time of one rendering, besides 2 microseconds for each character of the chat."""
+"""Largest processor time of one rendering in seconds, plus 2 microseconds for each character of the chat."""
 
 _MOST_NUMBER = 100_000
 _PRODUCT = 1 << 28
 _WIDTH = re.compile(r"\d{5}|\*")
-# What takes a list as it is; all other filters write its text.
+# Filters that take a list as it is; all others use its text.
 _OF_LISTS = {
     "length",
     "count",
@@ -51,13 +52,13 @@ _OF_LISTS |= {"sort", "unique", "batch", "slice", "items", "dictsort", "groupby"
 
 
 class _Meter(threading.local):
-    """What is left to the rendering of this thread."""
+    """Steps and characters that the rendering of this thread has left."""
 
     def __init__(self) -> None:
         self.begin("")
 
     def begin(self, chat: str) -> None:
-        """Give a rendering its limits, by what it is to write."""
+        """Set the limits of a rendering from the length of its chat."""
         self.steps, self.size, self.entries = STEPS + len(chat), SIZE + 16 * len(chat), ENTRIES + len(chat)
         self.look, self.written, self.end = self.steps, 0, time.thread_time() + SECONDS + 2e-6 * len(chat)
 
@@ -72,13 +73,13 @@ class _Meter(threading.local):
                 _stop(f"takes longer than {SECONDS:g} s")
 
     def write(self, count: int) -> None:
-        """Count characters that are written, into the chat or a variable."""
+        """Count characters that are written to the chat or to a variable."""
         self.written += count
         if self.written > self.size:
             _stop(f"writes more than {SIZE:,} characters")
 
     def weigh(self, *values: Any) -> int:
-        """Characters and entries of values, nested ones too, as often as they occur."""
+        """Number of characters and entries of values, including nested ones, each occurrence counted."""
         size, entries, waiting = 0, 0, list(values)
         while waiting:
             value = waiting.pop()
@@ -94,7 +95,7 @@ class _Meter(threading.local):
         return size + entries
 
     def check(self, subject: Any, arguments: Iterable[Any]) -> None:
-        """Refuse an operation whose result could be far larger than what goes into it."""
+        """Refuse an operation whose result could be far larger than its arguments."""
         self.step()
         size = len(subject) if isinstance(subject, str | list | tuple) else 1
         for value in arguments:
@@ -105,12 +106,12 @@ class _Meter(threading.local):
                 _stop("makes a text that is too long")
 
     def between(self, separator: Any, entries: Any) -> None:
-        """Refuse to put a text between too many entries."""
+        """Refuse a join of too many entries by a separator."""
         if isinstance(separator, str) and hasattr(entries, "__len__") and len(separator) * len(entries) > self.size:
             _stop(f"makes a text of more than {SIZE:,} characters")
 
     def made(self, result: Any) -> Any:
-        """See that a result is not too large."""
+        """Return a result, or refuse it if it is too large."""
         if isinstance(result, str | list | tuple):
             if len(result) > self.size:
                 _stop(f"makes a text or list longer than {SIZE:,}")
@@ -136,22 +137,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"-turns": self._turns, "-joined": self._joined, "-weighed": self._weighed}
 
     def add_filter(self, name: str, work: Callable[..., Any]) -> None:
-        """Define a filter, under the limits of the others.
+        """Define a filter that is subject to the limits.
 
         Args:
-            name: What templates call it.
-            work: From a value and arguments to another value.
+            name: Name of the filter in templates.
+            work: Function of a value and further arguments that returns the filtered value.
         """
         self.filters[name] = self._bounded(name, work)
 
     def compiled(self, source: str) -> Template:
-        """A template whose loops are counted.
+        """Compile a template whose loops are counted.
 
         Args:
-            source: Jinja.
+            source: Jinja source.
 
         Raises:
-            TemplateError: it is not valid, or a loop is recursive.
+            TemplateError: the source is not valid, or a loop is recursive.
         """
         self.meter.begin("")
         tree = self.parse(source)
@@ -169,13 +170,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(_Joins().visit(tree)), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator whose result may be larger than what it takes.
+        """Compute an operator whose result may be larger than its operands.
 
         Args:
-            context: Of the template.
+            context: Context of the template.
             operator: One of ``intercepted_binops``.
-            left: Its first value.
-            right: Its second value.
+            left: First operand.
+            right: Second operand.
         """
         if operator == "%" and isinstance(left, str):
             self._format(left)
@@ -196,10 +197,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call a function, a macro or a method.
 
         Args:
-            context: Of the template.
-            called: What is called.
-            args: Its arguments.
-            options: Its arguments by name.
+            context: Context of the template.
+            called: Function, macro or method.
+            args: Positional arguments.
+            options: Keyword arguments.
         """
         subject = getattr(getattr(called, "__wrapped__", called), "__self__", None)
         if isinstance(called, Macro | type):
@@ -238,7 +239,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _stop("formats a text to a width of five digits or more")
 
     def _turns(self, entries: Any, cost: int) -> Any:
-        """The entries of a loop, counted; of other things than sequences, themselves."""
+        """Entries of a loop, counted as they are taken; a value that is not a sequence is returned unchanged."""
         if entries == "":
             self.meter.step(cost)
             self.meter.write(64 * (cost - 1))
@@ -272,7 +273,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _listed(value: Any) -> Any:
-    """What can be read once only, as a list."""
+    """Convert an iterator, which can be read only once, to a list."""
     return list(value) if isinstance(value, Iterator) else value
 
 
@@ -281,7 +282,7 @@ def _filtered(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
 
 
 class _Joins(NodeTransformer):
-    """Texts that are joined by ``~`` are measured."""
+    """Makes templates measure texts that are joined by ``~``."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)

@@ -34,7 +34,7 @@ class ClickLog(Protocol):
 
     Attributes:
         schema: Which column is what.
-        facts: What is known of the rows beforehand, such as source and terms.
+        facts: Facts known in advance, such as source and terms.
         probability: Column of the true probability of the first label, in made data; not part of the schema.
     """
 
@@ -77,14 +77,15 @@ class FrameLog:
 class FileLog:
     """Rows in files, read as a stream.
 
-    Text is read as text and converted where the schema asks for numbers, so that every fault can name its line.
+    Text files are read as text; columns that the schema declares as numbers are converted later, so that errors name
+    the line.
 
     Attributes:
-        schema: Which column is what.
-        paths: The files, in order.
-        format: Of all of them.
-        header: Column names of files that have none; None if the first line names them.
-        prepare: Applied to every frame, before anything else reads it.
+        schema: Roles of the columns.
+        paths: Paths of the files, in order.
+        format: Format of all files.
+        header: Column names of files without a header; None if the first line names them.
+        prepare: Function applied to every frame before anything else reads it.
     """
 
     schema: Schema
@@ -128,8 +129,8 @@ class FileLog:
         """Frames in the order of the files.
 
         Raises:
-            DataError: a file is not of the format, a row has too many or too few fields, a field is not closed in its
-                line, a column is missing or of a type that cannot be read.
+            DataError: a file is not of the format, a row has too many or too few fields, a quotation mark is not closed
+                in its line, or a column is missing or of a type that cannot be read.
         """
         # What prepare makes of other columns is not known here, so with it every column is read.
         wanted = None if self.prepare is not None or columns is None else list(columns)
@@ -160,7 +161,7 @@ class FileLog:
             with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
                 columns = self._parquet_columns(path, file.schema_arrow, wanted)
                 for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
-                    # Metadata and texts that are not UTF-8, and offsets out of range, would end the process.
+                    # Metadata or text that is not UTF-8, and offsets out of range, would end the process.
                     batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
                     batch.validate(full=True)
                     frame = pl.from_arrow(batch)
@@ -190,7 +191,7 @@ class FileLog:
             raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=str(path))
         self._missing(path, wanted or (), names)
         kinds = {name: schema.field(name).type for name in names}
-        # Raises UnicodeDecodeError for names inside of types that are not UTF-8.
+        # Raises UnicodeDecodeError for names within types that are not UTF-8.
         str(kinds)
         needed = wanted if wanted is not None else [*self.schema.columns, *self.schema.ids]
         for name in needed:
@@ -210,7 +211,7 @@ class FileLog:
 
 
 def _is_readable(kind: pa.DataType) -> bool:
-    """Whether a type of Arrow becomes a column of numbers, text, dates or lists of these."""
+    """Whether an Arrow type can be read as numbers, text, dates or lists of these."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _is_readable(kind.value_type)
     if pa.types.is_dictionary(kind):
@@ -313,7 +314,7 @@ def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
 
     Args:
         frame: Rows as published.
-        place: Where they stand, for errors.
+        place: Place of the rows, for errors.
 
     Raises:
         DataError: ``hour`` is missing or does not read YYMMDDHH.

@@ -1,4 +1,4 @@
-"""Columns of a log as numbers and text, with every fault named by file, row and column."""
+"""Conversion of a log's columns to numbers and text; errors name the file, the row and the column."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cordillera.data.features import DenseFeature, ListFeature
 from cordillera.errors import DataError
 
 WEIGHTS = (1e-30, 1e30)
-"""Smallest and largest sample weight besides 0: sums of them stay inside float32."""
+"""Smallest and largest sample weight other than 0; sums of such weights fit into float32."""
 
 WHOLE = r"^(?:0|-?[1-9]\d*)$"
-"""Whole numbers as they are written."""
+"""Regular expression of whole numbers without leading zeros."""
 
 _WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
 _BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
@@ -24,14 +24,14 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk of rows came from, for errors.
+    """Place of a chunk of rows, for errors.
 
     Attributes:
-        source: File or data set.
-        first_row: The number that people give to the chunk's first row (1 for a Parquet file's first row, 2 for the
-            line after a CSV header).
+        source: Name of the file or data set.
+        first_row: Number of the chunk's first row as errors count it: 1 for the first row of a Parquet file, 2 for the
+            line after a CSV header.
         unit: ``row`` or ``line``.
-        kept: Positions that the rows had in the chunk, ``int64 [N]``, if some were taken out of it.
+        kept: Positions of the rows in the chunk, ``int64 [N]``; None if the rows are the whole chunk.
     """
 
     source: str
@@ -40,20 +40,20 @@ class Place:
     kept: np.ndarray | None = field(default=None, compare=False)
 
     def at(self, row: int | np.integer[Any], column: str) -> str:
-        """The place of one value, as a person would look for it.
+        """Place of one value in words, such as a file with its line and column.
 
         Args:
-            row: Position among the rows at hand, from 0.
+            row: Position among the rows, from 0.
             column: Name of the column.
         """
         position = int(row) if self.kept is None else int(self.kept[row])
         return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
 
     def of_rows(self, rows: np.ndarray) -> Place:
-        """The place of some of the rows.
+        """Place of a selection of the rows.
 
         Args:
-            rows: Their positions among the rows at hand, ``int64 [M]``.
+            rows: Positions of the selected rows among the rows, ``int64 [M]``.
         """
         return replace(self, kept=rows if self.kept is None else self.kept[rows])
 
@@ -62,7 +62,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
     """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, SplitMix64's finaliser).
 
     Args:
-        values: ``uint64``, any shape.
+        values: ``uint64`` integers of any shape.
 
     Returns:
         ``uint64`` of the same shape.
@@ -77,11 +77,11 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
     """Hash text to 64 bits: FNV-1a over the UTF-8 bytes, then SplitMix64.
 
-    The result depends on the text and the salt only: not on the process, the platform or a library's version.
+    The result depends on the text and the salt only, not on the process, the platform or a library's version.
 
     Args:
         values: Text without blanks, ``N`` entries.
-        salt: Makes independent hash functions of one.
+        salt: Text that selects the hash function; functions of different salts are independent.
 
     Returns:
         ``uint64 [N]``.
@@ -110,12 +110,12 @@ def column_of(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
     """A column of a frame.
 
     Args:
-        frame: Rows.
-        name: Of the column.
-        place: Where the rows stand, for errors.
+        frame: Frame of rows.
+        name: Name of the column.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: it is missing.
+        DataError: the column is missing.
     """
     if name not in frame.columns:
         raise DataError(
@@ -130,7 +130,7 @@ def first_of(mask: np.ndarray) -> int:
     """Position of the first true entry.
 
     Args:
-        mask: ``bool [N]``, with at least one.
+        mask: ``bool [N]`` with at least one true entry.
     """
     return int(np.argmax(mask))
 
@@ -139,12 +139,12 @@ def numbers_of(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, 
     """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept.
 
     Args:
-        series: The column.
-        name: What errors call it.
-        place: Where its rows stand, for errors.
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: text that is no number, or a type that holds none.
+        DataError: a text is not a number, or the column's type holds no numbers.
     """
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
@@ -176,12 +176,12 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np
     """A dense feature as ``float64 [N]``, blanks as 0, and its blanks as ``bool [N]``.
 
     Args:
-        series: The column, ``N`` rows.
-        feature: What the schema says of it.
-        place: Where its rows stand, for errors.
+        series: Column of ``N`` rows.
+        feature: Feature of the schema.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: a value that is infinite, or that the feature refuses: NaN, a blank, one too large for float32.
+        DataError: a value is infinite or too large for float32, or is NaN or blank and the feature does not allow it.
     """
     values, blank = numbers_of(series, feature.name, place)
     infinite = np.isinf(values)
@@ -214,16 +214,16 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np
 
 
 def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: Place) -> None:
-    """Refuse values whose results float32 does not hold.
+    """Refuse values whose transformed results do not fit into float32.
 
     Args:
-        results: ``float64 [N]``.
-        values: What they were made of, ``float64 [N]``.
-        name: Of the column.
-        place: Where the rows stand, for errors.
+        results: Transformed values, ``float64 [N]``.
+        values: Values before the transform, ``float64 [N]``.
+        name: Name of the column.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: a result is too large; its own row is named.
+        DataError: a result is too large; the row of its value is named.
     """
     large = np.abs(results) > _LARGEST
     if large.any():
@@ -242,13 +242,13 @@ def ids_of(
 
     Args:
         series: Whole numbers, text, dates or truth values, ``N`` entries.
-        name: What errors call the column.
-        place: Where its rows stand, for errors.
-        rows: For entries of lists the row of each, ``int64 [N]``.
-        whole: Write text such as ``42.0`` as ``42``; columns of numbers are always written so.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+        rows: Row of each entry, ``int64 [N]``, for entries of lists; None if each entry is its own row.
+        whole: Whether to write text such as ``42.0`` as ``42``; columns of numbers are always written so.
 
     Raises:
-        DataError: a number that is not whole or that its type does not hold exactly, or another type.
+        DataError: a number is not whole or beyond what its type holds exactly, or the column holds another type.
     """
     dtype = series.dtype
     if dtype.is_float():
@@ -284,25 +284,25 @@ def without_point(text: pl.Series) -> pl.Series:
     """Text in which whole numbers such as ``42.0`` are written as ``42``.
 
     Args:
-        text: ``N`` entries.
+        text: Text column of ``N`` entries.
     """
-    # Most columns hold none, which the plain search tells quickly.
+    # Most columns hold no such text, and a literal search finds that out quickly.
     if not text.str.contains(".0", literal=True).any():
         return text
     return text.str.replace(_WHOLE_OR_POINT, "$1")
 
 
 def flatten(series: pl.Series, feature: ListFeature, place: Place, whole: bool = False) -> tuple[pl.Series, np.ndarray]:
-    """A list column as its kept entries, row after row, and the number of them a row, ``int64 [N]``.
+    """Flatten a list column to its kept entries, row after row, and their number in each row, ``int64 [N]``.
 
     Args:
-        series: The column, ``N`` rows.
-        feature: What the schema says of it.
-        place: Where its rows stand, for errors.
-        whole: Write text such as ``42.0`` as ``42``.
+        series: Column of ``N`` rows.
+        feature: Feature of the schema.
+        place: Place of the rows, for errors.
+        whole: Whether to write text such as ``42.0`` as ``42``.
 
     Raises:
-        DataError: the column holds no lists, or an entry is no id.
+        DataError: the column does not hold lists, or an entry is not an id.
     """
     if series.dtype == pl.String:
         series = series.str.split(feature.separator)
@@ -333,12 +333,12 @@ def labels_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     """A label column as ``uint8 [N]``.
 
     Args:
-        series: The column.
-        name: What errors call it.
-        place: Where its rows stand, for errors.
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: a value other than 0 and 1.
+        DataError: a value is neither 0 nor 1.
     """
     values, blank = numbers_of(series, name, place)
     wrong = blank | ((values != 0) & (values != 1))
@@ -357,12 +357,12 @@ def weights_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     """A column of sample weights as ``float32 [N]``.
 
     Args:
-        series: The column.
-        name: What errors call it.
-        place: Where its rows stand, for errors.
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: a value other than 0 outside of :data:`WEIGHTS`.
+        DataError: a value is not 0 and lies outside of :data:`WEIGHTS`.
     """
     values, blank = numbers_of(series, name, place)
     low, high = WEIGHTS
@@ -382,12 +382,12 @@ def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
 
     Args:
-        series: The column.
-        name: What errors call it.
-        place: Where its rows stand, for errors.
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: a blank, or a value that is no whole number of 64 bits.
+        DataError: a value is blank, or is not a whole number of 64 bits.
     """
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.dt.epoch("s")
@@ -411,15 +411,15 @@ def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
 
 
 def groups_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
-    """Group numbers, ``int64 [N]``: integers as they are, anything else by a hash of its text; blanks are one group.
+    """A column of groups as ``int64 [N]``: integers unchanged, other values hashed as text, blanks as one group.
 
     Args:
-        series: The column.
-        name: What errors call it.
-        place: Where its rows stand, for errors.
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
 
     Raises:
-        DataError: a value that is no id.
+        DataError: a value is not an id.
     """
     blank = np.array(_BLANK_GROUP).astype(np.int64)
     if series.dtype.is_integer():

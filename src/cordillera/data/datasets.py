@@ -51,21 +51,21 @@ class DataConfig(BaseModel):
     Attributes:
         dataset: A data set by name (``cordillera data list``); left out for logs of one's own.
         path: File, folder or pattern, or several: one's own logs, or a downloaded Criteo or Avazu log.
-        format: Of the files. Default: what their names tell.
+        format: Format of the files. Default: the format that their names tell.
         schema_: Which column is what (``schema`` in a recipe). Needed without ``dataset``.
         split: ``time`` (by timestamp: training before validation before test; rows of one second stay together),
             ``order`` (by position), ``random`` (by a hash of position and ``split_seed``). Default: the data set's own;
             for one's own logs ``time`` if the schema has a timestamp, else ``random``.
-        fractions: Of training, validation and test.
-        split_seed: Of the random split.
-        unordered: What rows are that are earlier than the row before, in a split by time: ``refuse`` (an error that
+        fractions: Shares of training, validation and test rows.
+        split_seed: Seed of the random split.
+        unordered: Treatment of rows that are earlier than the row before, in a split by time: ``refuse`` (an error that
             names the line) or ``sort`` (each split is brought into time order).
         tasks: Labels to learn. Default: all.
         batch_size: Rows a training batch.
         evaluation_batch_size: Rows a batch of validation and test.
         shuffle: Order of training batches: ``none``, ``blocks``, ``global`` (see ``Loader``).
         prefetch: Batches that are read ahead.
-        cache_dir: Where prepared data is kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        cache_dir: Folder of prepared data. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
         synthetic: Settings of the made log.
     """
 
@@ -123,10 +123,10 @@ class Dataset:
 
     Attributes:
         summary: One line.
-        source: Where the rows come from.
-        terms: What may be done with them.
+        source: Origin of the rows.
+        terms: Terms of use.
         open: Gives the rows; fetches them if need be.
-        split: How it is split if a recipe does not say.
+        split: Split that is used if a recipe names none.
         needs_files: Whether a person must download it and give its path.
     """
 
@@ -295,7 +295,7 @@ class _Splitter:
             keys = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
             train, validation, _ = self.config.fractions
             return (keys >= train).astype(np.int8) + (keys >= train + validation) * (validation + train < 1)
-        # Only the last of all 64-bit integers has no successor, and then no row lies beyond the bound.
+        # Only the largest 64-bit integer has no successor; then no row lies beyond the bound.
         splits = [keys >= bound if bound < 2**63 else np.zeros(len(keys), dtype=bool) for bound in self.bounds]
         return splits[0].astype(np.int8) + splits[1].astype(np.int8)
 
@@ -572,17 +572,17 @@ def read_rows(
     """Rows of a file to predict on, chunk by chunk, with their places.
 
     Args:
-        path: File, folder or pattern, or several.
-        config: The data that the model was trained on: a Criteo or Avazu file is read as published, with or without
-            its label, any other by its column names.
-        schema: Of the trained model. Default: that of ``config``.
-        format: Of the files. Default: what their names tell.
+        path: One or several files, folders or patterns.
+        config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
+            label; other files by their column names.
+        schema: Schema of the trained model. Default: the schema of ``config``.
+        format: Format of the files. Default: the format that their names tell.
 
     Returns:
         Frames with all columns of the file, for ``Encoder.encode(frame, where=place, labels=False)``.
 
     Raises:
-        DataError: no such file, an empty one, a missing column, a ragged row.
+        DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
     """
     paths = expand_paths(path)
     kind = format or guess_format(paths[0])
@@ -614,7 +614,7 @@ def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
     """The default configuration of a data set.
 
     Args:
-        name: Of ``DATASETS``.
+        name: Name in ``DATASETS``.
         path: Files, of a data set that a person downloads.
 
     Raises:

@@ -1,4 +1,4 @@
-"""CSV and TSV files as frames of text: one row a line, or an error that names the line."""
+"""Reader of CSV and TSV files with one row a line; errors name the line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cordillera.data.columns import Place
 from cordillera.errors import DataError
 
 BLOCK_BYTES = 32 << 20
-"""Size of the blocks that are parsed at a time, in bytes, and of the longest line."""
+"""Size of a block that is parsed at a time, and of the longest line, in bytes."""
 
 _HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 17  # fits into a processor's second cache
@@ -27,25 +27,25 @@ _REMEDY = (
 
 
 class DelimitedFile:
-    """A text file whose lines are rows.
+    """A CSV or TSV file in which each line is one row.
 
-    Each line that is not blank is one row, which is verified by counting: a field in quotation marks ends in its own
-    line, so an unclosed mark cannot swallow the lines after it. Blank lines are skipped and counted, so that errors
-    name the right line. Files that end in ``.gz``, ``.bz2`` or ``.zst`` are read through decompression.
+    A field in quotation marks must end in its own line, so that an unclosed quotation mark cannot join lines; the
+    number of rows is compared with the number of lines. Blank lines are skipped but counted, so that errors name the
+    right line. Files whose names end in ``.gz``, ``.bz2`` or ``.zst`` are decompressed.
 
     Attributes:
-        path: The file.
-        names: Names of its columns.
+        path: Path of the file.
+        names: Names of the columns.
     """
 
     def __init__(self, path: Path, separator: str, *, quoted: bool = True, names: Sequence[str] | None = None) -> None:
         """Open the file and read the names of its columns.
 
         Args:
-            path: The file.
-            separator: One character between fields.
-            quoted: Whether fields may stand in quotation marks; otherwise a quotation mark means itself.
-            names: Column names of a file that has none. Default: its first line names them.
+            path: Path of the file.
+            separator: Character between fields.
+            quoted: Whether fields may stand in quotation marks; if not, a quotation mark is an ordinary character.
+            names: Column names of a file without a header. Default: the first line names the columns.
 
         Raises:
             DataError: the file cannot be read, or its first line does not name columns.
@@ -58,14 +58,14 @@ class DelimitedFile:
             raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=f"{path}, line 1")
 
     def frames(self, wanted: Sequence[str] | None = None) -> Iterator[tuple[pl.DataFrame, Place]]:
-        """Rows in order, every column as text, blanks as null.
+        """Read the rows in order, with every column as text and blanks as null.
 
         Args:
-            wanted: Columns to read. Default: all.
+            wanted: Names of the columns to read. Default: all.
 
         Raises:
-            DataError: a row has too many or too few fields, a field is not closed or holds a line break, the text is
-                not UTF-8, the file is truncated; with its line.
+            DataError: a row has too many or too few fields, a quotation mark is not closed in its line, the text is not
+                UTF-8, or the file is truncated; the line is named.
         """
         line = 1
         for buffer, end in self._blocks(BLOCK_BYTES):
@@ -80,11 +80,11 @@ class DelimitedFile:
             line += lines
 
     def _blocks(self, most: int) -> Iterator[tuple[bytearray, int]]:
-        """Buffers whose first so many bytes are whole lines, at most ``most``; each is overwritten by the next."""
+        """Buffers, with the number of leading bytes in whole lines, at most ``most``; each overwrites the last."""
         filled, first = 0, True
         try:
             packed = self.path.suffix.lower() in (".gz", ".bz2", ".zst", ".lz4", ".br")
-            # One byte more than is read, for the line break that a last line may lack.
+            # One byte of room for the line break that the last line may lack.
             most = most if packed else min(most, self.path.stat().st_size + 1)
             buffer = bytearray(most + 1)
             with pa.input_stream(str(self.path), compression="detect") as stream:
@@ -135,7 +135,7 @@ class DelimitedFile:
     def _frame(
         self, buffer: bytearray, begin: int, end: int, line: int, wanted: Sequence[str] | None
     ) -> tuple[pl.DataFrame, int, np.ndarray | None]:
-        """Rows of a block, its number of lines, and the positions of the rows among them if there are blank ones."""
+        """Rows of a block, its number of lines, and the rows' positions among the lines if there are blank lines."""
         content = np.frombuffer(buffer, np.uint8)[begin:end]
         breaks = content == _BREAK
         lines = int(np.count_nonzero(breaks))
@@ -226,7 +226,7 @@ class DelimitedFile:
                 )
 
     def _fields(self, text: bytes, number: int) -> list[bytes]:
-        """Fields of a line as they stand there, quotation marks included."""
+        """Fields of a line, including their quotation marks."""
         where = f"{self.path}, line {number}"
         if b"\0" in text:
             raise DataError("the line holds a null byte", where=where, remedy="convert the file to UTF-8 text")

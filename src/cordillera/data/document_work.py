@@ -25,10 +25,10 @@ class Sample(NamedTuple):
     """A measured microbatch.
 
     Attributes:
-        documents: How many it holds.
+        documents: Number of documents.
         tokens: Sum of their lengths ``d``.
         squared: Sum of ``d**2``.
-        seconds: Of forward and backward.
+        seconds: Seconds of forward and backward.
     """
 
     documents: int
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
         Args:
             lengths: In tokens.
-            seconds: Of forward and backward.
+            seconds: Seconds of forward and backward.
         """
         return cls(len(lengths), sum(lengths), sum(d * d for d in lengths), seconds)
 
@@ -55,7 +55,7 @@ class DocumentWork(BaseModel):
         token: For each token: matrix products, element-wise kernels, collectives. At least this or ``squared`` is
             above 0.
         squared: For each token and token before it: attention under a document mask.
-        unit: What the three count: ``seconds``, or ``tokens`` for the linear work of so many tokens.
+        unit: Unit of the three: ``seconds``, or ``tokens`` for the linear work of so many tokens.
         provenance: From which measurements or formula these are.
         error: Mean absolute error on the measurements, as a part; None where nothing was fitted.
     """
@@ -81,7 +81,7 @@ class DocumentWork(BaseModel):
 
         Args:
             tokens: ``b``, the length at which attention costs as much as everything else.
-            provenance: Where ``b`` is from.
+            provenance: Origin of ``b``.
 
         Raises:
             DataError: For a length that is not above 0.
@@ -178,19 +178,19 @@ class DocumentWork(BaseModel):
         """Write what :meth:`read` reads.
 
         Args:
-            path: Of the JSON file.
+            path: Path of the JSON file.
         """
         write_atomically(Path(path), sealed_json(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, path: str | Path) -> DocumentWork:
-        """Read a JSON file that :meth:`save` wrote, or one without a checksum that was written by hand.
+        """Read a JSON file, written by :meth:`save` or without a checksum by hand.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
-            DataError: It cannot be read or does not fit its checksum; otherwise it names every value that is wrong.
+            DataError: The file cannot be read, does not match its checksum, or holds wrong values; all are named.
         """
         content = read_sealed(path)
         try:

@@ -39,8 +39,8 @@ class Document:
         text: All of it.
         file: Its file.
         row: Line or row in the file, from 1.
-        url: Of the page that it is a version of; empty for none.
-        date: Of this version, as the file has it: a number, or text that sorts by time. None if nobody asked.
+        url: URL of the page that the document is a version of; empty without one.
+        date: Date of this version as stored in the file: a number, or text that sorts by time. None if not requested.
     """
 
     text: str
@@ -64,7 +64,7 @@ def read_documents(
         paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or
             ``.zst``), ``.parquet``, ``.pq``.
         text_field: Key or column that holds the text.
-        unit: What a document is in a plain text file: the ``file``, or every ``line``.
+        unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         url_field: Key or column that holds the page's address; a row may lack it.
         date_field: Key or column that says how new a version of the page is; a number, or text that sorts by time, as
             ISO 8601 does.

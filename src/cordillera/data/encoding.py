@@ -255,7 +255,7 @@ class _Counts:
         return pl.concat(self.parts).group_by("value").agg(pl.col("count").sum())
 
     def vocabulary(self, min_count: int, limit: int | None) -> tuple[pl.Series, bool]:
-        """The kept values by falling count, and whether all that were seen are whole numbers."""
+        """Values that are kept, in order of falling count, and whether all values seen are whole numbers."""
         if not self.parts:
             return pl.Series("value", [], dtype=pl.String), False
         total = self.total()
@@ -269,16 +269,16 @@ class _Counts:
 
 
 class Encoder:
-    """Turns rows of a log into numbers, by what it learnt from the training rows.
+    """Converts rows of a log to numbers, with vocabularies and transforms fitted on the training rows.
 
     Attributes:
-        schema: Which column is what.
+        schema: Roles of the columns.
         features: Names and table sizes, as models need them.
-        vocabularies: For each table with a vocabulary, its values; the value at position ``i`` has row ``i + 1``.
-        dense_state: For each dense feature the numbers of its transform, and ``fill``, what a blank becomes.
-        rows: Training rows that it was fitted on.
-        whole: Tables whose ids are whole numbers, by all training rows; text such as ``42.0`` is the id ``42`` there.
-            Tables without a vocabulary are among them.
+        vocabularies: Values of each table that has a vocabulary; the value at position ``i`` has row ``i + 1``.
+        dense_state: Numbers of each dense feature's transform, and ``fill``, the value that replaces a blank.
+        rows: Number of training rows that the encoder was fitted on.
+        whole: Names of the tables whose ids were whole numbers in all training rows, and of all tables without a
+            vocabulary; text such as ``42.0`` is the id ``42`` there.
     """
 
     def __init__(
@@ -368,12 +368,13 @@ class Encoder:
 
         Args:
             frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
-            where: File or data set, or the place of the rows in it, for errors.
-            labels: False to predict: labels and weights are not read, group and timestamp only if they are there.
+            where: Name of the file or data set, or the place of the rows, for errors.
+            labels: Whether to read labels and weights. If False, as for predictions, groups and timestamps are read
+                only if the frame holds them.
 
         Raises:
-            DataError: a missing column, a wrong type, a label outside {0, 1}, an infinite dense value, an id out of
-                range, a weight out of range; with file, row, column and remedy.
+            DataError: a column is missing or of a wrong type, a label is neither 0 nor 1, a dense value is infinite, or
+                an id or a weight is out of range; file, row and column are named.
         """
         place = Place(where) if isinstance(where, str) else where
         schema, blanks = self.schema, {}
@@ -426,13 +427,14 @@ class Encoder:
         )
 
     def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
-        """Ids that share row 0 of a vocabulary, as they are blank or training did not keep them.
+        """Count the ids that are blank or not in their vocabulary, which share row 0 of the table.
 
         Args:
             rows: Encoded rows.
 
         Returns:
-            For each feature with a vocabulary the number of such ids, and of all; blank entries of lists are no ids.
+            Number of such ids and number of all ids, by name of each feature with a vocabulary; blank entries of lists
+            are not counted.
         """
         found = {}
         singles = [feature for feature in self.features.sparse if not feature.is_list]

@@ -1,4 +1,4 @@
-"""Raw rows of a split as a file."""
+"""Export of a split's raw rows to a file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from cordillera.errors import DataError
 
 
 def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | None = None) -> int:
-    """Write raw rows of a split, from which ``cordillera predict`` can predict.
+    """Write raw rows of a split to a file that ``cordillera predict`` can read.
 
     Args:
-        config: Which data, and how it is split.
-        path: Ends in ``.csv`` or ``.parquet``; in CSV, list entries are joined by the feature's separator.
-        split: Which rows.
-        rows: The first so many. Default: all.
+        config: Data and the way it is split.
+        path: Path of the file, ending in ``.csv`` or ``.parquet``. In CSV, list entries are joined by the feature's
+            separator.
+        split: Name of the split.
+        rows: Largest number of rows to write, from the first. Default: all.
 
     Returns:
-        The number of rows written.
+        Number of rows written.
 
     Raises:
-        DataError: another ending, or the file cannot be written.
+        DataError: the path has another ending, or the file cannot be written.
     """
     kind = path.suffix.lower()
     if kind not in (".csv", ".parquet"):
@@ -48,7 +49,7 @@ def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | N
             if kind == ".csv":
                 frame = _with_joined_lists(frame, open_schema(config), config)
             try:
-                # Files of one log may hold a column in several types; the first decides.
+                # Files of one log may differ in the type of a column; the first file decides.
                 table = frame.to_arrow() if table is None else frame.to_arrow().cast(table.schema)
             except pa.ArrowInvalid as error:
                 raise DataError(

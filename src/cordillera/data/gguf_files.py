@@ -29,9 +29,9 @@ _HEAD = struct.Struct("<4sIQQ")
 _NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT, _MOST_DIMENSIONS = 32, 4
-# Limits of what stands before the tensors: real files have half a million entries in 20 MB.
+# Limits of the header before the tensors; real files have half a million entries in 20 MB.
 _MOST_BYTES, _MOST_TEXT, _MOST_ENTRIES = 1 << 28, 1 << 24, 1 << 22
-# Values and bytes of a block, by kind of tensor (ggml, ggml-common.h); a tensor of another kind has a byte at least.
+# Values and bytes of a block, by kind of tensor (ggml, ggml-common.h); tensors of other kinds have at least one byte.
 _BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84)}
 _BLOCKS |= {11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 24: (1, 1), 25: (1, 2)}
 _BLOCKS |= {26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)}
@@ -56,24 +56,24 @@ def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, A
     """The metadata of a GGUF file; arguments and errors are those of :func:`gguf_header`.
 
     Args:
-        path: The file.
-        prefix: Only keys that begin so, or with one of these.
+        path: Path of the file.
+        prefix: Prefix, or prefixes, of the keys to return.
     """
     return gguf_header(path, prefix)[0]
 
 
 def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Metadata of a GGUF file (version 2 or 3, little-endian), and where its tensors lie, by name.
+    """Metadata of a GGUF file (version 2 or 3, little-endian), and the places of its tensors, by name.
 
-    The ``gguf`` library makes arrays of every entry of a list, and so is slow with a vocabulary's tokens and merges.
+    The ``gguf`` library makes an array of every entry of a list, which is slow for a vocabulary's tokens and merges.
 
     Args:
-        path: The file.
-        prefix: Only keys that begin so, or with one of these.
+        path: Path of the file.
+        prefix: Prefix, or prefixes, of the keys to return.
 
     Raises:
-        DataError: the file is damaged or cut off: a count, a length or a shape leads beyond its end or beyond what such
-            files have, a name occurs twice, or tensors overlap.
+        DataError: the file is damaged or truncated: a count, a length or a shape exceeds the file or the limits of such
+            files, a name occurs twice, or tensors overlap.
     """
     try:
         with open(path, "rb") as file:
@@ -122,7 +122,7 @@ def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[st
 
 
 def _check_places(places: Mapping[str, GGUFTensor], alignment: int, size: int) -> None:
-    """Tensors begin where they may, end within the file, and no two share a byte."""
+    """Check that tensors are aligned, end within the file and do not overlap."""
     end, before = 0, ""
     for name, tensor in sorted(places.items(), key=lambda entry: entry[1].begin):
         block, width = _BLOCKS.get(tensor.kind, (math.prod(tensor.shape), 1))
@@ -168,7 +168,7 @@ class _Reader:
         return self.number(_NUMBERS[kind])
 
     def place(self) -> tuple[str, GGUFTensor]:
-        """A tensor's name, and the tensor as it begins after the header."""
+        """Name of a tensor, and the tensor with its place relative to the end of the header."""
         name, dimensions = self.value(_STRING), self.number("<I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {dimensions} dimensions")

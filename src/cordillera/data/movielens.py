@@ -102,7 +102,7 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
 
     Args:
         ratings: Columns ``user_id``, ``item_id``, ``rating`` and ``timestamp`` (whole numbers), in time order.
-        genres: Of every film.
+        genres: Genres of every film.
 
     Returns:
         The same rows with more columns; features that need a past and have none are null.

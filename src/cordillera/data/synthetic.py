@@ -34,8 +34,8 @@ class SyntheticConfig(BaseModel):
     """A made click log.
 
     Attributes:
-        rows: Of all splits together.
-        seed: Of the teacher and of the rows. Equal settings give equal rows, whatever the size of chunks.
+        rows: Number of rows of all splits together.
+        seed: Seed of the teacher and of the rows. Equal settings give equal rows, whatever the size of chunks.
         dense: Dense features, standard normal.
         categorical: Categorical features.
         lists: List features, of 0 to ``list_length`` entries.
@@ -48,8 +48,8 @@ class SyntheticConfig(BaseModel):
         rank: Width of the latent vectors.
         slots: Weighted sums of latent vectors that interact.
         linear: Standard deviation of the first-order part of the logit.
-        second: Of the second-order part.
-        fourth: Of the fourth-order part.
+        second: Standard deviation of the second-order part of the logit.
+        fourth: Standard deviation of the fourth-order part of the logit.
         bias: Mean of the logit.
     """
 

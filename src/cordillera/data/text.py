@@ -44,13 +44,13 @@ class TextConfig(BaseModel):
         path: File, folder or pattern, or several; see :func:`text_files`.
         tokenizer: Its file or folder, or a name; see :func:`cordillera.data.tokenizer.load_tokenizer`.
         text_field: Key or column of the text.
-        unit: What a document is in a plain text file: the ``file``, or every ``line``.
+        unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
         eos: Whether they end with the end-of-text token.
-        cleaning: What is dropped. Default: empty documents only.
+        cleaning: Rules for dropping documents. Default: empty documents only.
         shard_tokens: A shard is closed once it holds so many.
-        processes: That tokenise; 0 does it in the caller's. The result is the same.
-        cache_dir: Where the corpus is kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        processes: Number of processes that tokenise; 0 to tokenise in the calling process. The result is the same.
+        cache_dir: Folder of prepared corpora. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,7 +71,7 @@ def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
     """Files of a corpus, in the order in which they are read.
 
     Args:
-        path: As of :func:`cordillera.data.files.expand_paths`; or ``python-library``, the source files of the standard
+        path: As for :func:`cordillera.data.files.expand_paths`; or ``python-library``, the source files of the standard
             library of the Python that runs this, without its tests: real text of very unequal lengths that every
             machine has (a folder so called is ``./python-library``).
 
@@ -122,7 +122,7 @@ def prepare_text(
         language: For ``cleaning.languages``: names the language of a text. Two functions of one module and name are
             taken for the same.
         quality: For ``cleaning.min_quality``: scores a text.
-        verify: As of :class:`TextDataset`.
+        verify: Whether to compare every file with its checksum; see :class:`TextDataset`.
         wait_s: The most seconds to wait for another process that prepares the same text.
 
     Returns:

@@ -64,7 +64,7 @@ class BatchConfig(BaseModel):
     """How documents become microbatches; the section ``[packing]`` of a language model's recipe.
 
     Attributes:
-        tokens: Of an iteration, over all copies of the model; a mean, because documents stay whole.
+        tokens: Number of tokens of an iteration, over all copies of the model; a mean, because documents stay whole.
         context: Tokens of a microbatch, likewise; and the longest document, unless ``data.max_length`` says otherwise.
         microbatches: Of an iteration, over all copies. Default: as many as ``tokens`` make of ``context`` tokens each,
             or as the mesh needs.
@@ -121,7 +121,7 @@ class Microbatches(Sequence[PackedTokens]):
 
     Args:
         sources: The corpora.
-        parts: Of each microbatch.
+        parts: Parts of each microbatch.
     """
 
     def __init__(self, sources: Sequence[Documents], parts: Sequence[Sequence[Part]]) -> None:
@@ -169,8 +169,8 @@ class TextIteration:
 
     Attributes:
         number: From 0.
-        microbatches: Of the whole job; index only those that are computed here.
-        lengths: Of the documents in each microbatch, in tokens.
+        microbatches: Microbatches of the whole job; index only those that are computed here.
+        lengths: Lengths of the documents in each microbatch, in tokens.
         imbalance: Predicted work of the heaviest microbatch over that of the mean one.
         delay: Iterations that a token waited for its microbatch, mean over the tokens.
     """
@@ -201,10 +201,10 @@ class TextBatches(Iterator[TextIteration]):
     Args:
         config: Which text, in which order.
         batch: How it is packed.
-        corpora: Of :func:`cordillera.data.text_corpora.prepare_corpora`, for ``config``.
+        corpora: Result of :func:`cordillera.data.text_corpora.prepare_corpora`, for ``config``.
         work: Predicted work of a document.
-        microbatches: Of an iteration, of :meth:`BatchConfig.count`.
-        seed: Of the order of documents.
+        microbatches: Number of microbatches of an iteration; result of :meth:`BatchConfig.count`.
+        seed: Seed of the order of documents.
 
     Raises:
         DataError: Documents or batches do not fit into the microbatches; or, while iterating, nothing can be predicted.
@@ -381,7 +381,7 @@ class TextBatches(Iterator[TextIteration]):
         """Go on where others of the same text and packing were, in any number of ranks and of microbatches.
 
         Args:
-            state: Of :meth:`state_dict`.
+            state: Result of :meth:`state_dict`.
 
         Raises:
             DataError: It is of another text, order or packing, or damaged; these iterations are then as they were.

@@ -36,8 +36,8 @@ class ShardWriter:
     Each shard's facts are written last, so a shard without them was cut off and is written again.
 
     Args:
-        folder: Where shards lie; made if need be.
-        vocab_size: Of the tokenizer; decides about the dtype.
+        folder: Folder of the shards; created if absent.
+        vocab_size: Size of the tokenizer's vocabulary, which decides the dtype.
         shard_tokens: A shard is closed once it holds so many.
     """
 
@@ -63,7 +63,7 @@ class ShardWriter:
         """Add one document.
 
         Args:
-            tokens: Of the document.
+            tokens: Tokens of the document.
             text_hash: 64 bits of its text, by which documents are told apart whatever the tokenizer.
 
         Raises:
@@ -109,7 +109,7 @@ class ShardWriter:
         """Close the last shard and write ``meta.json``, which makes the folder a corpus.
 
         Args:
-            facts: Of the corpus, for people and for later checks.
+            facts: Facts of the corpus, for people and for later checks.
         """
         self.close()
         meta = {"format": FORMAT, "dtype": self.dtype.str, "shards": self.shards, "facts": facts}
@@ -122,9 +122,9 @@ class Documents(Protocol):
     """What gives tokenised documents: a corpus, or a part of one.
 
     Attributes:
-        folder: Where it lies.
-        offsets: Where documents begin, one after another, ``int64 [documents + 1]``.
-        hashes: Of the documents' texts, ``uint64 [documents]``.
+        folder: Folder of the corpus.
+        offsets: Offsets at which documents begin, in order, ``int64 [documents + 1]``.
+        hashes: Hashes of the documents' texts, ``uint64 [documents]``.
     """
 
     folder: Path
@@ -144,11 +144,11 @@ class TextDataset:
     """A tokenised corpus, memory-mapped; ``dataset[i]`` is document ``i``, ``uint16`` or ``uint32 [T]``.
 
     Args:
-        folder: As :func:`cordillera.data.text.prepare_text` writes it.
-        verify: False to leave out reading every file to compare its checksum, at 1 to 2 GB a second.
+        folder: Folder that :func:`cordillera.data.text.prepare_text` wrote.
+        verify: Whether to compare every file with its checksum, which reads 1 to 2 GB a second.
 
     Raises:
-        DataError: a file is missing, cut off or damaged; it is named.
+        DataError: a file is missing, truncated or damaged; the file is named.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:

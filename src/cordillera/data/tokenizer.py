@@ -26,13 +26,13 @@ class Tokenizer:
             none for ``bytes``.
         path: The file, or the name where there is none.
         encode_plain: Texts to ids, no special tokens.
-        token_bytes: What each id stands for; None where there is no token.
+        token_bytes: Bytes of each id; None for ids without a token.
         special_tokens: Name to id.
         bos_id: Begin of a text, if there is such a token.
         eos_id: End of a text.
-        stop_ids: Where generation ends: end of text, of turn, of message.
+        stop_ids: Ids at which generation ends: end of text, of turn, of message.
         adds_bos: Whether the model expects texts to begin with ``bos_id``.
-        chat_format: How chats are written; None for a model that does not chat.
+        chat_format: Format of chats; None for a model that does not chat.
         fingerprint: SHA-256 of all that decides about ids.
     """
 
@@ -203,15 +203,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse what no tokenizer takes.
+    """Refuse text that no tokenizer can encode.
 
     Args:
-        text: To be tokenised.
-        where: What errors call it.
+        text: Text to tokenise.
+        where: Name of the text in errors.
 
     Raises:
-        DataError: it is no text, or holds a lone surrogate (half a character; so a byte of a command line that is not
-            UTF-8 arrives).
+        DataError: the value is not text, or holds a lone surrogate (half a character). A byte of a command line that is
+            not UTF-8 appears as one.
     """
     if not isinstance(text, str):
         raise DataError(f"only text can be tokenised, got {type(text).__name__}", where=where)

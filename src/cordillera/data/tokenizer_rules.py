@@ -1,7 +1,7 @@
-"""What of a tokenizer's file is passed on to the ``tokenizers`` library, checked before.
+"""Checks of a tokenizer's rules before they are passed to the ``tokenizers`` library.
 
-The library takes rules that end the process, that need hours for a short text, or that make gigabytes of it: a table
-that is no table, an expression that tries every way to cut a run of letters, a replacement of every letter by a page.
+The library accepts rules that end the process, take hours for a short text, or expand it to gigabytes: a table of a
+wrong type, an expression that tries every way to divide a run of letters, a replacement of each letter by a long text.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from cordillera.errors import DataError
 
 TOKENS = 1 << 22
-"""Tokens of a vocabulary, at most: sixteen times those of the largest."""
+"""Largest number of tokens of a vocabulary, about sixteen times that of the largest known vocabularies."""
 
 SPARE_IDS = 1 << 16
-"""Ids that may be left out, besides three for each token."""
+"""Number of ids that may be unused, plus three for each token."""
 
 EXPRESSION = 4096
-"""Characters of an expression."""
+"""Largest number of characters of an expression."""
 
 REPEATS = 3
-"""Parts of any length in one alternative of an expression: the time may grow with a power of them."""
+"""Largest number of parts of variable length in an alternative, the power of a length by which time may grow."""
 
 GROWTH = 64
-"""Characters that normalisation may make of one, by replacements."""
+"""Largest number of characters into which replacements may turn one character."""
 
 _RULES, _DEPTH = 32, 4
 _NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel"))
@@ -35,14 +35,14 @@ _CLASS_OR_LETTER = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)|\(\?(?:[a-z-]*[:)]|[=!>]
 
 
 def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
-    """See that ids are dense enough for a list of all.
+    """Check that ids are dense enough for a list that holds all of them.
 
     Args:
-        path: The file, for errors.
-        names: Tokens with their ids.
+        path: Path of the file, for errors.
+        names: Pairs of a token and its id.
 
     Raises:
-        DataError: an id is not a whole number, or far beyond the number of tokens; there are too many tokens.
+        DataError: an id is not a whole number or far exceeds the number of tokens, or there are too many tokens.
     """
     count, highest, last = 0, -1, ""
     for name, token in names:
@@ -62,15 +62,15 @@ def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_rules(path: object, normalizer: Any, pre_tokenizer: Any) -> None:
-    """See that the rules of ``tokenizer.json`` are of known kinds and bounded.
+    """Check that the rules of ``tokenizer.json`` are of known kinds and take bounded time and memory.
 
     Args:
-        path: The file, for errors.
-        normalizer: Its section, or None.
-        pre_tokenizer: Its section, or None.
+        path: Path of the file, for errors.
+        normalizer: Value of the section ``normalizer``, or None.
+        pre_tokenizer: Value of the section ``pre_tokenizer``, or None.
 
     Raises:
-        DataError: a rule of another kind, or one that could need far more time or memory than its text.
+        DataError: a rule is of another kind, or could take far more time or memory than the length of a text warrants.
     """
     growth = 1
     for rule in _flat(normalizer, "normalizers", f"{path}, normalizer"):
@@ -100,7 +100,7 @@ def _unknown(kind: str, where: str, known: Iterable[str]) -> DataError:
 
 
 def _flat(rule: Any, key: str, where: str, depth: int = 0) -> list[Mapping[str, Any]]:
-    """Rules of a section in order, without the sequences that hold them."""
+    """Rules of a section in order, with nested sequences flattened."""
     if rule is None and not depth:
         return []
     if not isinstance(rule, dict):
@@ -124,7 +124,7 @@ def _text(rule: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _pattern(rule: Mapping[str, Any], where: str) -> tuple[str, bool]:
-    """What a rule looks for, and whether that is an expression."""
+    """Pattern that a rule looks for, and whether it is a regular expression."""
     pattern = rule.get("pattern")
     if isinstance(pattern, dict) and len(pattern) == 1:
         ((kind, text),) = pattern.items()
@@ -146,13 +146,13 @@ def _replacement(rule: Mapping[str, Any], where: str) -> int:
 
 
 def _problem(expression: str) -> str | None:
-    """Why matching an expression could take time beyond any bound; None if it cannot.
+    """Reason why matching an expression could take unbounded time; None if it cannot.
 
-    Only what never branches inside, letters and classes and groups of these, may be repeated.
+    Only items that never branch may be repeated: letters, classes and groups of these.
     """
-    branching = [False]  # of every open group: whether it can match one text in several ways
-    repeats = [0]  # of every open group: parts of any length in its current alternative
-    within, item = 0, None  # depth in a class; whether the last item branches, None where there is none
+    branching = [False]  # for every open group: whether it can match a text in several ways
+    repeats = [0]  # for every open group: number of parts of any length in its current alternative
+    within, item = 0, None  # depth within a class; whether the last item branches, None without an item
     place, quantified = 0, ""
     while place < len(expression):
         if not within and item is not None and (found := _QUANTIFIER.match(expression, place)):

@@ -1,4 +1,4 @@
-"""Tells when far more ids are unseen than in the validation rows, as happens where ids are written differently."""
+"""Warning about features with far more unseen ids than in the validation rows, as when ids are written differently."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from cordillera.data.encoding import EncodedRows, Encoder
 
 MARGIN = 0.1
-"""Share of unseen ids that is tolerated above the share of the validation rows."""
+"""Largest excess over the share of unseen ids in the validation rows that raises no warning."""
 
 DEVIATIONS = 5.0
-"""Standard deviations of the share of a sample of that size that are tolerated besides."""
+"""Largest excess in standard deviations of a share of that many ids that raises no warning."""
 
 
 class UnseenCount:
     """Counts unseen ids over chunks of rows.
 
     Args:
-        encoder: Encodes the rows.
+        encoder: Encoder of the rows.
         facts: Facts of the data set that the model was trained on, as in :class:`~cordillera.data.cache.Splits`.
     """
 
@@ -33,10 +33,12 @@ class UnseenCount:
             self._counts[name] = (before[0] + count, before[1] + total)
 
     def warn(self, where: str) -> None:
-        """Warn of every feature whose share lies more than :data:`MARGIN` and :data:`DEVIATIONS` above.
+        """Warn of every feature whose share of unseen ids exceeds that of the validation rows.
+
+        The excess must be more than :data:`MARGIN`, and more than :data:`DEVIATIONS` standard deviations.
 
         Args:
-            where: File that was counted.
+            where: Name of the file whose rows were counted.
         """
         for name, (count, total) in self._counts.items():
             if total:
@@ -48,7 +50,7 @@ def warn_of_split(facts: dict[str, Any], split: str) -> None:
 
     Args:
         facts: Facts of a data set, as in :class:`~cordillera.data.cache.Splits`.
-        split: ``train``, ``validation`` or ``test``.
+        split: Name of the split: ``train``, ``validation`` or ``test``.
     """
     for name, share in facts["unseen"][split].items():
         if share is not None:
@@ -62,7 +64,7 @@ def _warn(name: str, share: float, total: int, facts: dict[str, Any], where: str
         known, of = (unseen.get("train") or {}).get(name), "training"
     if known is None:
         return
-    # A share of nothing would have no deviation: it is taken for one id in a hundred.
+    # A share of 0 would have a deviation of 0; it counts as one id in a hundred.
     base = max(known, 0.01)
     if share - known > max(MARGIN, DEVIATIONS * (base * (1 - base) / total) ** 0.5):
         warnings.warn(

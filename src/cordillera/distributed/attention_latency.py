@@ -28,7 +28,7 @@ class AnalyticLatency:
 
     Attributes:
         tile: Queries that a kernel computes at once; 128 in FlashAttention's forward, 1 where short calls cost nothing.
-        seconds_per_pair: Of a query and a key. Only its ratio to the next matters in comparisons.
+        seconds_per_pair: Seconds for a pair of a query and a key. In comparisons only its ratio to the next matters.
         seconds_per_call: Beside its pairs.
     """
 
@@ -103,9 +103,9 @@ class MeasuredLatency(BaseModel):
         """A table of what :func:`cordillera.kernels.attention_rates.measure` found.
 
         Args:
-            queries: As they were given to it.
-            keys: Likewise.
-            seconds: What it returned.
+            queries: Queries of the measured call.
+            keys: Keys of the measured call.
+            seconds: Measured seconds of the call.
             provenance: Device, dtype, heads, head dimension, version of torch.
             tile: Queries that a kernel computes at once.
         """
@@ -122,7 +122,7 @@ class MeasuredLatency(BaseModel):
         """Read a table from a JSON file.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
             DataError: If it is not there or not such a table.

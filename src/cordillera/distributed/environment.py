@@ -1,4 +1,4 @@
-"""What a launcher says to a process: its rank, the number of processes, and where they meet."""
+"""Variables by which a launcher gives a process its rank, the number of processes and the address of their store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cordillera.errors import PlanError
 
 TOKEN = "CORDILLERA_JOB_TOKEN"
-"""Environment variable with the secret that signs what the processes of a job tell each other."""
+"""Environment variable with the secret that signs the values that the processes of a job exchange."""
 
 _MOST = 1_000_000  # processes of a job
 
@@ -24,8 +24,8 @@ class Place(NamedTuple):
         local_rank: Number of this process on its machine, from 0.
         address: Host of the job's store.
         port: TCP port of the job's store.
-        restarts: How often the launcher has started all processes anew.
-        is_launchers: Whether the launcher holds the store; rank 0 does otherwise.
+        restarts: Number of times that the launcher has restarted all processes.
+        is_launchers: Whether the launcher holds the store; if not, rank 0 holds it.
     """
 
     rank: int
@@ -43,10 +43,10 @@ def place_in_job(environment: Mapping[str, str] | None = None) -> Place | None:
     A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
 
     Args:
-        environment: Variables to read instead of those of this process.
+        environment: Environment variables. Default: those of this process.
 
     Raises:
-        PlanError: If a variable is absent, is no number, or is out of range.
+        PlanError: If a variable is absent, is not a number, or is out of range.
     """
     given = os.environ if environment is None else environment
     if "RANK" not in given or "WORLD_SIZE" not in given:
@@ -71,7 +71,7 @@ def place_in_job(environment: Mapping[str, str] | None = None) -> Place | None:
 
 
 def is_silent() -> bool:
-    """Whether this process is a rank other than 0 of a job, and leaves the terminal to rank 0."""
+    """Whether this process is a rank of a job other than 0, which prints nothing."""
     try:
         place = place_in_job()
     except PlanError:
@@ -80,11 +80,11 @@ def is_silent() -> bool:
 
 
 def job_key(scope: str, token: str | None = None) -> bytes:
-    """The key that signs values of a job: from the job's token, without one from what anybody may know.
+    """Key that signs the values of a job, derived from the job's token; without a token, from public values.
 
     Args:
-        scope: Name of the job among those of one token; values of one scope are not valid in another.
-        token: The job's token; None for that of the environment.
+        scope: Name of the job among the jobs of one token; values of one scope are not valid in another.
+        token: Token of the job; None for the token of the environment.
     """
     token = os.environ.get(TOKEN, "") if token is None else token
     return hashlib.sha256(f"{scope}\0{token}".encode("utf-8", "surrogateescape")).digest()

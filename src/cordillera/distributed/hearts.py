@@ -29,7 +29,7 @@ class RankError(PeerError):
         what: One sentence that names the rank.
         ranks: Whose fault it was; empty where that cannot be said.
         where: Who says so.
-        remedy: What to do about it.
+        remedy: Advice on what to do about it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Beat(NamedTuple):
     Attributes:
         number: Rises with every beat.
         life: Rises when the loop said where it is or computed since the last beat.
-        moves: How often the loop said where it is.
+        moves: Number of times that the loop has reported its position.
         where: It was then, and the line of its program.
         waits: Whether that line waits for other processes.
     """
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
     Attributes:
         ranks: Whose fault it was; empty where that cannot be said.
         what: One sentence.
-        remedy: What to do about it.
+        remedy: Advice on what to do about it.
     """
 
     ranks: tuple[int, ...]
@@ -95,10 +95,10 @@ class Hearts:
     reads every heart each time, which is for hundreds of processes, not for many thousands.
 
     Args:
-        store: That all of them reach; of this job and attempt only.
+        store: Store that all processes reach, used by this job and attempt only.
         size: Processes.
         deadline_s: The longest that a heart may be silent, and that all may stand still while one is waited for.
-        join_s: The longest until a first beat, seconds.
+        join_s: Longest time until a first beat, in seconds.
         clock: Seconds.
 
     Attributes:
@@ -123,7 +123,7 @@ class Hearts:
 
         Args:
             rank: It.
-            beat: What it says.
+            beat: Beat of this process.
         """
         self._store.set(f"heart/{rank}", beat._replace(where=beat.where[:_MOST_PLACE]))
 
@@ -150,7 +150,7 @@ class Hearts:
         """Tell all processes why the job cannot go on.
 
         Args:
-            verdict: What is to be told.
+            verdict: Verdict to tell to all processes.
 
         Returns:
             What they are told: the first that any process came to.
@@ -182,7 +182,7 @@ class Hearts:
         """Whom the others wait for.
 
         Args:
-            seconds: That they have waited.
+            seconds: Time that the processes have waited, in seconds.
         """
         suspects = self.suspects()
         if suspects:
@@ -258,7 +258,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _beat(value: Any) -> Beat | None:
-    """The beat that a value of the store is; None if it is none."""
+    """Beat of a value from the store; None if the value is not a beat."""
     if not isinstance(value, list) or len(value) != len(Beat._fields):
         return None
     number, life, moves, where, waits = value
@@ -270,7 +270,7 @@ def _beat(value: Any) -> Beat | None:
 
 
 def _verdict(value: Any, size: int) -> Verdict | None:
-    """The verdict that a value of the store is; None if it is none."""
+    """Verdict of a value from the store; None if the value is not a verdict."""
     if not isinstance(value, list) or len(value) != len(Verdict._fields):
         return None
     ranks, *texts = value

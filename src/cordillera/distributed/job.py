@@ -31,14 +31,14 @@ from cordillera.distributed.job_store import JobStore, StoreError, within
 from cordillera.distributed.watch import JOIN_S, Watch, WatchConfig
 from cordillera.errors import DependencyError, PlanError, printable
 
-_END_S = 60  # of a process that failed; what torch holds is left behind, so this is a last resort
-_TAKEN_S = 10.0  # that is waited for what listens to answer
+_END_S = 60  # until a process that failed is ended although torch still waits
+_TAKEN_S = 10.0  # until a port on which something listens must answer
 _LOOK_S = 0.1
 _SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
 
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that ask to stop; SIGHUP comes when the terminal is closed."""
+"""Signals that ask a process to stop; SIGHUP is sent when the terminal is closed."""
 
 
 class Job(NamedTuple):
@@ -48,8 +48,8 @@ class Job(NamedTuple):
         rank: Its number.
         size: Processes.
         watch: Over all of them.
-        restarts: How often the launcher has started all of them anew, because one ended (``torchrun --max-restarts``).
-        store: What processes keep for those that are started in their place; the launcher holds it.
+        restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
+        store: Store that survives a restart of the processes; the launcher holds it.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 _job: Job | None = None
 _joined = 0
-_held: dict[tuple[str, int], dist.TCPStore] = {}  # stores that this process holds for its jobs, one after another
+_held: dict[tuple[str, int], dist.TCPStore] = {}  # stores of this process, by address and port; jobs use them in turn
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def join_job(
     stop: threading.Event | None = None,
     abandon: Callable[[RankError], None] | None = None,
 ) -> Iterator[Job]:
-    """Be one of the job's processes, with a process group, until the end of the ``with`` block.
+    """Join a job as one of its processes, with a process group, until the end of the ``with`` block.
 
     A launcher's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK`` for its
     GPU) says which; without it, the job is this process. A group that exists is used and left as it is, and within a
@@ -83,15 +83,15 @@ def join_job(
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        deadline_s: The longest that one wait for other processes may take, seconds.
-        join_s: The longest until all processes have come, seconds.
-        stop: What a request to stop sets; made if None.
-        abandon: Ends this process at once, with an error that its main thread did not raise.
+        deadline_s: Longest time of one wait for other processes, in seconds.
+        join_s: Longest time until all processes have joined, in seconds.
+        stop: Event that a request to stop sets; a new one if None.
+        abandon: Function that ends this process at once, with an error that its main thread did not raise.
 
     Raises:
-        RankError: If another process ended, stalled or failed, instead of torch's error where a collective broke; if
-            one did not come, or two have the same rank.
-        PlanError: If the environment's variables are not all there, or make no sense.
+        RankError: If another process ended, stalled or failed, in place of torch's error of a broken collective; or if
+            a process did not join, or two processes have the same rank.
+        PlanError: If an environment variable of the launcher is absent or not valid.
         DependencyError: If there is no GPU for this process.
     """
     global _job, _joined
@@ -117,7 +117,7 @@ def join_job(
         with contextlib.ExitStack() as handled, watch, watch.explaining():
             if is_owner:
                 watch.meet("beginning")  # the time that a group takes for connections is one wait's
-            handled.enter_context(stopped_by_signals(watch.stop))  # until an error is explained
+            handled.enter_context(stopped_by_signals(watch.stop))  # until the cause of an error is found
             if is_owner:
                 if device is not None:
                     torch.cuda.set_device(device)
@@ -143,7 +143,7 @@ def join_job(
 
 
 def _job_store(store: dist.Store, scope: str, config: WatchConfig) -> JobStore:
-    # a client of its own: the main thread may wait with the other
+    # a separate client, as the main thread may be waiting in the other
     return JobStore(dist.PrefixStore(scope, store.clone()), job_key(scope), config.patience_s)  # type: ignore[attr-defined]
 
 
@@ -158,7 +158,7 @@ def _rendezvous(place: Place | None, join_s: float) -> tuple[dist.Store, int, in
         if held is not None:
             return held, 0, place.size, "rank 0"
         listening = _listen(place)
-        join_s = min(join_s, _TAKEN_S)  # somebody listens
+        join_s = min(join_s, _TAKEN_S)  # something listens at the port
     try:
         _find(place, join_s)
         store = _connect(place, listening, began + join_s - time.monotonic())
@@ -188,7 +188,7 @@ def _listen(place: Place) -> socket.socket | None:
     try:
         loopback = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address).is_loopback
     except ValueError:
-        loopback = False  # a name
+        loopback = False  # a host name
     try:
         if loopback:
             family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
@@ -209,7 +209,7 @@ def _listen(place: Place) -> socket.socket | None:
 
 
 def _find(place: Place, seconds: float) -> None:
-    """Wait until somebody listens where the store is to be; in Python, which hears Ctrl-C."""
+    """Wait until something listens at the store's address; the wait is in Python, so that Ctrl-C is handled."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -246,7 +246,7 @@ def _connect(place: Place, listening: socket.socket | None, seconds: float) -> d
 
 
 def _call_roll(board: JobStore, rank: int, size: int, watch: Watch) -> None:
-    """Say who this process is, and refuse a rank that another has, or another number of processes."""
+    """Register this process, and refuse a rank that another process has or a different number of processes."""
     try:
         agreed = board.first("size", size)
         own = [socket.gethostname()[:100], os.getpid(), secrets.token_hex(8)]
@@ -263,14 +263,14 @@ def _call_roll(board: JobStore, rank: int, size: int, watch: Watch) -> None:
         what = f"two processes say that they are rank {rank}: {_who(first)} and {_who(own)}"
         remedy = "give each process a RANK of its own, and each job a MASTER_PORT of its own"
     verdict = Verdict((rank,), what, remedy)
-    if not is_running:  # else the job of the others goes on
+    if not is_running:  # otherwise the job of the other processes goes on
         with contextlib.suppress(StoreError):
             watch.tell(verdict)
     raise verdict.error()
 
 
 def _who(entry: Any) -> str:
-    """The process of an entry in the roll."""
+    """Description of the process of an entry in the roll."""
     if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str) and type(entry[1]) is int:
         return f"process {entry[1]} on {printable(entry[0])[:100]}"
     return "another process"
@@ -297,12 +297,13 @@ def _device(device_type: str, place: Place | None) -> int | None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP ask to stop, a second one raises KeyboardInterrupt; in the main thread alone.
+    """Set an event on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
 
-    Signals that are ignored stay so: then a launcher tells.
+    Outside of the main thread nothing is handled. Signals that are ignored stay ignored; the launcher then passes on
+    the request.
 
     Args:
-        stop: What the first one sets.
+        stop: Event that the first signal sets.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -321,10 +322,10 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGHUP, those that are not ignored, until the end of the ``with`` block.
+    """Handle Ctrl-C, SIGTERM and SIGHUP until the end of the ``with`` block, except signals that are ignored.
 
     Args:
-        handle: Called with the signal's number and the frame.
+        handle: Function that is called with the number of the signal and the frame.
     """
     heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in heard}
@@ -336,9 +337,9 @@ def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def _end_soon() -> None:
-    """At the end of a process that failed: torch neither waits for those that do not come nor aborts this process.
+    """Prepare the exit of a process that failed, so that torch neither waits for absent ranks nor aborts the process.
 
-    Its process groups are left to the system, which ends the process should anything else wait.
+    Process groups are not destroyed. A timer ends the process if anything else waits.
     """
     with contextlib.suppress(AttributeError):
         for group in list(dist.distributed_c10d._world.pg_map):

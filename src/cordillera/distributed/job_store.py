@@ -1,9 +1,10 @@
-"""Values that the processes of a job tell each other: signed, checked when they are read, each call with a deadline.
+"""Signed values that the processes of a job exchange through a store, with a deadline for every call.
 
-torch's stores know no users: whoever reaches the TCP port can read, write and delete keys. So every value carries a
-signature with the job's key; what others wrote is as good as absent. A store that is a TCP connection may stop
-answering (a link that is down, a host that was suspended), and torch then waits inside a call in which Python hears no
-signal. So calls are made by a thread of their own, and the one who asks waits no longer than the deadline.
+torch's stores do not authenticate users: any process that reaches the TCP port can read, write and delete keys.
+Therefore every value is signed with the job's key, and values without a valid signature count as absent. A TCP
+connection to a store may also stop answering, because a link is down or a host is suspended. torch then waits in a call
+during which Python handles no signals. Therefore a separate thread makes the calls, and callers wait no longer than the
+deadline.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-_MOST_BYTES = 65_536  # of a value
-_ABSENT = "absent"  # no signed value
+_MOST_BYTES = 65_536  # largest value
+_ABSENT = "absent"  # stands for a value that is absent or not signed
 _SLICE_S = 0.5
 
 _Result = TypeVar("_Result")
 
 
 class StoreError(RuntimeError):
-    """The job's store has ended, or broke the connection."""
+    """The job's store has ended or has closed the connection."""
 
 
 class StoreSilent(StoreError):
@@ -35,13 +36,13 @@ class StoreSilent(StoreError):
 
 
 def within(seconds: float, function: Callable[[], _Result]) -> _Result:
-    """Call a function that Python cannot interrupt, and wait for it no longer than a deadline.
+    """Call a function that Python cannot interrupt, with a deadline.
 
-    Time in which this process itself did not run is not counted. Signals are handled while it waits.
+    Time during which this process was suspended is not counted. Signals are handled during the wait.
 
     Args:
-        seconds: The deadline.
-        function: Runs in a thread of its own, which is left behind when the deadline passes.
+        seconds: Deadline, in seconds.
+        function: Function to call, in a separate thread that is abandoned when the deadline passes.
 
     Raises:
         TimeoutError: If the deadline passes.
@@ -66,12 +67,12 @@ def within(seconds: float, function: Callable[[], _Result]) -> _Result:
 
 
 class JobStore:
-    """Values of one job in a store, by key: what JSON can hold.
+    """Values of one job in a store, by key; values are those that JSON can hold.
 
     Args:
-        store: Reached by all processes of the job.
-        key: Signs values, equal in all processes (:func:`cordillera.distributed.environment.job_key`).
-        deadline_s: The longest that a call may take, seconds.
+        store: Store that all processes of the job reach.
+        key: Key that signs values, equal in all processes (:func:`cordillera.distributed.environment.job_key`).
+        deadline_s: Longest time of a call, in seconds.
     """
 
     def __init__(self, store: dist.Store, key: bytes = b"", deadline_s: float = 60.0) -> None:
@@ -85,8 +86,8 @@ class JobStore:
         """Write a value.
 
         Args:
-            key: Its key.
-            value: What JSON can hold.
+            key: Key of the value.
+            value: Value that JSON can hold.
 
         Raises:
             StoreError: If the store does not take it in time.
@@ -95,11 +96,11 @@ class JobStore:
         self._call(lambda: self._store.set(key, text))
 
     def first(self, key: str, value: Any) -> Any:
-        """Write a value unless one was written before, and return the one that stands.
+        """Write a value unless the key has one, and return the value of the key.
 
         Args:
-            key: Its key.
-            value: What JSON can hold.
+            key: Key of the value.
+            value: Value that JSON can hold.
 
         Raises:
             StoreError: If the store does not answer in time.
@@ -108,7 +109,7 @@ class JobStore:
 
         def propose() -> bytes:
             found: bytes = self._store.compare_set(key, "", text)
-            if self._read(key, found) is None:  # somebody else's
+            if self._read(key, found) is None:  # written by another process
                 self._store.set(key, text)
                 return text.encode()
             return found
@@ -116,23 +117,23 @@ class JobStore:
         return self._read(key, self._call(propose))
 
     def read(self, keys: Sequence[str]) -> list[Any]:
-        """Values as they stand now; None for those that are absent or not signed with the job's key.
+        """Current values of keys; None for values that are absent or not signed with the job's key.
 
         Args:
-            keys: Their keys.
+            keys: Keys of the values.
 
         Raises:
             StoreError: If the store does not answer in time.
         """
 
-        # unlike get, this does not wait for a key that somebody has deleted
+        # Unlike get, this does not wait for a key that was deleted.
         def look() -> list[bytes]:
             return [self._store.compare_set(key, _ABSENT, _ABSENT) for key in keys]
 
         return [self._read(key, text) for key, text in zip(keys, self._call(look), strict=True)]
 
     def close(self) -> None:
-        """End the thread that makes the calls; one that still waits ends with its call."""
+        """End the thread that makes the calls, after the call in progress."""
         self._is_silent = True
         self._calls.put(None)
 
@@ -185,5 +186,5 @@ def _wait(done: threading.Event, seconds: float) -> bool:
         began = time.monotonic()
         if done.wait(min(left, _SLICE_S)):
             return True
-        left -= min(time.monotonic() - began, 2 * _SLICE_S)  # more is time in which this process was stopped
+        left -= min(time.monotonic() - began, 2 * _SLICE_S)  # longer: this process was suspended
     return done.is_set()

@@ -40,7 +40,7 @@ from cordillera.errors import DependencyError, PlanError, printable
 from cordillera.kernels.threads import usable_cores
 
 _POLL_S = 0.1
-_FIND_S = 20.0  # until the store, in this process, answers
+_FIND_S = 20.0  # until the store, which is in this process, answers
 _FINISH_S = 15.0  # from what a process gave back to its end
 _SAME_S = 1.0  # signals within this time are one: a launcher may send again what the terminal has sent
 _LAST_LINES, _LAST_BYTES = 5, 4_000
@@ -50,14 +50,14 @@ _starting = threading.Lock()  # the environment is the process's
 
 
 class LaunchConfig(BaseModel):
-    """How processes are started.
+    """Settings for starting processes.
 
     Attributes:
         device_type: ``cpu``, or ``cuda`` with a GPU for each process.
-        threads: That each computes with on the CPU; None for its share of the cores.
-        deadline_s: The longest from the moment at which one stops, or stands still while others wait for it, to the
-            end of the job, seconds.
-        remedy: What to do when one has ended, for instance with which command to resume.
+        threads: Number of CPU threads of each process; None for an equal share of the cores.
+        deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
+            the end of the job, in seconds.
+        remedy: Advice for errors about a process that ended, for instance the command that resumes the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +80,7 @@ class _Told(NamedTuple):
     message: bytes
 
 
-_to_launcher: Connection | None = None  # of a rank
+_to_launcher: Connection | None = None  # set in ranks
 
 
 def tell(message: Any) -> None:
@@ -105,28 +105,29 @@ def launch(
     config: LaunchConfig | None = None,
     hear: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Do work in several processes on this machine, each in their process group and under their watch.
+    """Run a function in several processes on this machine, which form a process group and watch each other.
 
     Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watch.stop <cordillera.distributed.watch.Watch>`); a second one ends all at once. In the ranks,
-    :func:`~cordillera.distributed.job.join_job` gives the job and its watch. What the ranks tell each other is signed
-    with a secret that they alone are given.
+    (:attr:`Watch.stop <cordillera.distributed.watch.Watch>`); a second one ends all of them at once. In the ranks,
+    :func:`~cordillera.distributed.job.join_job` gives the job and its watch. Values that the ranks exchange are
+    signed with a secret that only they receive.
 
     Args:
-        work: ``work(rank, *arguments)``, importable by the processes.
-        size: How many.
-        arguments: Plain values.
-        config: How they are started.
-        hear: Called with every message that a rank sends by :func:`tell`, in order; what it raises ends all.
+        work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.
+        size: Number of processes.
+        arguments: Arguments of ``work``, plain values.
+        config: Settings for starting the processes.
+        hear: Function called with every message that a rank sends by :func:`tell`, in order. An error that it raises
+            ends all ranks.
 
     Returns:
-        What ``work`` gave on rank 0.
+        Result of ``work`` on rank 0.
 
     Raises:
         RankError: If a rank was ended or stalled; the message names it.
-        CordilleraError: That a rank raised, of its class, with the rank before its place unless all raised the same.
+        CordilleraError: If a rank raised one. The class is kept; the rank is named unless all raised the same error.
         DependencyError: If there are fewer GPUs than processes.
-        KeyboardInterrupt: At the second Ctrl-C or SIGTERM.
+        KeyboardInterrupt: At the second Ctrl-C, SIGTERM or SIGHUP.
     """
     config = config or LaunchConfig()
     if config.device_type == "cuda" and torch.cuda.device_count() < size:
@@ -151,7 +152,7 @@ def launch(
 
 
 def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
-    """The job's store, in this process."""
+    """Create the job's store in this process."""
     seconds, port = config.deadline_s, listener.getsockname()[1]
 
     def hold() -> dist.TCPStore:
@@ -250,7 +251,7 @@ class _Supervisor:
 
     def result(self) -> Any:
         """Of rank 0, when all have ended."""
-        # the store may not answer: this thread, which hears signals, never asks it
+        # The store may not answer, so this thread, which handles signals, never calls it.
         threading.Thread(target=self._keep_looking, name="cordillera launcher", daemon=True).start()
         try:
             return self._result()
@@ -284,7 +285,7 @@ class _Supervisor:
         raise self._error()
 
     def _have_others_ended(self, verdict: Verdict) -> bool:
-        """Whether all have ended but those that are known not to go on."""
+        """Whether all ranks have ended except those that the verdict names as stopped."""
         return all(rank.outcome is not None for rank in self._ranks if rank.number not in verdict.ranks)
 
     def _pass_on_signals(self) -> None:
@@ -297,7 +298,7 @@ class _Supervisor:
                 rank.stop()
 
     def _keep_looking(self) -> None:
-        """Look into the store, in a thread of its own."""
+        """Read the store repeatedly, in a separate thread."""
         try:
             while not self._is_over.is_set():
                 self._judge()
@@ -386,7 +387,7 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
     try:
         for number in range(size):
             pipe, other = context.Pipe()
-            log = tempfile.TemporaryFile()  # noqa: SIM115 (has no name, goes with its last process)
+            log = tempfile.TemporaryFile()  # noqa: SIM115 (has no name, deleted with its last process)
             output = _Output(log if number else None)
             process = context.Process(
                 target=_be_rank, args=(payload, other, config, threads, output), name=f"cordillera rank {number}"
@@ -400,7 +401,7 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
 
 
 class _Output:
-    """Where a rank writes, handed to its process: a file without a name; None for the terminal."""
+    """File without a name to which a rank writes, passed to its process; None for the terminal."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
@@ -419,7 +420,7 @@ def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: in
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # what it starts ends with it
     stop = threading.Event()
-    for number in STOPPING:  # the launcher tells what the terminal says
+    for number in STOPPING:  # the launcher passes on the terminal's signals
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -76,11 +76,11 @@ class ParallelConfig(BaseModel):
             V-shaped have 2.
         reshard_after_forward: Whether a block's gathered weights are freed between forward and backward; None for yes
             without a pipeline and no with one, where they would be gathered again for every microbatch.
-        sharding: How a sequence is cut over the context ranks (:mod:`cordillera.distributed.sharding`).
-        transport: Of keys and values between them (:mod:`cordillera.distributed.context_parallel`).
+        sharding: Strategy that divides sequences among the context ranks (:mod:`cordillera.distributed.sharding`).
+        transport: Transport of keys and values between them (:mod:`cordillera.distributed.context_parallel`).
         sequence: Whether activations between cut matrices are cut along their tokens over the tensor ranks (sequence
             parallelism); else each of these has all of them.
-        recompute: What a backward computes again instead of keeping it: nothing, feed-forward nets, whole blocks.
+        recompute: Parts that a backward computes again instead of storing: none, feed-forward nets or whole blocks.
         deadline_s: The longest that one wait for other ranks may take, seconds.
     """
 
@@ -138,7 +138,7 @@ class ParallelConfig(BaseModel):
         """The pipeline's schedule.
 
         Args:
-            microbatches: That each copy of the model takes.
+            microbatches: Number of microbatches of each copy of the model.
 
         Raises:
             PlanError: If the family has none for so few.
@@ -180,14 +180,14 @@ class ProcessMesh:
     A job of one process needs no launcher: where there is no process group yet, it gets one of its own.
 
     Args:
-        config: How the job is cut.
+        config: Sizes of the mesh.
         device_type: ``cpu`` or ``cuda``.
 
     Attributes:
-        config: Likewise.
-        rank: Of this process in the job.
+        config: Sizes of the mesh.
+        rank: Rank of this process in the job.
         place: Its place in each of :data:`DIMENSIONS`.
-        device_type: Of the tensors.
+        device_type: Device type of the tensors.
         context_group: Ranks that share its sequences.
         ends_group: The first and the last rank of its pipeline; None where it is neither, and without a pipeline.
 
@@ -249,7 +249,7 @@ class ProcessMesh:
         """Every process's numbers, known to all: ``float64 [world, n]``.
 
         Args:
-            numbers: Of this process; as many on each.
+            numbers: Numbers of this process; every process passes equally many.
 
         Raises:
             PeerError: If a process does not come in time.
@@ -280,7 +280,7 @@ def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Which rank has which place.
 
     Args:
-        config: How the job is cut.
+        config: Sizes of the mesh.
 
     Returns:
         Ranks by place, and the names of the five dimensions: those of :data:`DIMENSIONS`, but of shard and context the

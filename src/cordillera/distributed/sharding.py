@@ -29,7 +29,7 @@ from cordillera.files import parse_json
 Integers = NDArray[np.int64]
 
 MOST_TOKENS = 1 << 31
-"""Tokens that one plan may hold, so that their pairs are counted in 64 bits."""
+"""Largest number of tokens of a plan, so that the number of their pairs fits into 64 bits."""
 
 
 class Chunk(NamedTuple):
@@ -53,7 +53,7 @@ class ShardPlan:
     Documents lie one after another in document order (``offsets``); ranks hold their chunks one after another.
 
     Attributes:
-        mode: How it was made, for people.
+        mode: Name of the strategy that made the plan, for people.
         lengths: Tokens of each document; a document may be empty.
         ranks: Chunks of each rank; a rank may have none.
 
@@ -165,7 +165,7 @@ class ShardPlan:
         """Seconds of the slowest rank's attention.
 
         Args:
-            latency: Of calls by their lengths.
+            latency: Latency of attention calls by their lengths.
         """
         return max(latency(*self.calls(rank)) for rank in range(self.size))
 
@@ -203,7 +203,7 @@ def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
     Args:
         lengths: Tokens of each document.
-        ranks: How many.
+        ranks: Number of ranks.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -219,7 +219,7 @@ def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
     Args:
         lengths: Tokens of each document.
-        ranks: How many.
+        ranks: Number of ranks.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -235,7 +235,7 @@ def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> Sh
 
     Args:
         lengths: Tokens of each document.
-        ranks: How many.
+        ranks: Number of ranks.
         whole_below: Shorter documents are cut together, as one sequence.
 
     Raises:
@@ -254,8 +254,8 @@ def adaptive(lengths: Sequence[int], ranks: int, latency: Latency = AnalyticLate
 
     Args:
         lengths: Tokens of each document.
-        ranks: How many.
-        latency: Of a rank's attention.
+        ranks: Number of ranks.
+        latency: Latency of a rank's attention.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.

@@ -30,7 +30,7 @@ ABANDONED = 75
 """Exit code of a process that was ended because another could not go on: to be tried again, by sysexits.h."""
 
 JOIN_S = 60.0
-"""Seconds after which a process that has not come is missing; processes of one job start at about the same time."""
+"""Seconds after which a process that has not joined counts as missing."""
 
 _SILENT_S = 3.0  # a heart that is silent for so long is taken for dead once a connection broke
 _EXPLAIN_S = 15.0  # the longest that is waited for such evidence
@@ -45,12 +45,12 @@ _ROOM = str(Path(__file__).parent) + os.sep
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """How long is waited.
+    """Time limits of a watch.
 
     Attributes:
-        deadline_s: The longest from the moment at which a process stops, or stands still while others wait for it,
-            to the end of the job, seconds.
-        join_s: The longest until all processes have come, seconds.
+        deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
+            the end of the job, in seconds.
+        join_s: Longest time until all processes have joined, in seconds.
     """
 
     deadline_s: float = 300.0
@@ -63,12 +63,12 @@ class WatchConfig:
 
     @property
     def grace_s(self) -> float:
-        """Seconds between an error that was found and the end of a process that did not raise it."""
+        """Seconds between the discovery of an error and the end of a process that did not raise it."""
         return min(3.0, self.deadline_s / 8)
 
     @property
     def patience_s(self) -> float:
-        """Seconds of silence or standstill after which a process is given up, so that the job ends by the deadline."""
+        """Seconds without a beat or progress after which a process counts as lost; the job ends by the deadline."""
         return self.deadline_s - self.grace_s - 2 * self.beat_s
 
 
@@ -76,12 +76,12 @@ class Watch:
     """This process's part in the watch, from ``with`` to its end.
 
     Args:
-        config: How long is waited.
-        store: That all processes of the job reach, of this job and attempt only.
-        rank: Of this process.
+        config: Time limits of the watch.
+        store: Store that all processes of the job reach, used by this job and attempt only.
+        rank: Rank of this process.
         size: Processes; alone, there is nothing to watch.
         host: Who holds the store, for errors.
-        stop: What a request to stop sets; made if None.
+        stop: Event that a request to stop sets; a new one if None.
         abandon: Ends this process at once, with an error that its main thread did not raise.
 
     Attributes:
@@ -150,7 +150,7 @@ class Watch:
         """Wait until every process has come here.
 
         Args:
-            name: Of the place; each is for once.
+            name: Name of the place, used only once.
 
         Raises:
             RankError: If one does not come.
@@ -170,13 +170,13 @@ class Watch:
         self.at("its end")
         self.meet("end")
         self._end_threads()
-        with contextlib.suppress(StoreError):  # that the first to go took the store along
+        with contextlib.suppress(StoreError):  # the first process to leave may have ended the store
             self._store.set(f"gone/{self._rank}", True)
             if self._rank == 0:
                 self._wait_for_flags("gone", _EXPLAIN_S)
 
     def _wait_for_flags(self, name: str, seconds: float) -> None:
-        """Wait until every process has set its flag, no longer than so many seconds."""
+        """Wait until every process has set its flag, for at most ``seconds``."""
         left, until, pause = set(range(self._size)), time.monotonic() + seconds, _LOOK_S
         while True:
             ranks = sorted(left)
@@ -209,7 +209,7 @@ class Watch:
         """Who ended or was late, where a collective broke; waits some seconds until that can be told.
 
         Args:
-            error: Of the collective.
+            error: Error of the collective.
         """
         is_late = any(word in str(error).lower() for word in ("timed out", "timeout", " within "))
         until = time.monotonic() + (3 * self._beat_s + 1 if is_late else _EXPLAIN_S)
@@ -317,10 +317,10 @@ class Watch:
         """Tell all processes why the job cannot go on.
 
         Args:
-            verdict: What is to be told.
+            verdict: Verdict of this process.
 
         Returns:
-            What they are told: the first that any process came to.
+            Verdict that all processes receive: the first that any process gave.
         """
         with self._lock:
             return self._hearts.verdict or self._hearts.accuse(verdict)
@@ -336,7 +336,7 @@ class Watch:
         """The error of a job whose store has ended or does not answer.
 
         Args:
-            error: Of the store.
+            error: Error of the store.
         """
         if isinstance(error, StoreSilent):
             how, remedy = str(error), f"see what {self._host} does, and whether the link to it is up"

@@ -1,9 +1,10 @@
-"""Threads of the CPU's kernels: how they wait for one another, and how many there are.
+"""Number of threads of the CPU kernels, and the way in which they wait for one another.
 
-A step divides its work among threads many hundred times, and after each part they wait for the last one. GNU's OpenMP,
-which torch and Numba use on Linux, lets a waiting thread spin for about a millisecond before it sleeps. Where another
-process computes, the thread that is waited for may have lost its processor to one that only spins: two threads then
-take 5 to 20 times as long as one. A short spin keeps the speed of an idle machine and avoids this.
+A training step divides its work among threads several hundred times, and after each part all threads wait for the
+slowest. GNU's OpenMP, which torch and Numba use on Linux, lets a waiting thread spin for about a millisecond before it
+sleeps. If another process computes on the same machine, a spinning thread can occupy the processor that the slowest
+thread needs; two threads then take 5 to 20 times as long as one. A short spin avoids this and is as fast on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ MOST_THREADS = 1024
 """Largest number of threads that a recipe may ask for."""
 
 _SPINS = 1000  # turns of GNU's waiting loop, some tens of microseconds
-_MOST_SPINS = 10_000  # above, beside other processes, waiting costs more than the work
+_MOST_SPINS = 10_000  # with more, waiting beside other processes costs more than the work
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_LOOK_S = 0.25  # the system counts in hundredths of a second
-_BUSY = 0.5  # processors; what is less comes and goes on any machine
+_LOOK_S = 0.25  # long against the system's unit, a hundredth of a second
+_BUSY = 0.5  # processors; less occurs on any machine
 
 _too_late = False
 
 
 def limit_spinning() -> None:
-    """Let OpenMP's threads spin briefly before they sleep, unless the environment says how they wait.
+    """Let OpenMP's threads spin only briefly before they sleep, unless the environment sets how they wait.
 
-    The library reads its settings when torch loads it, so this has to be done before torch is imported; processes that
-    are started from this one inherit it.
+    OpenMP reads its settings when torch loads it, so this must be called before torch is imported. Child processes
+    inherit the setting.
     """
     global _too_late
     if not any(os.environ.get(name) for name in _WAITING):
@@ -42,7 +43,7 @@ def limit_spinning() -> None:
 
 
 def spins_long() -> str | None:
-    """Why waiting threads of this process keep their processors busy, or None if they soon sleep."""
+    """Reason why waiting threads of this process keep their processors busy; None if they soon sleep."""
     if not sys.platform.startswith("linux"):
         return "this system's OpenMP lets threads spin while they wait"
     if _too_late:
@@ -58,16 +59,16 @@ def spins_long() -> str | None:
 
 
 def usable_cores() -> int:
-    """Processors that this process may run on."""
+    """Number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Processors' worth of time that the control groups of this process leave it, or None for no limit.
+    """Number of processors whose time the control groups of this process grant it, or None without a limit.
 
     Args:
-        cgroups: Where control groups are mounted.
-        own: File that names those of this process.
+        cgroups: Folder where control groups are mounted.
+        own: File that names the control groups of this process.
     """
     found: list[float] = []
     with contextlib.suppress(OSError, ValueError):
@@ -92,10 +93,10 @@ def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/c
 
 
 def used_by_others(seconds: float = _LOOK_S) -> float:
-    """Processors that other processes keep busy, of those that this process may run on.
+    """Number of processors that other processes keep busy, among those that this process may run on.
 
     Args:
-        seconds: How long to look; other threads of this process do not count.
+        seconds: Duration of the observation. Other threads of this process do not count.
     """
     before, own, began = _busy_seconds(), time.process_time(), time.perf_counter()
     if before is None:
@@ -108,7 +109,7 @@ def used_by_others(seconds: float = _LOOK_S) -> float:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds since the start of the system that the processors of this process were busy; None where none says."""
+    """Busy seconds of this process's processors since the system started; None where the system does not count them."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -123,11 +124,11 @@ def _busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """How many threads compute.
+    """Number of threads for computing, and its reason.
 
     Attributes:
         count: Number of threads.
-        why: A line for people where it is not simply all processors, or where others slow them down; else empty.
+        why: Line for people if not all processors are used, or if other processes slow them down; otherwise empty.
     """
 
     count: int
@@ -135,12 +136,12 @@ class ThreadChoice:
 
 
 def choose_threads() -> ThreadChoice:
-    """Number of threads that computes fastest beside what other processes do now.
+    """Choose the number of threads that computes fastest with the present load of other processes.
 
-    The number stays as it is where the environment (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) or
-    ``torch.set_num_threads`` has set it. Otherwise it is that of the processors within the control group's quota, less
-    those that other processes keep busy if more than half remain: with fewer, sharing all of them is faster, as long as
-    waiting threads sleep. Takes a quarter of a second.
+    A number that the environment (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) or ``torch.set_num_threads`` has set is
+    kept. Otherwise it is the number of processors within the control group's quota. Processors that other processes
+    keep busy are subtracted if more than half remain; if fewer remain, sharing all processors is faster, as long as
+    waiting threads sleep. The choice takes a quarter of a second.
     """
     import torch
 
@@ -152,13 +153,13 @@ def choose_threads() -> ThreadChoice:
 
 
 def decide(cores: int, share: float | None, others: float, spinning: str | None) -> ThreadChoice:
-    """The rule of :func:`choose_threads`.
+    """Apply the rule of :func:`choose_threads`.
 
     Args:
-        cores: Processors that the process may run on.
-        share: Processors' worth of time that it is given, or None.
-        others: Processors that other processes keep busy.
-        spinning: Why threads spin while they wait, or None if they soon sleep.
+        cores: Number of processors that the process may run on.
+        share: Result of :func:`quota`.
+        others: Number of processors that other processes keep busy.
+        spinning: Result of :func:`spins_long`.
     """
     most = cores if share is None else max(1, min(cores, math.ceil(share)))
     reasons = [f"the control group allows {share:.2g} processors"] if share is not None and most < cores else []

@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
     """One way to compute a linear layer.
 
     Attributes:
-        name: What plans call it.
+        name: Name of the candidate in plans.
         store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
         load: From what is kept, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
         needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
@@ -86,8 +86,8 @@ class Candidate(NamedTuple):
         """Why it cannot compute a product; None where it can.
 
         Args:
-            shape: Of the product.
-            device: Of the weight.
+            shape: Shape of the product.
+            device: Device of the weight.
         """
         return self.needs(device, shape.inputs, shape.outputs)
 
@@ -153,7 +153,7 @@ def _int8_weight(stored: Stored, bias: Tensor | None) -> LinearWeight:
 
 def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
     """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
-    codes = INTEGERS["uint7"] if LinearConfig().narrow else UINT8  # where products of eight bits may saturate
+    codes = INTEGERS["uint7"] if LinearConfig().narrow else UINT8  # narrow where products of 8-bit codes may saturate
     input = choose_affine(stored["range"][0], stored["range"][1], codes) if "range" in stored else None
     return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
 
@@ -196,7 +196,7 @@ def then_relu(load: Callable[[Stored, Tensor | None], Kernel]) -> Callable[[Stor
     """A loader of kernels with a ReLU after them where one is wanted.
 
     Args:
-        load: Of kernels that have none of their own.
+        load: Loader of kernels without a ReLU.
     """
 
     def loader(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
@@ -254,7 +254,7 @@ def candidate(name: str) -> Candidate:
     """By name.
 
     Args:
-        name: As a plan has it.
+        name: Name of the candidate in a plan.
 
     Raises:
         NumericsError: there is none of this name.
@@ -270,7 +270,7 @@ def chosen(names: Sequence[str] | None = None) -> list[Candidate]:
     """Several, the reference always first.
 
     Args:
-        names: Of candidates; None for all.
+        names: Names of candidates; None for all.
     """
     found = [candidate(name) for name in (CANDIDATES if names is None else names)]
     return [CANDIDATES["fp32"], *(one for one in found if one.name != "fp32")]

@@ -38,12 +38,12 @@ class DispatchConfig(BaseModel):
         sqnr_db: The least signal-to-noise ratio, dB.
         median_relative: The largest median relative error.
         faster: Times as fast as fp32 that a kernel must be to be taken at all.
-        rows: Of inputs, for each of which kernels are chosen; each stands for all down to the one below.
+        rows: Numbers of input rows, for each of which kernels are chosen; each stands for all down to the one below.
         draws: Inputs that are drawn a layer to judge its kernels.
         judged_rows: Rows of each.
         rounds: Times that a kernel is timed, in turn with the others; the median counts.
         kernels: Candidates to choose from; none for all.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,11 +136,11 @@ def refusal(one: Candidate, found: Accuracy, config: DispatchConfig) -> str:
 
 @contextmanager
 def skipped(one: Candidate, refused: dict[str, str]) -> Iterator[None]:
-    """Skip a candidate that cannot take a layer (a weight beyond its format, a size beyond its sums), with the reason.
+    """Skip a candidate that cannot compute a layer (a weight beyond its format, a size beyond its accumulators).
 
     Args:
-        one: The candidate; an error of the reference itself is raised.
-        refused: Gets the reason by the candidate's name.
+        one: Candidate to skip. Errors of the reference candidate are raised.
+        refused: Reasons by name of the candidate, to which the reason is added.
     """
     try:
         yield
@@ -249,7 +249,7 @@ def choose(product: Product, rows: int, trials: Sequence[Trial], config: Dispatc
     Args:
         product: What was tried.
         rows: The number of rows.
-        trials: Of every candidate.
+        trials: Trials of every candidate.
         config: Bounds.
     """
     reference = next(trial for trial in trials if trial.kernel == "fp32")
@@ -279,10 +279,10 @@ def _range(rows: Tensor | None) -> tuple[float, float] | None:
 
 
 def skipped_layers(trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, int]]:
-    """Candidates that cannot take a layer at all: of each, the reasons and how many layers have them.
+    """Candidates that cannot compute some layers: the reasons of each, with the number of layers.
 
     Args:
-        trials: Of each layer.
+        trials: Trials of each layer, by name.
     """
     found: dict[str, dict[str, int]] = {}
     for of_layer in trials.values():
@@ -298,7 +298,7 @@ class Profile:
 
     Attributes:
         plan: The choices.
-        trials: Of each site, product and number of rows.
+        trials: Trials of each site, product and number of rows.
     """
 
     plan: PrecisionPlan
@@ -313,7 +313,7 @@ class Profile:
         return {name: sum(taken) for name, taken in times.items() if math.isfinite(sum(taken))}
 
     def skipped(self) -> dict[str, dict[str, int]]:
-        """Candidates that cannot take a product at all: of each, the reasons and how many layers have them."""
+        """Candidates that cannot compute some products: the reasons of each, with the number of layers."""
         return skipped_layers(
             {
                 site: [t for key, trials in self.trials.items() if key[0] == site for t in trials]
@@ -338,7 +338,7 @@ def forward_products(
 
     Args:
         model: Trained.
-        statistics: Of each layer's inputs.
+        statistics: Statistics of each layer's inputs.
         only: Patterns of layers; none for all.
         without: Patterns of layers to leave out.
         calibration: Rows that each layer was given; None to draw them too.
@@ -373,7 +373,7 @@ def profile(products: Sequence[Product], config: DispatchConfig, device: torch.d
     """Try every candidate on every product, and choose.
 
     Args:
-        products: Of a model.
+        products: Products of a model.
         config: Bounds, sizes and counts.
         device: On which they run.
     """
@@ -460,16 +460,16 @@ def planned_sites(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Linear]
 
 
 def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> dict[str, nn.Module]:
-    """What a plan puts in the places of a model's linear layers, by name.
+    """Modules with which a plan replaces a model's linear layers, by name.
 
     Args:
-        model: Trained; not changed.
-        plan: For this model and machine.
-        allow_stale: Take a plan that was made on another device, with other threads or libraries.
+        model: Trained model, which is not changed.
+        plan: Plan for this model and machine.
+        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:
         NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
-            does not have, or has of another size.
+            lacks or has with another size.
     """
     plan.check_purpose("scoring")
     own = planned_sites(model, plan)
@@ -488,19 +488,19 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
 
 
 def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> nn.Module:
-    """Put the plan's kernels in the places of a model's linear layers.
+    """Replace a model's linear layers by modules with the plan's kernels.
 
     Args:
-        model: Trained; changed in place.
-        plan: For this model and machine.
-        allow_stale: Take a plan that was made on another device, with other threads or libraries.
+        model: Trained model, which is changed in place.
+        plan: Plan for this model and machine.
+        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Returns:
         The model.
 
     Raises:
         NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
-            does not have, or has of another size.
+            lacks or has with another size.
     """
     for name, module in planned(model, plan, allow_stale).items():
         replace(model, name, module)

@@ -1,11 +1,11 @@
-"""Whether a model still sees what it was calibrated on: distributions of a few numbers a sample, then and now.
+"""Detection of drift: whether the numbers that a model sees are distributed as at calibration.
 
 Ranges of quantised layers and rows are chosen on data of one day. A feature that changes its scale afterwards
-saturates them silently. A reference keeps, of every number, how many of its samples lay above a few of its own
-quantiles; a window of live samples is compared with that. Where nothing has changed, all orders of the samples of both
-sides are alike, so that the probability of a count is hypergeometric: exact for every distribution, heavy tails, ties
-and constants included, and for references of any size. The probability of any alarm is bounded over all comparisons
-together (Bonferroni), however numbers depend on one another.
+saturates them silently. A reference stores, for every number, how many of its samples lie above some of its quantiles;
+a window of live samples is compared with these counts. If nothing has changed, all orders of the samples of both sides
+are equally probable, so that the counts have a hypergeometric distribution. This is exact for every distribution,
+including heavy tails, ties and constants, and for references of any size. The probability of any alarm is bounded over
+all comparisons together (Bonferroni), however the numbers depend on one another.
 
 Samples of one group (a user's session) are alike. Where groups are given, counts of both sides are reduced by the
 design effect of each number (Kish 1965): the variance of its mean over groups beside that of independent samples.
@@ -27,10 +27,10 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.row_statistics import RowStatistics, Tier
 
 QUANTILES = (0.0, 0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 0.995, 0.999, 1.0)
-"""Places of a number's distribution at which samples are counted."""
+"""Quantiles of the reference at which samples are counted."""
 
-_CENTRAL = 0.05  # share of samples below which a place belongs to a tail
-_BUCKETS = 4096  # of groups: as many sums are kept at most
+_CENTRAL = 0.05  # share of samples below which a boundary belongs to a tail
+_BUCKETS = 4096  # largest number of sums over groups
 _LOST = "samples that are not finite"
 _LARGEST = 1 << 53
 
@@ -41,10 +41,11 @@ class Alarm:
 
     Attributes:
         name: Name of the number or the share.
-        check: ``mean``, ``scale`` (deviation), ``share above X`` and ``share from X`` (a tail), or ``share``.
-        before: Value at calibration of what the check names.
-        now: Its value in the window.
-        probability: Upper bound of the probability of so large a difference in any check where nothing has changed.
+        check: Statistic that differs: ``mean``, ``scale`` (standard deviation), ``share above X`` or ``share from X``
+            (a tail), or ``share``.
+        before: Value of the statistic at calibration.
+        now: Value of the statistic in the window.
+        probability: Upper bound of the probability of such a difference in any check if nothing has changed.
     """
 
     name: str
@@ -59,12 +60,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A place in a number's distribution.
+    """A boundary in a number's distribution.
 
     Attributes:
-        value: The place.
-        inclusive: Whether samples at the value count as above it.
-        above: Samples of the reference above it.
+        value: Value of the boundary.
+        inclusive: Whether samples equal to the value count as above it.
+        above: Number of the reference's samples above the boundary.
     """
 
     value: float
@@ -74,18 +75,18 @@ class Boundary:
 
 @dataclass(frozen=True)
 class DriftReference:
-    """What a model saw at calibration.
+    """Distributions of a model's numbers at calibration.
 
     Attributes:
         names: Names of the numbers.
-        shares: Names of what is true or false of a sample.
-        samples: Samples whose numbers are all finite.
-        lost: The others.
-        boundaries: Of each number.
-        mean: Of each number.
+        shares: Names of the shares, which are true or false for a sample.
+        samples: Number of samples whose numbers are all finite.
+        lost: Number of samples with a number that is NaN or infinite.
+        boundaries: Boundaries of each number.
+        mean: Mean of each number.
         deviation: Standard deviation of each number.
-        effects: Design effect of each number and then of each share, at least 1.
-        true: Samples of which each share is true, lost ones included.
+        effects: Design effect of each number, followed by that of each share; at least 1.
+        true: Number of samples for which each share is true, including lost samples.
     """
 
     names: tuple[str, ...]
@@ -107,17 +108,17 @@ class DriftReference:
         true: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> DriftReference:
-        """The reference of a sample of data.
+        """Compute the reference of calibration samples.
 
         Args:
             names: Names of the numbers.
-            numbers: ``[N, numbers]``; rows with NaN or infinity are counted and left out.
-            shares: Names of what is true or false of a sample.
-            true: ``bool [N, shares]``; None without shares.
-            groups: ``int64 [N]``; samples of one group are alike. None if all are drawn independently.
+            numbers: Numbers of the samples, ``[N, numbers]``; rows with NaN or infinity are counted and left out.
+            shares: Names of the shares.
+            true: Whether each share is true for each sample, ``bool [N, shares]``; None without shares.
+            groups: Group of each sample, ``int64 [N]``; None if all samples are drawn independently.
 
         Raises:
-            NumericsError: fewer than two samples are finite, or names are not as many as columns.
+            NumericsError: fewer than two samples are finite, or the number of names differs from the number of columns.
         """
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         if numbers.shape[1] != len(names) or true.shape != (len(numbers), len(shares)):
@@ -191,10 +192,10 @@ class DriftReference:
 
 
 class DriftCheck:
-    """A window of live samples beside the reference of calibration.
+    """Comparison of a window of live samples with the reference of calibration.
 
     Args:
-        reference: What the model saw at calibration.
+        reference: Distributions at calibration.
     """
 
     def __init__(self, reference: DriftReference) -> None:
@@ -203,42 +204,42 @@ class DriftCheck:
 
     @property
     def samples(self) -> int:
-        """Samples whose numbers are all finite."""
+        """Number of samples whose numbers are all finite."""
         return self._window.seen.count
 
     @property
     def lost(self) -> int:
-        """The others."""
+        """Number of samples with a number that is NaN or infinite."""
         return self._window.lost
 
     @property
     def checks(self) -> int:
-        """Comparisons among which the probability of an alarm is shared out."""
+        """Number of comparisons among which the probability of an alarm is divided."""
         reference = self.reference
         return 2 * sum(map(len, reference.boundaries)) + 2 * len(reference.shares) + 1
 
     def update(self, numbers: Tensor, true: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """Take samples in.
+        """Add samples to the window.
 
         Args:
-            numbers: ``[B, numbers]``; rows with NaN or infinity are counted and left out.
-            true: ``bool [B, shares]``; None without shares.
-            groups: ``int64 [B]``, or None.
+            numbers: Numbers of the samples, ``[B, numbers]``; rows with NaN or infinity are counted and left out.
+            true: Whether each share is true for each sample, ``bool [B, shares]``; None without shares.
+            groups: Group of each sample, ``int64 [B]``, or None.
         """
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         self._window.update(numbers, true, groups)
 
     def alarms(self, false_alarms: float = 1e-3) -> list[Alarm]:
-        """Numbers and shares that are not as at calibration; each once, by its least probable check.
+        """Numbers and shares that differ from calibration, each with its least probable check.
 
         Args:
-            false_alarms: Probability of any alarm in a window, where nothing has changed.
+            false_alarms: Probability of any alarm in a window if nothing has changed.
 
         Returns:
-            The least probable first.
+            Alarms in order of rising probability.
 
         Raises:
-            NumericsError: there are fewer than two samples, or the probability is none.
+            NumericsError: there are fewer than two samples, or ``false_alarms`` is not a probability.
         """
         check_false_alarms(false_alarms)
         reference, window = self.reference, self._window
@@ -250,7 +251,7 @@ class DriftCheck:
         live_effects = window.effects()
 
         def each(of_number: float, of_share: float) -> np.ndarray:
-            """One value a boundary, one a share, one for lost samples."""
+            """Values for all boundaries, then all shares, then the lost samples."""
             return np.repeat([of_number, of_share], [len(own), len(reference.shares) + 1])
 
         def spread(values: np.ndarray) -> np.ndarray:
@@ -297,7 +298,7 @@ class DriftCheck:
 
 
 class _Window:
-    """Counts of samples above boundaries, and how samples of one group resemble one another."""
+    """Counts of samples above boundaries, with the sums over groups for the design effects."""
 
     def __init__(self, numbers: int, shares: int, boundaries: Sequence[Sequence[Boundary]]) -> None:
         self._numbers, self._boundaries = numbers, boundaries
@@ -324,20 +325,20 @@ class _Window:
                 first += 1
         if groups is None or not len(kept):
             return
-        # Groups are compared by ranks among the boundaries, which no tail can dominate.
+        # Groups are compared by ranks among the boundaries, so that no tail dominates.
         values = np.concatenate([ranks, true[finite].numpy().astype(np.float64)], 1)
         self._square += np.square(values).sum(0)
-        # Groups that share a bucket are one larger group, of which the same holds.
+        # Groups that share a bucket count as one larger group.
         hashed = groups[finite].numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         places = (hashed >> np.uint64(52)).astype(np.int64)
         np.add.at(self._sums, places, values)
         self._sizes += np.bincount(places, minlength=_BUCKETS)
 
     def effects(self) -> np.ndarray:
-        """Variance of each mean over groups beside that of independent samples, at least 1."""
+        """Ratio of the variance of each mean over groups to the variance with independent samples, at least 1."""
         known = self._sizes > 0
         sums, sizes, count = self._sums[known], self._sizes[known], float(self._sizes.sum())
-        if len(sizes) < 2:  # one group says nothing of how groups differ: all of it counts as one sample
+        if len(sizes) < 2:  # with one group no difference can be estimated; it counts as one sample
             return np.full(len(self._square), max(1.0, count))
         mean = sums.sum(0) / count
         between = np.square(sums - sizes[:, None] * mean).sum(0) * len(sizes) / (len(sizes) - 1)
@@ -346,7 +347,7 @@ class _Window:
 
 
 def _boundaries(ordered: np.ndarray) -> tuple[Boundary, ...]:
-    """Places of one number: above and from each of its quantiles, where that makes a difference of two samples."""
+    """Boundaries of one number: above and from each of its quantiles, if the two differ by at least two samples."""
     total = len(ordered)
     values = np.unique(ordered[[round(q * (total - 1)) for q in QUANTILES]])
     found: dict[int, Boundary] = {}
@@ -366,13 +367,13 @@ def _probabilities(
     effect: np.ndarray,
     live_effect: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of at least as many, and of at most as many, live samples above a boundary where nothing changed.
+    """Probabilities of at least, and of at most, so many live samples above a boundary if nothing has changed.
 
     The counts of each side are divided by its design effect.
     """
     reduced, reduced_live = np.maximum(1, np.floor(samples / effect)), np.maximum(1, np.floor(live / live_effect))
     share, live_share = before / samples, now / live
-    # Rounded towards one another, so that rounding makes no difference larger.
+    # Both shares are rounded towards each other, so that rounding never enlarges a difference.
     up = live_share > share
     a = np.where(up, np.ceil(share * reduced - 1e-9), np.floor(share * reduced + 1e-9))
     b = np.where(up, np.floor(live_share * reduced_live + 1e-9), np.ceil(live_share * reduced_live - 1e-9))
@@ -381,11 +382,11 @@ def _probabilities(
 
 
 def _tail(n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """One-sided probability that of ``a + b`` samples drawn from ``n + m`` as many or more (fewer) are of the ``m``.
+    """One-sided probability of at least (or at most) ``b`` of the ``m`` among ``a + b`` samples drawn from ``n + m``.
 
-    Fisher's exact test, as a sum from the observed count outwards, whose terms fall by known ratios.
+    This is Fisher's exact test, computed as a sum from the observed count outwards by ratios of successive terms.
     """
-    # By symmetry: the side that has more than its share is counted upwards.
+    # By symmetry, the side with more than its share is summed upwards.
     n, m, a, b = np.where(up, n, m), np.where(up, m, n), np.where(up, a, b), np.where(up, b, a)
     drawn = a + b
 

@@ -1,7 +1,8 @@
-"""The file that says which kernel computes which layer: written once, checked against the machine before it is used.
+"""File of the plan that assigns a kernel to each layer; it is checked against the machine before use.
 
-The identity of a plan is a digest of what decides its outcome: products, kernels, bounds, seed, weights, statistics and
-machine. What was measured stands beside it, so that two measurements of the same plan have one identity.
+The identity of a plan is a digest of everything that decides its outcome: products, kernels, bounds, seed, weights,
+statistics and machine. Measurements are stored outside of the digest, so that two measurements of the same plan have
+one identity.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Choice:
     """The kernel of one product.
 
     Attributes:
-        site: The layer's qualified name.
-        of: Which of its products.
-        rows: The most rows of the input for which it was chosen, a power of two.
-        outputs: ``N`` of the layer.
-        inputs: ``K``.
-        kernel: The candidate's name.
-        why: If it is the reference, why no other; else empty.
-        expected: What was measured of it: milliseconds, times as fast as fp32, accuracy.
-        input_range: Smallest and largest input that kernels with static ranges are calibrated on; None without any.
+        site: Qualified name of the layer.
+        of: Product of the layer.
+        rows: Largest number of input rows for which the kernel was chosen, a power of two.
+        outputs: Output features ``N`` of the layer.
+        inputs: Input features ``K`` of the layer.
+        kernel: Name of the candidate.
+        why: If the kernel is the reference, the reason why no other was chosen; otherwise empty.
+        expected: Measurements of the kernel: milliseconds, speed relative to fp32, accuracy.
+        input_range: Smallest and largest input on which kernels with static ranges are calibrated; None without any.
     """
 
     site: str
@@ -58,7 +59,7 @@ class Choice:
 
     @property
     def calibration(self) -> torch.Tensor | None:
-        """``float32 [2, 1]``: rows that stand for the range; None without one."""
+        """Two rows, ``float32 [2, 1]``, that hold the ends of the input range; None without a range."""
         return None if self.input_range is None else torch.tensor(self.input_range).unsqueeze(1)
 
     @property
@@ -71,15 +72,15 @@ def bucket(rows: int) -> int:
     """The least power of two that is not below.
 
     Args:
-        rows: Of an input.
+        rows: Number of rows of an input.
     """
     return 1 << max(0, rows - 1).bit_length()
 
 
 def instruction_set() -> list[str]:
-    """What decides which kernels the libraries choose on this CPU: torch's level, and the processor's own flags.
+    """Instruction set by which libraries choose kernels on this CPU: torch's level and the processor's flags.
 
-    The flags are those of Linux; elsewhere the level stands alone.
+    Flags are read on Linux only; on other systems the list holds the level alone.
     """
     level = str(torch.backends.cpu.get_cpu_capability())
     try:
@@ -93,11 +94,11 @@ def instruction_set() -> list[str]:
 
 
 def machine(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
-    """What a plan depends on: the device by name and instruction set, its threads, and the libraries of its kernels.
+    """Machine that a plan depends on: name and instruction set of the device, threads, and versions of libraries.
 
     Args:
-        device: On which the model runs.
-        threads: Of the CPU's kernels; None for the present number.
+        device: Device on which the model runs.
+        threads: Number of threads of the CPU kernels; None for the present number.
     """
     device = torch.device(device)
     known = describe_environment()
@@ -119,18 +120,18 @@ def machine(device: torch.device | str = "cpu", threads: int | None = None) -> d
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """Which kernel computes which product, and under which conditions that was found.
+    """Assignment of kernels to products, with the conditions under which it was found.
 
     Attributes:
-        choices: Of every layer, product and number of rows that were looked at.
-        machine: Where; see :func:`machine`.
-        bound: What a kernel had to keep: ``sqnr_db`` and ``median_relative``.
-        seed: Of the inputs that were drawn.
-        weights: Digest of the weights that it was made of; see :func:`weights_digest`. A plan for scoring is of these
-            alone, a plan for training holds while they change.
+        choices: Choices for every layer, product and number of rows that were examined.
+        machine: Machine of the measurements; see :func:`machine`.
+        bound: Accuracy that a kernel had to reach: ``sqnr_db`` and ``median_relative``.
+        seed: Seed of the drawn inputs.
+        weights: Digest of the weights that the plan was made for; see :func:`weights_digest`. A plan for scoring is
+            valid for these weights only, a plan for training for any weights of the model.
         purpose: ``scoring``, where weights are packed once, or ``training``, where packing is part of every product.
-        statistics: Digest of the file of the statistics that inputs were drawn from; empty where there is none.
-        kernels: Candidates among which was chosen.
+        statistics: Digest of the file of statistics from which inputs were drawn; empty without such a file.
+        kernels: Names of the candidates that were considered.
     """
 
     choices: tuple[Choice, ...]
@@ -144,7 +145,7 @@ class PrecisionPlan:
 
     @property
     def identity(self) -> str:
-        """SHA-256 of all but what was measured."""
+        """SHA-256 of the plan without its measurements."""
         content = self._content()
         measured = ("why", "expected")
         content["choices"] = [{k: v for k, v in one.items() if k not in measured} for one in content["choices"]]
@@ -156,7 +157,7 @@ class PrecisionPlan:
         Args:
             site: The layer's name.
             of: Which of its products.
-            rows: Of an input.
+            rows: Number of rows of an input.
         """
         fitting = [c for c in self.choices if (c.site, c.of) == (site, of) and c.rows >= rows]
         return min(fitting, key=lambda c: c.rows, default=None)
@@ -188,10 +189,10 @@ class PrecisionPlan:
         return replace(self, choices=tuple(replace(c, kernel=kernel, why="", expected={}) for c in self.choices))
 
     def save(self, path: Path) -> None:
-        """Write it, with its identity and a checksum of the whole file.
+        """Write the plan with its identity and a checksum of the whole file.
 
         Args:
-            path: Of a JSON file, replaced whole.
+            path: Path of the JSON file, which is replaced atomically.
         """
         write_atomically(path, sealed_json({**self._content(), "identity": self.identity}))
 
@@ -213,7 +214,7 @@ class PrecisionPlan:
         """Read one that holds on this machine.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             device: On which it shall be used.
             allow_stale: Take one that was made on another device, with other threads or libraries.
 
@@ -285,10 +286,10 @@ class PrecisionPlan:
 
 
 def weights_digest(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]) -> str:
-    """SHA-256 of the weights of layers, by which a plan knows what it was made of.
+    """SHA-256 of the weights of layers, to which a plan is bound.
 
     Args:
-        layers: Weight ``[N, K]`` and bias ``[N]`` or None of each, by name; on any device, compared in float32.
+        layers: Weight ``[N, K]`` and bias ``[N]`` (or None) of each layer, by name; any device, converted to float32.
     """
     digest = hashlib.sha256()
     for name, parts in layers.items():

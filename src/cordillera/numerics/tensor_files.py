@@ -1,4 +1,4 @@
-"""Tensors and what is said of them: safetensors with a SHA-256 of every byte, checked before anything is used."""
+"""Files of tensors and metadata: safetensors with a SHA-256 over every byte, verified before use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cordillera.files import parse_json
 from cordillera.run import disk_errors
 
 _KEY, _BLANK = "sha256 of the file", b"0" * 64
-_HEADER_BYTES = 100_000_000  # the most that the format's own library reads
+_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
 def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content: Any) -> None:
     """Write a file beside its place and rename it.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         kind: What :func:`read_tensors` asks for.
         tensors: By name; on the CPU.
         content: What JSON can hold of it, without NaN and infinity.
@@ -57,7 +57,7 @@ def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor],
     """Read what :func:`write_tensors` wrote.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         kind: That it must be of.
         remedy: What to do where it is not there, of another kind or damaged.
 
@@ -87,10 +87,10 @@ def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor],
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """SHA-256 of a whole file, in which the digest's own place in the header counts as zeros, and that place.
+    """SHA-256 of a whole file, computed with zeros in place of the digest in the header, and the digest's position.
 
     Raises:
-        ValueError: the header has no such place, or several.
+        ValueError: the header is truncated, or holds no digest or several.
     """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -93,7 +93,7 @@ class TrainedLinear(nn.Module):
             first: As of :func:`~cordillera.numerics.training_products.exact`.
             second: Likewise.
             bias: Likewise.
-            dtype: Of the result, and of the arithmetic where the plan has no other.
+            dtype: Data type of the result, and of the arithmetic where the plan has no other.
         """
         kernel = next((one for most, one in self._kernels[of] if len(first) <= most), None)
         if kernel is None or kernel.name != "fp32":
@@ -142,18 +142,18 @@ class Applied:
 
 
 def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> Applied:
-    """Train a model's linear layers by the kernels of a plan from here on.
+    """Replace the products of a model's linear layers by the kernels of a plan for training.
 
-    Parameters stay the same objects with the same names, so optimizers and state dicts know them. Layers of which the
-    plan has no kernel but fp32 are not touched and train to the same bits as before.
+    Parameters remain the same objects with the same names, so that optimizers and state dicts stay valid. Layers for
+    which the plan names no kernel but fp32 are not changed and train to the same bits as before.
 
     Args:
-        model: In float32, before ``torch.compile`` or any wrapper; changed in place.
-        plan: For training, of this model and machine; of any weights, as these change.
-        allow_stale: Take a plan that was made on another device, with other threads or libraries.
+        model: Model in float32, before ``torch.compile`` or any wrapper; changed in place.
+        plan: Plan for training of this model and machine, whatever the weights.
+        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Returns:
-        Which layers have kernels, and which have none.
+        Layers with kernels of the plan, and layers without.
 
     Raises:
         NumericsError: the plan is for scoring or another machine, or names a layer that the model does not have or has

@@ -79,7 +79,7 @@ def unusable(one: Candidate, of: Pass, first: torch.Size, second: torch.Size, de
         of: Which product.
         first: Shape of the first operand.
         second: Of the second.
-        device: Of both.
+        device: Device of both.
     """
     if one.calibrated:
         return "ranges of one moment do not hold while a model is trained"
@@ -114,8 +114,8 @@ class TrainedLayer:
 
         Args:
             of: Which product.
-            rows: Of the batch.
-            generator: Of random numbers.
+            rows: Number of rows of the batch.
+            generator: Generator of random numbers.
         """
         if of == "forward":
             return self.inputs(rows, generator), self.weight, self.bias
@@ -214,7 +214,7 @@ def profile_training(
     """Try every candidate on all three products of every layer, and choose.
 
     Args:
-        layers: Of a model.
+        layers: Layers of a model.
         config: Bounds, sizes and counts.
         device: On which they are trained.
     """

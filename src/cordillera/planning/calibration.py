@@ -52,7 +52,7 @@ _RECOMPUTE = {"": "full", "none": "none", "selective": "selective", "full": "ful
 _YES = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 _COUNTS = [*(name for name in COLUMNS if name not in ("model", "milliseconds")), *_OPTIONAL]
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
-MOST_ROWS = 5_000  # a fit predicts every row some hundred times
+MOST_ROWS = 5_000  # a fit predicts every row several hundred times
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Measurement:
 
     Attributes:
         model: Name of the model, by which rows are grouped.
-        workload: What was trained.
-        layout: How it was cut.
-        seconds: Of a step.
+        workload: Workload that was trained.
+        layout: Layout of the job.
+        seconds: Seconds of a step.
     """
 
     model: str
@@ -76,11 +76,12 @@ def read(path: str | Path) -> list[Measurement]:
     """Read measured steps of Megatron-LM-like training (1F1B, full recomputation) from a CSV file.
 
     Args:
-        path: With the columns of :data:`COLUMNS`, by either name; ``recompute`` (none, selective, full),
-            ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` may be there besides.
+        path: Path of a file with the columns of :data:`COLUMNS`, by either name. The columns ``recompute`` (none,
+            selective, full), ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` are
+            optional.
 
     Raises:
-        PlanError: Names file, line and column of every mistake.
+        PlanError: If the file cannot be read or holds mistakes; line and column of each mistake are named.
     """
     others = [*_OPTIONAL, "recompute", "sequence_parallel"]
     columns = {**COLUMNS, **{name: (name,) for name in others}}
@@ -93,7 +94,7 @@ def read(path: str | Path) -> list[Measurement]:
 
 
 def _measurement(table: Measurements, line: int, cells: Cells) -> Measurement | None:
-    """The step of a row; None, and mistakes are noted, if it is none."""
+    """Measured step of a row; None if the row holds mistakes, which are recorded."""
     before = table.mistakes
     name = table.text(line, cells, "model") if "model" in table.names else ""
     milliseconds = table.number(line, cells, "milliseconds", most=1e12, least=1e-6)
@@ -129,9 +130,9 @@ def predict(measurement: Measurement, topology: Topology, cost: CostModel) -> Es
     """The analytic estimate of a measured step.
 
     Args:
-        measurement: What was trained and how.
+        measurement: Measured step.
         topology: On what.
-        cost: Of its devices.
+        cost: Cost model of the devices.
     """
     mesh = Mesh.of(topology, measurement.layout)
     return Job(measurement.workload, mesh, measurement.layout, cost).estimate()
@@ -147,9 +148,9 @@ def fit(
 
     Args:
         measurements: At least as many as constants.
-        topology: Where they were made.
+        topology: Cluster of the measurements.
         start: The other constants.
-        provenance: What the measurements are.
+        provenance: Origin of the measurements.
 
     Raises:
         PlanError: For too few measurements.
@@ -185,9 +186,9 @@ class Accuracy:
     """How good predictions are on some measured steps.
 
     Attributes:
-        rows: How many.
+        rows: Number of rows.
         error: Mean absolute error, as a part of the measured time.
-        median: Of the absolute errors.
+        median: Median of the absolute errors.
         tau: Kendall's rank correlation of predicted and measured; NaN for fewer than two rows.
         regret: Measured time of the plan that would be picked over that of the best, for the worst model.
         tau_by_model: For each model.
@@ -212,7 +213,7 @@ def accuracy(measurements: Iterable[Measurement], predicted: Iterable[float]) ->
     which needs the least memory.
 
     Args:
-        measurements: What was measured.
+        measurements: Measured steps.
         predicted: Seconds, in the same order.
     """
     pairs = list(zip(measurements, predicted, strict=True))

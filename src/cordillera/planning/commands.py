@@ -116,13 +116,13 @@ def plan(
     Args:
         workload: Shipped name or path of a TOML file.
         cluster: Shipped name or path of a TOML file.
-        folder: Where the files go.
-        devices: How many are used; None for all.
+        folder: Folder of the files.
+        devices: Number of devices to use; None for all.
         only: Dimensions that are searched.
-        changes: Of the cluster, before the search: ``region.distance_km=100``.
+        changes: Changes of the cluster, before the search: ``region.distance_km=100``.
         what_if: Changes of the cluster that the best plan is simulated again with.
-        slow: How many times as long one device takes; see :func:`cordillera.planning.faults.slow_device`.
-        jitter: Of latencies; see :func:`cordillera.planning.faults.jittered`.
+        slow: Factor of the time that one device takes; see :func:`cordillera.planning.faults.slow_device`.
+        jitter: Jitter of latencies; see :func:`cordillera.planning.faults.jittered`.
         lose: Domains without which a plan is searched again: ``building``, ``building:1``.
         calibration: A JSON file of constants; None for those that ship for the device.
         products: A CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to
@@ -228,25 +228,25 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are best first.
+    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are in order, the best first.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
-        PlanError: If it is not there, or not as it was written.
+        PlanError: If the file does not exist, or does not match its checksum.
     """
     return read_sealed(path, error=PlanError, required=True, remedy="plan again")
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read what :func:`calibrate` wrote, or a file without a checksum that was written by hand.
+    """Read a calibration, written by :func:`calibrate` or without a checksum by hand.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
-        PlanError: If it is not there, does not fit its checksum, or with every mistake in it.
+        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; all of them are named.
     """
     return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
 
@@ -259,7 +259,7 @@ class Calibrated:
         constants: Fitted.
         accuracy: On the rows that they were fitted to.
         rows: Every measured step with its prediction in seconds.
-        file: Where the constants are.
+        file: File of the constants.
     """
 
     constants: Calibration
@@ -274,7 +274,7 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
     Args:
         measurements: A CSV file; see :func:`cordillera.planning.calibration.read`.
         cluster: On which they were made.
-        folder: Where the file goes.
+        folder: Folder of the file.
 
     Raises:
         PlanError: For files that are wrong.

@@ -35,11 +35,11 @@ class Estimate:
     """What a layout is predicted to take.
 
     Attributes:
-        layout: How the job is cut.
-        order: Of the dimensions on the cluster, innermost first.
+        layout: Sizes of the dimensions of parallelism.
+        order: Order of the dimensions on the cluster, innermost first.
         parts: Seconds of a step by cause; their sum is the step.
         memory: Bytes on a device of each pipeline rank: weights, gradients, optimizer state, activations.
-        flops: Of the model's own arithmetic in a step, over all devices.
+        flops: FLOPs of the model's own arithmetic in a step, over all devices.
         peak: FLOPs per second of all devices' matrix engines.
     """
 
@@ -88,7 +88,7 @@ class Fabric:
 
     Args:
         mesh: Where a job's ranks lie.
-        cost: Of the devices.
+        cost: Cost model of the devices.
         network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
     """
 
@@ -121,10 +121,10 @@ class Job(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         mesh: Where its ranks lie.
-        layout: How it is cut.
-        cost: Of the devices.
+        layout: Sizes of the dimensions of parallelism.
+        cost: Cost model of the devices.
         network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
         shared: Filled with what jobs of as many devices with the same cluster, cost and network have in common.
     """
@@ -188,7 +188,7 @@ class Job(Fabric):
         """Seconds of an all-reduce over a dimension.
 
         Args:
-            dimension: Of the mesh.
+            dimension: Dimension of the mesh.
             size: Bytes that each device has and receives.
         """
         return 2 * self.gather(size, self.mesh.size(dimension), self.mesh.stride(dimension))
@@ -336,7 +336,7 @@ class Job(Fabric):
         reduction has what they leave.
 
         Args:
-            boundary: Of the pipeline.
+            boundary: Boundary of the pipeline.
 
         Returns:
             How many times as long the message takes, and the part of its rate that the reduction loses meanwhile.
@@ -509,7 +509,7 @@ class Job(Fabric):
             backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
             reduce = max(0.0, reduce - backward)
         parts = {
-            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # a little below 0 by rounding
+            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # can be slightly below 0 by rounding
             "tensor parallel": m * tensor,
             "sharded weights": m * gather,
             "pipeline messages": m * send[at],

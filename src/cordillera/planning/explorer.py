@@ -43,7 +43,7 @@ _NEIGHBOURS = 4  # of a plan in each respect that the local search tries
 _SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
 _EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
 _LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
-_MOST_ACTIONS = 300_000  # forwards of a step that is simulated: memory and time grow with them
+_MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
 _FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
 _USABLE = 0.94  # of a device's memory; the rest is the runtime's
 
@@ -54,11 +54,11 @@ class Plan:
 
     Attributes:
         layout: Degrees.
-        order: Of the dimensions on the cluster, innermost first.
+        order: Order of the dimensions on the cluster, innermost first.
         network: Settings by level.
-        schedule: Of the pipeline.
+        schedule: Schedule of the pipeline.
         step: Simulated.
-        flops: Of the model's own arithmetic in a step.
+        flops: FLOPs of the model's own arithmetic in a step.
         peak: FLOPs per second of all devices' matrix engines.
     """
 
@@ -111,7 +111,7 @@ class Exploration:
         estimated: Layouts that were ranked.
         simulated: Steps that were simulated.
         dropped: Reasons, with how many layouts each dropped.
-        seconds: That the search took.
+        seconds: Seconds that the search took.
         interrupted: Whether it was stopped before its end.
         alone: The best plan of each dimension searched alone, where more than one were searched.
         least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
@@ -133,7 +133,7 @@ class Exploration:
         """Take over what a search of one dimension found.
 
         Args:
-            dimension: That was free.
+            dimension: Dimension that was free.
             smaller: What it found, the plan that it began with included.
         """
         self.plans += smaller.plans
@@ -204,7 +204,7 @@ def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
     """Degrees of tensor and context parallelism that are tried, which say what a device computes for a layer.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         host: Devices of a host, within which tensor parallelism stays.
     """
     return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
@@ -214,7 +214,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
     """Every layout of some devices: tensor, context and expert degrees of powers of two, pipelines of any length.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         topology: For the size of a host, within which tensor parallelism stays.
         devices: How many are used.
     """
@@ -271,7 +271,7 @@ def divisible(workload: Workload, topology: Topology) -> set[int]:
     """Numbers of a cluster's devices that a batch and a model's layers can be divided over.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         topology: For how many there are, and for the size of a host.
     """
     powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
@@ -306,7 +306,7 @@ class Explorer:
     """A search over one workload and one cluster.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         topology: On what.
         calibration: Constants of the cost model; None for those that ship for the device.
         products: Matrix products measured on the device; None to go by the constants alone.
@@ -348,7 +348,7 @@ class Explorer:
 
         Args:
             layout: Degrees.
-            order: Of the dimensions, innermost first.
+            order: Order of the dimensions, innermost first.
             network: Settings by level.
             shared: Filled with what jobs with the same settings have in common.
         """
@@ -425,7 +425,7 @@ class Explorer:
             topology: With as many devices at least.
         """
         mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
-        if topology.device != self.topology.device:  # on which no products were measured
+        if topology.device != self.topology.device:  # no products were measured on that device
             cost = CostModel(topology.device, cost.calibration)
         return simulate_step(Job(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
 
@@ -572,7 +572,7 @@ class Explorer:
         """Estimated seconds of the fastest among few layouts that fit, one sequence a microbatch; infinite for none.
 
         Args:
-            chunks: That a pipeline rank may have.
+            chunks: Number of chunks that a pipeline rank may have.
         """
         best, network, shared = math.inf, tuned_network(self.topology), {}  # type: ignore[var-annotated]
         for layout in self._possible(Exploration()):

@@ -30,7 +30,7 @@ from cordillera.planning.step import (
 from cordillera.topology import Topology
 
 DRAWS = 10_000
-_MOST = 1_000_000  # of a factor and of a jitter, so that times stay finite
+_MOST = 1_000_000  # largest factor and jitter, so that times stay finite
 _MEANS = {
     "--slow": "how many times as long a device computes",
     "--jitter": "what is added to a latency on average, as a part of it",
@@ -44,8 +44,8 @@ class Case:
 
     Attributes:
         what: In words.
-        seconds: Of a step.
-        devices: That take part in it.
+        seconds: Seconds of a step.
+        devices: Number of devices that take part in the step.
         note: More, in words.
         figures: The same for programs.
     """
@@ -73,8 +73,8 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
     """Refuse what is not a factor or not a jitter.
 
     Args:
-        slow: Of :func:`slow_device`.
-        jitter: Of :func:`jittered`.
+        slow: Result of :func:`slow_device`.
+        jitter: Result of :func:`jittered`.
 
     Raises:
         PlanError: For what is too small or not finite.
@@ -88,7 +88,7 @@ def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Ca
     """A plan as it is, on a cluster that was changed.
 
     Args:
-        explorer: That found the plan.
+        explorer: Explorer that found the plan.
         plan: Stays as it is.
         change: In words.
         topology: Changed.
@@ -107,7 +107,7 @@ def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
     the device, and lies between the plan's step and ``factor`` times that.
 
     Args:
-        explorer: That found the plan.
+        explorer: Explorer that found the plan.
         plan: Stays as it is.
         factor: How many times as long it computes.
 
@@ -141,11 +141,11 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     plan's step but not here, so only differences between steps so computed count.
 
     Args:
-        explorer: That found the plan.
+        explorer: Explorer that found the plan.
         plan: Stays as it is.
         jitter: Mean of what is added to a latency, as a part of it.
         draws: How many steps.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         PlanError: For a jitter that is negative or not finite.
@@ -182,11 +182,11 @@ def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed
     ``q ** (1 / D)`` of one copy.
 
     Args:
-        explorer: That found the plan.
+        explorer: Explorer that found the plan.
         plan: Stays as it is.
         part: Mean of what is added to a latency, as a part of it.
         draws: Steps of one copy.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         PlanError: For a jitter that is negative or not finite.
@@ -220,7 +220,7 @@ def replan(
     until none that is smaller could be faster with each device as productive as before.
 
     Args:
-        explorer: That found the plan.
+        explorer: Explorer that found the plan.
         plan: Before.
         topology: What is left.
         only: Dimensions that are searched.
@@ -278,7 +278,7 @@ def lost(
     """A domain is gone; the plan cannot run, and another is searched on the rest.
 
     Args:
-        explorer: That found the plan.
+        explorer: Explorer that found the plan.
         plan: Before.
         domain: As for :func:`survivors`.
         only: Dimensions that are searched.

@@ -21,7 +21,7 @@ from cordillera.errors import PlanError
 from cordillera.partition import NOWHERE, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
-# Limits keep costs and results finite: tables, their columns and layers are gone through one by one.
+# Limits that keep the cost of a prediction and its results finite: tables, columns and layers are visited one by one.
 MOST_TABLES = 100_000
 MOST_PARTS = 200_000
 Count = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
@@ -42,10 +42,10 @@ class Tables(BaseModel):
 
     Attributes:
         count: How many.
-        rows: Of each.
+        rows: Number of rows of each.
         dim: Columns: the length of an embedding.
         lookups: Ids of a sample in each, a mean (pooling factor).
-        weight_bytes: Of a value as it is stored.
+        weight_bytes: Bytes of a stored value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +61,7 @@ class Cross(BaseModel):
     """Cross layers of low rank (DCN-V2).
 
     Attributes:
-        layers: How many.
+        layers: Number of layers.
         rank: Width between the two matrices of a layer.
     """
 
@@ -77,7 +77,7 @@ class Recommender(BaseModel):
     Attributes:
         name: For people.
         description: One sentence.
-        source: Where the figures are from.
+        source: Origin of the figures.
         tables: Groups of tables that are alike.
         dense: Features that are numbers.
         bottom: Widths of the layers that they pass; empty without such features.
@@ -86,12 +86,12 @@ class Recommender(BaseModel):
         cross: The cross layers.
         top: Widths of the layers after the interaction.
         batch: Samples of a step, over all devices.
-        id_bytes: Of an id as it is sent.
-        forward_bytes: Of a value of a pooled embedding as it is sent.
-        backward_bytes: Of a value of its gradient as it is sent.
-        gradient_bytes: Of the gradient of a dense parameter as it is reduced.
-        optimizer_bytes: Of a row's optimizer state; 4 for row-wise Adagrad.
-        dense_bytes: Of a dense parameter: weight, gradient and optimizer state.
+        id_bytes: Bytes of an id when sent.
+        forward_bytes: Bytes of a value of a pooled embedding when sent.
+        backward_bytes: Bytes of a value of its gradient when sent.
+        gradient_bytes: Bytes of the gradient of a dense parameter when reduced.
+        optimizer_bytes: Bytes of a row's optimizer state; 4 for row-wise Adagrad.
+        dense_bytes: Bytes of a dense parameter: weight, gradient and optimizer state.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -189,10 +189,10 @@ class Shard(NamedTuple):
     Attributes:
         table: Position of its group of tables in the workload.
         copy: Which of the group.
-        first_row: Where it begins.
-        rows: How many.
-        first_column: Where it begins.
-        columns: How many.
+        first_row: First row of the shard.
+        rows: Number of rows.
+        first_column: First column of the shard.
+        columns: Number of columns.
     """
 
     table: int
@@ -220,7 +220,7 @@ class Dealt:
     Attributes:
         workload: With tables.
         shards: Rectangles of tables.
-        devices: Where each lies: ``[S]``.
+        devices: Device of each shard, ``[S]``.
         size: Devices of the group.
     """
 
@@ -257,7 +257,7 @@ class Dealt:
         """Sums over the shards of every device: ``[size]``.
 
         Args:
-            values: Of every shard.
+            values: Values of every shard.
         """
         return np.asarray(np.bincount(self.devices, values, minlength=self.size), dtype=np.float64)
 
@@ -299,8 +299,8 @@ class Dealt:
         like a dense layer's; of others the copies gather ids and gradients of pooled embeddings, whatever is less.
 
         Args:
-            samples: Of a step in one group.
-            copies: Of the tables.
+            samples: Number of samples of a step in one group.
+            copies: Number of copies of the tables.
 
         Returns:
             Bytes of gradients that are reduced, bytes that each copy contributes to the gathering, and bytes of memory
@@ -342,8 +342,8 @@ def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optim
     that several samples share are counted for each: without the ids nobody knows how many they are.
 
     Args:
-        lookups: Of a sample.
-        columns: Of the table.
+        lookups: Number of lookups of a sample.
+        columns: Number of columns of the table.
         weight_bytes: Of a value.
         optimizer_bytes: Of a row.
     """
@@ -383,7 +383,7 @@ def deal(workload: Recommender, size: int, room: float, worth: float, grain: flo
         size: Devices of the group.
         room: Bytes of a device for tables and optimizer state.
         worth: Bytes of memory that are moved while one byte is sent.
-        grain: Of the equal share; infinite to cut for memory alone.
+        grain: Grain of the equal share; infinite to cut for memory alone.
         copied_rows: Tables of so many rows or fewer are on all devices and not dealt out.
 
     Raises:
@@ -427,7 +427,7 @@ def _parts(
     Args:
         workload: With tables.
         table: Position of the group of tables.
-        costs: Of a sample: looking up, sending.
+        costs: Costs of a sample: looking up, sending.
         limit: Most that a part costs.
         room: Most bytes of a part.
         size: Devices.

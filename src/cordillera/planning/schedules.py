@@ -58,7 +58,7 @@ class Schedule:
     """What every rank does, in order.
 
     Attributes:
-        name: Of the family, with its parameters.
+        name: Name of the family, with its parameters.
         microbatches: ``m``.
         rank_of: The rank that holds each stage, by stage; ranks are ``0..P-1``.
         actions: For each rank its actions.
@@ -93,7 +93,7 @@ class Schedule:
         """Forwards alone, of stages on the same ranks: what evaluation takes. No rank waits longer than it must.
 
         Args:
-            microbatches: How many, at least 1, whatever this schedule has.
+            microbatches: Number of microbatches, at least 1, whatever this schedule has.
         """
         _positive(microbatches=microbatches)
         every = sorted((m + stage, stage, m) for stage in range(self.stages) for m in range(microbatches))
@@ -563,7 +563,7 @@ def greedy(
         seconds: Of a stage's forward (``F``) and backward: ``B`` alone, or ``I`` and ``W`` where it is to be split.
         latencies: One-way, between each stage and the next, seconds; None for none.
         limits: Forwards whose activations a rank may hold at a time; None for any number.
-        name: Of the schedule.
+        name: Name of the schedule.
 
     Raises:
         PlanError: If the limits leave nothing that can be done.

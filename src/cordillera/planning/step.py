@@ -35,7 +35,7 @@ class Step:
     """A step as simulated.
 
     Attributes:
-        timeline: Of the pipeline.
+        timeline: Timeline of the pipeline.
         parts: Seconds by cause on the rank that ends last; their sum is the step.
         memory: Bytes on a device of each pipeline rank, by cause.
     """
@@ -106,7 +106,7 @@ def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
     """Bytes on a device of each pipeline rank under a schedule, by cause.
 
     Args:
-        job: What is trained and how it is cut.
+        job: Workload and its layout.
         schedule: Whose live microbatches count.
     """
     ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
@@ -117,8 +117,8 @@ def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
     """Where in a rank's actions the last backward of each of its stages is, in order of these positions.
 
     Args:
-        schedule: Of the pipeline.
-        rank: Of the pipeline.
+        schedule: Schedule of the pipeline.
+        rank: Rank in the pipeline.
     """
     lasts = {a.stage: i for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     return dict(sorted(lasts.items(), key=lambda item: item[1]))
@@ -138,9 +138,9 @@ def reduced(
     microbatch's backward does them, one after the other and beside what it still computes.
 
     Args:
-        job: What is trained and how it is cut.
-        schedule: Of the pipeline.
-        rank: Of the pipeline.
+        job: Workload and its layout.
+        schedule: Schedule of the pipeline.
+        rank: Rank in the pipeline.
         times: Start and end of the rank's action at a position, seconds.
         reduce: Seconds to reduce the gradients of a stage over the copies of the model.
         delayed: Seconds that messages took from that, by rank and position of the action.
@@ -167,9 +167,9 @@ def optimizer_seconds(job: Job, schedule: Schedule, rank: int) -> float:
     """Of a rank's optimizer.
 
     Args:
-        job: What is trained and how it is cut.
+        job: Workload and its layout.
         schedule: For the rank's stages.
-        rank: Of the pipeline.
+        rank: Rank in the pipeline.
     """
     return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
 
@@ -178,8 +178,8 @@ def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None
     """Simulate a step: the pipeline, then :func:`reduced`, then the optimizer; it ends with the last rank.
 
     Args:
-        job: What is trained and how it is cut.
-        schedule: Of the pipeline.
+        job: Workload and its layout.
+        schedule: Schedule of the pipeline.
         slow: How many times as long pipeline ranks compute, where one has a slow device. The copy with it is the one
             that is simulated, as all others wait for it to reduce their gradients.
     """

@@ -18,7 +18,8 @@ from cordillera.errors import PlanError
 from cordillera.planning.recommender import Recommender, divisors
 from cordillera.topology import Label, Numeric, Words, parse, shipped, validate
 
-# Limits keep costs and results finite: layers and experts are gone through one by one, products of sizes are floats.
+# Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
+# products of sizes are floats.
 Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
 Count = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
 Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -63,8 +64,8 @@ class Transformer(BaseModel):
     Attributes:
         layers: ``L``.
         hidden: ``h``.
-        heads: Of queries.
-        kv_heads: Of keys and values; None for as many.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads; None for as many as ``heads``.
         head_dim: None for ``h / heads``.
         ffn: Width of the feed-forward net; None for ``4 h``.
         gated: Whether it has a gate (SwiGLU), a third matrix.
@@ -160,13 +161,13 @@ class Workload(BaseModel):
     Attributes:
         name: For people.
         description: One sentence.
-        source: Where the figures are from.
-        model: What is trained.
+        source: Origin of the figures.
+        model: Model that is trained.
         sequence: Tokens of a sequence.
         batch: Sequences of a step, over all devices.
-        weight_bytes: Of a parameter, as it is used.
-        gradient_bytes: Of its gradient.
-        optimizer_bytes: Of its optimizer state, a master copy included.
+        weight_bytes: Bytes of a parameter in use.
+        gradient_bytes: Bytes of a parameter's gradient.
+        optimizer_bytes: Bytes of a parameter's optimizer state, including a master copy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -225,7 +226,7 @@ class Layout:
         chunks: Stages that one pipeline rank holds (``v``).
         microbatch: Sequences of a microbatch on one copy.
         sequence_parallel: Whether norms and dropouts are cut over the tensor-parallel devices too.
-        recompute: What of the forward the backward does again.
+        recompute: Parts of the forward that the backward computes again.
         overlap_gradients: Whether gradients are reduced while the last microbatch's backward runs.
     """
 
@@ -330,8 +331,8 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     Both ends carry an embedding besides (Llama 3, section 3.3.2, takes a layer from each).
 
     Args:
-        layers: Of the model.
-        stages: Of the pipeline.
+        layers: Number of layers of the model.
+        stages: Number of stages of the pipeline.
     """
     fewest, more = divmod(layers, stages)
     if not more:
@@ -348,12 +349,12 @@ class Seconds:
     """One layer, or a part of the model, and one microbatch on one device.
 
     Attributes:
-        forward: Of the forward.
-        again: Of the forward again, where it is recomputed.
-        input_gradient: Of the input's gradient.
-        weight_gradient: Of the weights' gradient, and adding it to those before.
-        tensor: Of all these, collectives over the tensor-parallel devices.
-        gather: Of all these, waiting for weights and gradients that are cut over copies.
+        forward: Seconds of the forward.
+        again: Seconds of recomputing the forward.
+        input_gradient: Seconds of the input's gradient.
+        weight_gradient: Seconds of the weights' gradient and of its accumulation.
+        tensor: Part of these seconds that is spent in collectives over the tensor-parallel devices.
+        gather: Part of these seconds that is spent waiting for weights and gradients that are cut over copies.
     """
 
     forward: float = 0.0
@@ -444,7 +445,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     Args:
         workload: Shapes.
         layout: Degrees.
-        cost: Of the device.
+        cost: Cost model of the device.
         reduce: Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices.
     """
     model, t = workload.model, layout.tensor
@@ -498,7 +499,7 @@ def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduc
     Args:
         workload: Shapes.
         layout: Degrees.
-        cost: Of the device.
+        cost: Cost model of the device.
         reduce: As in :func:`layer_seconds`.
     """
     x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
@@ -511,7 +512,7 @@ def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: fl
     Args:
         workload: Shapes.
         layout: Degrees.
-        cost: Of the device.
+        cost: Cost model of the device.
         reduce: As in :func:`layer_seconds`.
     """
     rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor

@@ -49,7 +49,7 @@ class Completion:
 
     Attributes:
         text: Without the prompt.
-        tokens: How many were generated, the one that ended the text included.
+        tokens: Number of generated tokens, including the one that ended the text.
         finish: ``stop``, ``length``, or None if generation was interrupted.
     """
 
@@ -70,12 +70,12 @@ class LanguageModel:
     Args:
         name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run, or of one of
             its checkpoints.
-        dtype: Of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: A file or folder; None for that of the checkpoint, or of the run's text.
 
     Attributes:
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         config: The model's shapes.
         tokenizer: Text to ids and back.
 
@@ -112,10 +112,10 @@ class LanguageModel:
         """The model; the first use reads the weights.
 
         Raises:
-            CheckpointError: weights are NaN or infinite, or are not those that were first read from these files.
+            CheckpointError: weights are NaN or infinite, or the files have changed since they were first read.
         """
         files = self._source.files
-        with ThreadPoolExecutor(1, "first sight") as pool:  # which reads at the same time what the model reads
+        with ThreadPoolExecutor(1, "first sight") as pool:  # reads the files while the model reads them too
             compared = pool.submit(compare_with_first_sight, files, record_of(files)) if files else None
             model = for_decoding(read_model(self._source, self.dtype, self.device).eval())
             if compared is not None:
@@ -129,14 +129,14 @@ class LanguageModel:
             prompts: Texts.
             chat: Whether each is what a user says in a chat that the model answers; False for text that it continues.
                 Default: chat where the tokenizer brings a format of chats.
-            system: What a chat begins with: instructions to the model.
+            system: Instructions to the model at the beginning of a chat.
 
         Raises:
             DataError: a prompt is empty or no text, there is no format of chats, or ``system`` without a chat.
         """
         for number, prompt in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt {number}"
-            check_text(prompt, where)  # before a template puts other text around it
+            check_text(prompt, where)  # before a template adds other text
             if not prompt:
                 raise DataError("is empty", where=where, remedy="give some text")
         if system is not None:

@@ -1,4 +1,4 @@
-"""What is watched of a ranking model's samples: features, embeddings, inputs of layers, logits."""
+"""Observation of a ranking model's samples for drift: features, embeddings, inputs of layers and logits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cordillera.numerics.stored_linear import StoredLinear
 
 
 class Observer:
-    """Numbers and shares of a model's samples, by which drift is noticed.
+    """Computes the numbers and shares of a model's samples by which drift is detected.
 
-    Numbers of a sample are its dense features, the root mean square of each feature's embedding, of each linear layer's
-    input, and the logits. Shares are those of samples with a blank dense feature, with an id that is blank or unseen,
-    and with an empty list.
+    The numbers of a sample are its dense features, the root mean square of each feature's embedding and of each linear
+    layer's input, and the logits. The shares are those of samples with a blank dense feature, with a blank or unseen
+    id, and with an empty list.
 
     Attributes:
         numbers: Names of the numbers; the number of an embedding or of a layer's input is its root mean square.
         shares: Names of the shares.
 
     Args:
-        model: What scores, on a CPU.
-        encoder: That of its data: it knows what stands for blanks.
+        model: Model that scores the samples, on a CPU.
+        encoder: Encoder of the model's data, which defines the values of blanks.
     """
 
     def __init__(self, model: RankingModel, encoder: Encoder) -> None:
@@ -53,13 +53,13 @@ class Observer:
         ]
 
     def observe(self, batch: RankingBatch) -> tuple[Tensor, Tensor]:
-        """Score samples, and look at them.
+        """Score samples and return their numbers and shares.
 
         Args:
-            batch: Of ``B`` samples.
+            batch: Batch of ``B`` samples.
 
         Returns:
-            ``float32 [B, numbers]`` and ``bool [B, shares]``.
+            Numbers, ``float32 [B, numbers]``, and shares, ``bool [B, shares]``.
         """
         model, inputs = self._model, dict[str, Tensor]()
 
@@ -97,10 +97,10 @@ class Observer:
         return torch.stack(found, 1) if found else torch.zeros(size, 0, dtype=torch.bool)
 
     def reference(self, batches: list[RankingBatch]) -> DriftReference:
-        """What the model sees in samples of calibration.
+        """Compute the reference of calibration samples.
 
         Args:
-            batches: Samples that it was not trained on.
+            batches: Samples that the model was not trained on.
 
         Raises:
             NumericsError: the numbers of fewer than two samples are finite.
@@ -116,10 +116,10 @@ class Observer:
         )
 
     def update(self, check: DriftCheck, batch: RankingBatch) -> None:
-        """Take live samples into a check.
+        """Add live samples to a check.
 
         Args:
-            check: Against a reference of this model.
-            batch: Samples.
+            check: Check against a reference of this model.
+            batch: Live samples.
         """
         check.update(*self.observe(batch), batch.groups)

@@ -1,7 +1,7 @@
-"""A ranking model in fewer bits: made from a trained one, written to a folder, read from it.
+"""Quantised ranking models: made from a trained model, written to a folder and read from it.
 
-A folder holds ``model.safetensors`` (rows, weights and scales as kernels keep them) and ``quantized.json`` (which table
-and layer is kept how, what the model was made of, what it saw when it was calibrated, and the digests of both files).
+A folder holds ``model.safetensors`` (rows, weights and scales in the layout of the kernels) and ``quantized.json`` (the
+format of each table and layer, the origin of the model, the reference of calibration, and the digests of both files).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def quantize_model(
         model: On a CPU; not changed.
         tables: Format of each table's rows; those that are missing stay in fp32.
         layers: Kernel of each linear layer; those that are missing stay as they are.
-        rows: What layers were given, for kernels that are calibrated.
+        rows: Inputs of layers, for kernels that are calibrated.
         made: Tables that were encoded before, by name and format; new ones are added.
 
     Raises:
@@ -93,11 +93,11 @@ def size_bytes(model: torch.nn.Module) -> int:
 
 
 def origin(run: Run, *, use_best: bool) -> dict[str, str]:
-    """What a run's quantised model is made of: digests of the checkpoint that the run stands for and of its encoder.
+    """Origin of a run's quantised model: digests of the run's checkpoint and of its encoder.
 
     Args:
         run: The run.
-        use_best: True for the step of the lowest validation NE, False for the newest.
+        use_best: Whether the checkpoint is that of the lowest validation NE; otherwise it is the newest.
 
     Raises:
         CheckpointError: there is no checkpoint or no encoder, or one cannot be read.
@@ -128,12 +128,12 @@ def save(
     """Write a quantised model.
 
     Args:
-        folder: Made if need be; what was there is replaced.
-        model: Of :func:`quantize_model`.
-        seen: What it saw at calibration.
-        made_of: :func:`origin` of the run, without which it is not loaded.
-        facts: For readers: budget, quality, sizes.
-        precision: In which what has no kernel of its own is computed.
+        folder: Folder to write to; created if absent, replaced if present.
+        model: Model from :func:`quantize_model`.
+        seen: Reference of calibration.
+        made_of: :func:`origin` of the run; loading requires the same origin.
+        facts: Facts for readers: budget, quality, sizes.
+        precision: Precision of layers without a quantised kernel.
     """
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
     temporary = folder / f".{_TENSORS}.tmp"
@@ -163,7 +163,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """What is said of a quantised model.
 
     Args:
-        folder: Where it lies.
+        folder: Folder of the model.
 
     Raises:
         CheckpointError: there is none, or it is not readable, or of another version.
@@ -183,7 +183,7 @@ def precision_of(folder: Path) -> Precision:
     """In which precision to score with a quantised model what has no kernel of its own.
 
     Args:
-        folder: Where it lies.
+        folder: Folder of the model.
 
     Raises:
         CheckpointError: there is none, or it is not readable.
@@ -195,15 +195,15 @@ def load(folder: Path, model: RankingModel, made_of: Mapping[str, str]) -> tuple
     """Read a quantised model.
 
     Args:
-        folder: Where it lies.
-        model: Of the run's recipe; its tables and layers are replaced, its numbers do not matter.
-        made_of: :func:`origin` of the run that it serves.
+        folder: Folder of the quantised model.
+        model: Model of the run's recipe; its tables and layers are replaced, so its weights do not matter.
+        made_of: :func:`origin` of the run that the model serves.
 
     Returns:
-        The model, ready to score, and what it saw at calibration.
+        Model, ready to score, and the reference of calibration.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or the model was made of another run or of other weights.
+        CheckpointError: a file is missing or damaged, or the model was made from another run or other weights.
     """
     self_test()
     record = read_record(folder)

@@ -25,7 +25,7 @@ from cordillera.errors import CheckpointError
 from cordillera.files import read_json_object, read_sealed, sealed_json
 from cordillera.run import disk_errors, remove_folder
 
-_CHUNK = 1 << 18  # elements that are looked at together; they fit into a cache
+_CHUNK = 1 << 18  # elements that are checked at a time; they fit into a cache
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
 _REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore it from a copy"
@@ -36,7 +36,7 @@ class Checkpoint:
     """What was read from a checkpoint.
 
     Attributes:
-        folder: Where it lies.
+        folder: Folder of the checkpoint.
         tensors: Tensors by dotted name, on the CPU, memory-mapped.
         state: Plain values: counters, flags, metric accumulators.
     """
@@ -64,9 +64,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
     """Write a safetensors file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         tensors: On the CPU, contiguous, by name.
-        header: What it says beside.
+        header: Metadata to store with the tensors.
 
     Raises:
         OSError: It cannot be written.
@@ -82,7 +82,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
 
 
 def _sort_header(path: Path) -> None:
-    """Put what a safetensors file says beside its tensors in order: the library shuffles it in each process."""
+    """Sort the metadata of a safetensors file, whose order the library varies from process to process."""
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         content = json.loads(file.read(size))
@@ -109,7 +109,7 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
 
     Args:
         parent: The folder of all checkpoints.
-        tensors: What to save, by name; contiguous copies are made only of tensors that are not contiguous.
+        tensors: Tensors to save, by name; contiguous copies are made only of tensors that are not contiguous.
         state: Plain JSON values; ``state["step"]`` names the checkpoint.
 
     Returns:
@@ -175,15 +175,15 @@ def load(folder: Path) -> Checkpoint:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """What is NaN or infinite among tensors, in words, or None; one pass, without copies.
+    """Describe tensors that hold NaN or infinity; None if all are finite. Tensors are read once and not copied.
 
     Args:
-        tensors: Of any dtypes, by name.
+        tensors: Tensors of any dtype, by name.
     """
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        if tensor.dtype.itemsize == 1:  # torch takes no minimum of 8-bit floats
+        if tensor.dtype.itemsize == 1:  # torch has no minimum of 8-bit floats
             tensor = tensor.float()
         for first, chunk in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
             low, high = torch.aminmax(chunk)

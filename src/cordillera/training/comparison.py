@@ -54,18 +54,18 @@ class Row:
     """Runs of one recipe with several seeds.
 
     Attributes:
-        name: The first run's folder name.
+        name: Folder name of the first run.
         model: Name of the model.
-        runs: Folder names.
+        runs: Folder names of the runs.
         seeds: Seeds, in the order of ``runs``.
-        metrics: By task, then by metric: mean over seeds.
-        differences: By task: ``relative_ne`` (percent, negative is better), ``auc``, ``log_loss``, ``calibration``,
-            ``gauc`` (differences to the first row) over the seeds that both rows have. Empty in the first row.
-        parameters: Outside the tables; None if unknown.
-        embedding_parameters: In the tables.
-        training_flops: For each example.
+        metrics: Means over seeds, by task and metric.
+        differences: Differences to the first row, by task: ``relative_ne`` (percent, negative is better), ``auc``,
+            ``log_loss``, ``calibration`` and ``gauc``, over the seeds that both rows have. Empty in the first row.
+        parameters: Number of parameters outside the tables; None if unknown.
+        embedding_parameters: Number of parameters in the tables.
+        training_flops: FLOPs of training for each example.
         examples_per_second: Mean over seeds of the median training throughput; NaN if unknown.
-        is_complete: Whether all of them were trained to their end.
+        is_complete: Whether the training of all runs was completed.
     """
 
     name: str
@@ -138,7 +138,7 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
     """A Markdown table, followed by notes.
 
     Args:
-        headings: Of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
+        headings: Headings of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
         lines: Texts of the cells.
         notes: Sentences.
     """
@@ -151,7 +151,7 @@ def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
     """A table for the terminal, notes below it.
 
     Args:
-        headings: Of the columns, as for :func:`markdown_table`.
+        headings: Headings of the columns, as for :func:`markdown_table`.
         lines: Texts of the cells.
         notes: Sentences.
     """
@@ -270,7 +270,7 @@ class _Entry:
         told.append(evaluation.age(status, keeps_best="patience" in part(recipe, "training")))
         notes = [text for text in told if text]
         for task, result in evaluation.tasks.items():
-            # Data without groups has no GAUC by design.
+            # Data without groups has no GAUC.
             why = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
             notes += [f"{name} of {task} is undefined: {reason}." for name, reason in why.items()]
         return cls(

@@ -87,7 +87,7 @@ class Segment:
     """Metrics of the samples that share a value of a feature.
 
     Attributes:
-        examples: How many.
+        examples: Number of examples.
         small: True if some task has too few samples of either class for its metrics to mean much.
         tasks: Metrics by task.
         intervals: Confidence intervals by task and metric.
@@ -105,15 +105,15 @@ class Evaluation:
 
     Attributes:
         split: Name of the split.
-        examples: Samples seen.
-        seconds: Wall time of the pass, loading and scoring together.
-        examples_per_second: Their ratio; NaN without samples.
-        tasks: By task name.
-        segments: By feature, then by value, largest first.
-        level: Confidence of the intervals.
-        unit: What the intervals take as independent: ``sample`` or ``group``.
-        step: Training steps of the weights that were evaluated; None if not known.
-        steps: That training was to take; likewise.
+        examples: Number of evaluated samples.
+        seconds: Wall time of the pass, including loading.
+        examples_per_second: Samples evaluated per second; NaN without samples.
+        tasks: Metrics by task name.
+        segments: Metrics by feature and value, largest segments first.
+        level: Confidence level of the intervals.
+        unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
+        step: Number of training steps behind the evaluated weights; None if unknown.
+        steps: Number of steps that training was to take; None if unknown.
     """
 
     split: str
@@ -128,11 +128,11 @@ class Evaluation:
     steps: int | None = None
 
     def age(self, status: Status | None, *, keeps_best: bool) -> str:
-        """What is to be said where training went on after these weights were evaluated; nothing if it did not.
+        """Warning that training went on after these weights were evaluated; empty if it did not.
 
         Args:
-            status: Of the run.
-            keeps_best: Whether the run stands for its best weights, which may be older than its last ones.
+            status: Status of the run.
+            keeps_best: Whether the run keeps its best weights, which may be older than the last ones.
         """
         if self.step is None or status is None or keeps_best or self.step == status.step:
             return ""
@@ -160,14 +160,14 @@ class Evaluation:
 
     @classmethod
     def from_object(cls, raw: Any, where: str) -> Evaluation:
-        """Read what :meth:`to_json` wrote, parsed.
+        """Create an evaluation from the parsed output of :meth:`to_json`.
 
         Args:
-            raw: The value of that JSON text.
-            where: Place that errors name.
+            raw: Value of the JSON text.
+            where: Place of the text, for errors.
 
         Raises:
-            DataError: it is not an evaluation.
+            DataError: the value is not an evaluation.
         """
         try:
             return cls(
@@ -207,7 +207,7 @@ def number(value: Any) -> float:
     """Read a number that :func:`jsonable` wrote.
 
     Raises:
-        DataError: it is something else, or beyond 1e300.
+        DataError: the value is not such a number, or its magnitude exceeds 1e300.
     """
     if value is None:
         return math.nan
@@ -468,7 +468,7 @@ def score_histogram(
         logits: ``float64 [B]``, finite.
         positive: ``bool [B]``.
         weights: ``float64 [B]``.
-        bins: How many steps.
+        bins: Number of bins.
 
     Returns:
         The histogram; None without samples.

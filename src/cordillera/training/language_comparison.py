@@ -19,20 +19,20 @@ from cordillera.training.language_records import LanguageRecords, mean
 
 @dataclass(frozen=True)
 class LanguageRow:
-    """One run; what is not known is NaN.
+    """One run; unknown numbers are NaN.
 
     Attributes:
-        name: Of its folder.
-        loss: Of its final evaluation, or else its last; nats a token.
-        is_broken: Whether that evaluation found no finite loss.
-        difference: To the first run's; NaN where the two are of other tokens.
-        perplexity: Likewise of the evaluation.
-        bits_per_byte: Likewise.
-        tokens: Trained on.
-        tokens_per_second: Mean over training time, of all processes together.
-        mfu: Likewise, of the devices' peak.
-        parameters: Of the model.
-        processes: That trained it.
+        name: Name of the run's folder.
+        loss: Loss of the final evaluation, or of the last one if there is no final one, in nats per token.
+        is_broken: Whether the loss of that evaluation is not finite.
+        difference: Difference of the loss to that of the first run; NaN if the two were evaluated on other tokens.
+        perplexity: Perplexity of the evaluation.
+        bits_per_byte: Bits per byte of the evaluation.
+        tokens: Number of tokens that the model was trained on.
+        tokens_per_second: Mean throughput of training, of all processes together.
+        mfu: Mean share of the devices' peak FLOP/s that training used.
+        parameters: Number of parameters of the model.
+        processes: Number of processes that trained the model.
     """
 
     name: str

@@ -30,7 +30,7 @@ def headline(records: LanguageRecords) -> str:
     """The section of the headline figures, and what could not be one.
 
     Args:
-        records: Of the run.
+        records: Records of the run.
 
     Returns:
         HTML.

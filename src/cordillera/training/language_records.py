@@ -38,21 +38,21 @@ _LARGEST = 1e100
 
 @dataclass(frozen=True)
 class LanguageRecords:
-    """A language run as its files tell it.
+    """Records of a language run, read from its files.
 
     Attributes:
-        name: Of the folder.
-        recipe_text: The resolved recipe.
-        recipe: What it says.
+        name: Name of the run's folder.
+        recipe_text: Text of the resolved recipe.
+        recipe: Parsed recipe.
         train: Records of training, in order.
         validations: Records of evaluations by split.
-        events: Kind and record of checkpoints, skipped steps and resumptions, in order.
-        final: Of ``evaluation.json``; None if it is not there.
-        final_split: What that is of.
-        model: ``model.json``; empty if it is not there.
-        mesh: How the job was cut; None if ``model.json`` does not say.
-        environment: ``environment.json``, likewise.
-        status: How far training came; None of runs that are older than this is written.
+        events: Kinds and records of checkpoints, skipped steps and resumptions, in order.
+        final: Evaluation of ``evaluation.json``; None without the file.
+        final_split: Split of the final evaluation.
+        model: Content of ``model.json``; empty without the file.
+        mesh: Mesh of the job; None if ``model.json`` does not hold one.
+        environment: Content of ``environment.json``; empty without the file.
+        status: Progress of training; None for runs of earlier versions, which did not record it.
     """
 
     name: str
@@ -70,13 +70,13 @@ class LanguageRecords:
 
     @classmethod
     def read(cls, run: Run) -> LanguageRecords:
-        """Read a run's files; what is not there yet is empty.
+        """Read a run's files; files that do not exist yet are left out.
 
         Args:
             run: The run.
 
         Raises:
-            DataError: A file is there but is not what it should be.
+            DataError: A file does not hold what its name says.
             RunError: A file, or a line of ``metrics.jsonl`` other than the last, is not JSON or does not match its
                 checksum.
         """
@@ -143,18 +143,18 @@ class LanguageRecords:
         return max(listed, counted) if math.isfinite(counted) else float(listed) if listed else counted
 
     def reached(self, key: str) -> float:
-        """The largest ``step`` or ``tokens`` of any record of training, also between two of its losses; NaN if none."""
+        """Largest ``step`` or ``tokens`` of all records, including those between two losses; NaN without records."""
         records = [*self.train, *(record for kind, record in self.events if kind != "resumed")]
         return max((record[key] for record in records if math.isfinite(record[key])), default=math.nan)
 
     @property
     def warning(self) -> str:
-        """What must be said of figures of a run whose training has not come to its end; else nothing."""
+        """Warning for readers of the figures of an incomplete run; empty for a complete one."""
         if self.status is not None:
             return self.status.warning
         steps, wanted = self.reached("step"), self.setting("training", "steps")
         if self.final is not None or not isinstance(wanted, int) or not steps < wanted:
-            return ""  # of an older run nothing is known but this
+            return ""  # runs of earlier versions record no more than this
         return f"This run is not finished: its records end at step {steps:,.0f} of {wanted:,}."
 
     def last(self, key: str) -> float:
@@ -186,8 +186,8 @@ def mean(records: Sequence[Record], value: Callable[[Record], float], weight: st
     """A weighted mean over the records where both value and weight are known.
 
     Args:
-        records: Of one kind.
-        value: Of a record.
+        records: Records of one kind.
+        value: Value of a record.
         weight: Key of what it counts for.
 
     Returns:
@@ -205,7 +205,7 @@ def share(records: Sequence[Record], key: str) -> float:
 
 
 def _object(run: Run, name: str) -> dict[str, Any]:
-    """What a JSON file of a run holds; nothing if it is not there."""
+    """Content of a JSON file of a run; empty without the file."""
     return run.read_json(name) if (run.folder / name).exists() else {}
 
 

@@ -44,16 +44,16 @@ class LanguageTrainingConfig(LanguageConfig):
             the folder of a run. Null draws them from the seed.
         steps: Updates of the whole run; fewer where the text ends.
         warmup_steps: Over which the rate rises linearly from zero.
-        decay: How the rate falls after the warm-up: ``none``, ``linear``, ``cosine``.
+        decay: Decay of the rate after the warm-up: ``none``, ``linear``, ``cosine``.
         final_rate: The factor that the rate comes to after the last step, with ``linear`` and ``cosine``.
         log_every: Steps between records, beside the one at the end.
         evaluate_every: Steps between evaluations on held-out documents; null for the end only.
         evaluation_tokens: An evaluation takes about so many tokens of held-out documents, the same ones every time;
             null for all.
         checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
-        keep_checkpoints: Of the newest ones, how many stay.
+        keep_checkpoints: Number of newest checkpoints to keep.
         asynchronous: Whether checkpoints are written while training goes on.
-        max_skipped: After so many skipped steps in a row training ends with an error.
+        max_skipped: Number of skipped steps in a row after which training ends with an error.
     """
 
     start: str | None = None
@@ -95,7 +95,7 @@ class LanguageEvaluation(NamedTuple):
         perplexity: ``exp(loss)``.
         bits_per_byte: Of the documents' text: it compares models of other vocabularies.
         targets: Tokens that were predicted.
-        seconds: That it took.
+        seconds: Seconds that it took.
     """
 
     loss: float
@@ -111,9 +111,9 @@ class LanguageReport:
 
     Attributes:
         ended: ``finished`` (all steps done), ``exhausted`` (the text ended), ``interrupted`` (asked to; resumable).
-        progress: Where it stood.
+        progress: Progress at the end.
         seconds: Wall time of this process's share.
-        evaluation: Of the weights at the end; None where it was interrupted, or nothing was held out.
+        evaluation: Evaluation of the weights at the end; None where it was interrupted, or nothing was held out.
     """
 
     ended: _Ended
@@ -127,7 +127,7 @@ class Checkpoints(Protocol):
 
     Attributes:
         last: Step of the checkpoint that was saved or restored last; None before.
-        bytes: Of the one that was saved last.
+        bytes: Bytes of the checkpoint that was saved last.
     """
 
     last: int | None
@@ -151,7 +151,7 @@ class Checkpoints(Protocol):
 
 @dataclass
 class _Window:
-    """What happened since the last record. Sums of the text and what the last step was are saved, clocks are not."""
+    """Sums since the last record. Sums over the text and the last step are saved in checkpoints, times are not."""
 
     loss: float = 0.0
     targets: int = 0
@@ -177,24 +177,24 @@ LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
 
 
 class LanguageTrainer:
-    """Trains one model on one stream of iterations; every process of the mesh makes one and calls it alike.
+    """Trains one model on one stream of iterations; every process of the mesh makes one and the same calls.
 
     Args:
-        config: How to train.
-        engine: Weights, optimizer, mesh.
-        batches: What to train on.
-        checkpoints: Where to save.
-        run: Where records go; on rank 0 only, None on others.
-        held_out: What to evaluate on; None or none for nothing.
-        held_out_bytes: Of its text, in UTF-8.
-        peak: FLOP/s of one device at best in the blocks' precision; None where it is not known.
-        guard: Is told where the loop is, and whether this process was asked to end: one that was ends all, after the
-            step in progress. None for a loop that nobody watches or ends.
-        watch: Draws progress, on rank 0.
-        recipe: Plain JSON values that are saved with every checkpoint: what it is made by.
+        config: Settings of training.
+        engine: Weights, optimizer and mesh.
+        batches: Iterations to train on.
+        checkpoints: Store of checkpoints.
+        run: Run that records are written to, on rank 0; None on other ranks.
+        held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
+        held_out_bytes: Size of the held-out text in UTF-8, in bytes.
+        peak: Peak FLOP/s of one device in the blocks' precision; None if unknown.
+        guard: Guard that is told the position of the loop and holds requests to stop. If one process is asked to stop,
+            all stop after the step in progress. None for a loop without a guard.
+        watch: Function that draws progress, on rank 0.
+        recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
 
     Attributes:
-        progress: Where it stands.
+        progress: Progress of training.
     """
 
     Config = LanguageTrainingConfig
@@ -228,7 +228,7 @@ class LanguageTrainer:
         self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
         self._owes_evaluation = False  # one that was interrupted, between steps
-        self._recorded: set[tuple[str, int]] = set()  # kind and step of what the records held when the run went on
+        self._recorded: set[tuple[str, int]] = set()  # kind and step of records before resuming
 
     def resume(self) -> bool:
         """Go to the newest checkpoint; False if there is none, and the run begins anew.
@@ -249,7 +249,7 @@ class LanguageTrainer:
                 self.run.rewind_metrics(self.progress.step)
                 self._recorded = {(str(one.get("kind")), one.get("step", 0)) for one in self.run.metrics()}
                 if state is not None:
-                    # killed after the checkpoint was complete and before its record was written
+                    # The run was killed after the checkpoint was complete and before its record was written.
                     self._record("checkpoint", seconds=None, bytes=None)
                     world = self.engine.mesh.config.world
                     self.run.log({"kind": "resumed", "step": self.progress.step, "world": world})
@@ -277,14 +277,14 @@ class LanguageTrainer:
             try:
                 ended, evaluation = self._train()
             except CordilleraError as error:
-                with contextlib.suppress(RunError):  # a full disk, which the error tells
+                with contextlib.suppress(RunError):  # a full disk, which may be the error itself
                     self._tell("failed", error.what)
                 raise
             self._tell(ended)
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
-        """All steps, the last checkpoint and the last evaluation."""
+        """Take all steps, save the last checkpoint and run the last evaluation."""
         evaluation = None
         self._tell(None)
         ended = self._steps()
@@ -457,12 +457,12 @@ class LanguageTrainer:
         return record
 
     def _tell(self, ended: str | None, why: str = "") -> None:
-        """Write down how far training came."""
+        """Write the progress of training to ``status.json``."""
         if self.run is not None:
             self.run.write_status(ended, self.progress.step, self.config.steps, why)
 
     def _record(self, kind: str, **content: Any) -> dict[str, Any]:
-        """Write a record of this step, unless the records of a run that goes on have it already."""
+        """Write a record of this step, unless a resumed run has it already."""
         record = {"kind": kind, **self._place(), **content}
         if self.run is not None and (kind, self.progress.step) not in self._recorded:
             self.run.log(record)
@@ -507,9 +507,9 @@ class LanguageTrainer:
         self._tell(None)
 
     def _prune(self) -> None:
-        """Keep the newest; one that is being written is not among them yet.
+        """Remove all but the newest checkpoints; one that is being written does not count yet.
 
-        While steps are skipped, all stay: the newest may be those whose weights give no finite loss.
+        While steps are skipped nothing is removed, as the weights of the newest checkpoints may give no finite loss.
         """
         if self.run is not None and not self.progress.stale:
             self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
@@ -521,7 +521,7 @@ def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation
     Args:
         run: The run.
         step: After which its weights were evaluated.
-        tokens: That they had been trained on.
+        tokens: Number of tokens that they had been trained on.
         found: How well they did.
     """
     place = {"step": step, "tokens": tokens}

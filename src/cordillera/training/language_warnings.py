@@ -19,7 +19,7 @@ def find_warnings(records: LanguageRecords) -> list[str]:
     """What a reader of a run's report must know before anything else.
 
     Args:
-        records: Of the run.
+        records: Records of the run.
 
     Returns:
         A sentence or two each; the gravest first.

@@ -150,7 +150,7 @@ _NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data
 
 
 def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """A record whose numbers are numbers, with its step."""
+    """Check that a record has a step and that its numbers are numbers."""
     try:
         step = record.get("step", 0)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
@@ -672,7 +672,7 @@ def _model_card(material: _Material) -> str:
 
 
 def _steps(material: _Material) -> str:
-    """Steps done, and of how many where some are not."""
+    """Number of steps taken, with the total if training is not complete."""
     done = max([record["step"] for record in (*material.train, *material.evaluations)], default=0)
     if material.status is None:
         return f"{done:,}" if done else ""

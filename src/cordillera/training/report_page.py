@@ -22,7 +22,7 @@ POINTS = 400  # of a line; more would only make the file larger
 
 
 def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
-    """The text of a run's recipe and what it says.
+    """Text of a run's recipe, and the parsed recipe.
 
     Args:
         run: The run.
@@ -35,10 +35,10 @@ def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file of a run holds, without its checksum; nothing if it is not there.
+    """Object of a JSON file of a run, without its checksum; empty if the file does not exist.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
         DataError: the file is not a JSON object, or does not match its checksum.
@@ -47,11 +47,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """An object within what a file holds; an empty one where there is none.
+    """Nested object within the content of a file; empty if there is none.
 
     Args:
-        content: Of a file.
-        *keys: That lead to it.
+        content: Content of the file.
+        *keys: Keys from the outermost object to the nested one.
     """
     found: Any = content
     for key in keys:
@@ -135,7 +135,7 @@ def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
     """A whole page.
 
     Args:
-        name: Of the run.
+        name: Name of the run.
         lede: One line about it.
         sections: HTML; empty ones are left out.
         *styles: Style sheets of this package that are used beside the reports' own.
@@ -185,7 +185,7 @@ def tile(name: str, value: str, bounds: str, meaning: str) -> str:
 
 
 def banner(run: Run) -> str:
-    """That a run is not finished, above all that its page shows; nothing of one that is.
+    """Banner that says at the top of a report that the run is not finished; empty for a finished run.
 
     Args:
         run: The run.
@@ -251,7 +251,7 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
     """Means of so many neighbours that a line has at most a few hundred points; NaN in a mean stays NaN.
 
     Args:
-        xs: Of the points.
+        xs: X coordinates of the points.
         ys: Likewise.
 
     Returns:
@@ -281,7 +281,7 @@ def reproduction(recipe: str, command: str = "cordillera train recipe.toml", abo
 
     Args:
         recipe: Resolved, as TOML.
-        command: That trains it.
+        command: Command that trains it.
         about: HTML on where it was trained.
     """
     return (

@@ -85,7 +85,7 @@ class PowerLaw:
         decades: ``log10`` of the largest over the smallest size.
         warnings: Why the fit may mean less than it seems.
         centre: Mean of ``log(x)``.
-        covariance: Of ``(floor, log(scale * exp(centre) ** exponent), exponent)``.
+        covariance: Covariance of ``(floor, log(scale * exp(centre) ** exponent), exponent)``.
     """
 
     scale: float

@@ -57,17 +57,17 @@ class ShardedCheckpoints:
     """The checkpoints of one training. All methods but :meth:`steps` and :meth:`prune` are called by every rank alike.
 
     Args:
-        folder: That holds them, the same for all ranks.
-        mesh: Of all processes.
+        folder: Folder of the checkpoints, the same for all ranks.
+        mesh: Mesh of all processes.
         asynchronous: Whether training goes on while files are written. The copy that is written from stays in host
             memory: the system takes longer to give new memory than to copy.
         deadline_s: The longest that ranks wait for another's files, seconds; None for the mesh's.
 
     Attributes:
-        folder: Likewise.
-        mesh: Likewise.
+        folder: Folder of the checkpoints.
+        mesh: Mesh of all processes.
         last: Step of the checkpoint that was begun or restored last, alike on every rank; None before.
-        bytes: Of the tensors of the checkpoint that was begun last, over all ranks.
+        bytes: Bytes of the tensors of the checkpoint that was begun last, over all ranks.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class ShardedCheckpoints:
         return steps(self.folder)
 
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> None:
-        """Begin a checkpoint, when the one before is on the disk; weights may change as soon as this returns.
+        """Begin to write a checkpoint once the previous one is complete; weights may change as soon as this returns.
 
         Args:
-            engine: Whose weights, moments and counters are saved.
-            state: Plain JSON values, alike on every rank; ``state["step"]`` names the checkpoint.
+            engine: Engine whose weights, moments and counters are saved.
+            state: Plain JSON values, equal on every rank; ``state["step"]`` names the checkpoint.
 
         Raises:
-            CheckpointError: A weight or moment is NaN or infinite, in which case nothing is written; ranks were given
-                different states; or as :meth:`wait`, of the checkpoint before.
-            RunError: As :meth:`wait`.
-            PeerError: As :meth:`wait`.
+            CheckpointError: A weight or moment is NaN or infinite, in which case nothing is written; ranks passed
+                different states; or :meth:`wait` raised it for the previous checkpoint.
+            RunError: :meth:`wait` raised it for the previous checkpoint.
+            PeerError: :meth:`wait` raised it for the previous checkpoint.
         """
         self.wait()
         engine_state: dict[str, Any] = {"steps": engine.steps, "skipped": engine.skipped}
@@ -161,19 +161,19 @@ class ShardedCheckpoints:
             raise
 
     def restore(self, engine: LanguageEngine, step: int | None = None) -> dict[str, Any] | None:
-        """Put a checkpoint into an engine, of whichever mesh, after verifying every byte of it.
+        """Load a checkpoint into an engine of any mesh, after verifying every byte.
 
         Args:
-            engine: Its weights, moments and counters are overwritten; after an error they are of no use.
-            step: Which one; None for the newest.
+            engine: Engine whose weights, moments and counters are overwritten; after an error they are undefined.
+            step: Step of the checkpoint; None for the newest.
 
         Returns:
-            The state that was saved with it; None if there is no checkpoint.
+            State that was saved with the checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: There is none of this step, a file of it is missing or corrupt, it is of another model, or
-                holds NaN or infinity. The same on every rank.
-            PeerError: Another rank is not heard of in time.
+            CheckpointError: There is no checkpoint of this step, one of its files is missing or corrupt, it belongs to
+                another model, or it holds NaN or infinity. Every rank raises the same error.
+            PeerError: Another rank does not answer in time.
         """
         self.wait()
         newest = max(self.steps(), default=-1) if step is None else step
@@ -210,7 +210,7 @@ class ShardedCheckpoints:
                 remove_folder(leftover)
 
     def _not_finite(self, parts: Sequence[_OwnPart], step: int) -> CheckpointError | None:
-        """What no training can go on from, among what this rank holds."""
+        """Error for NaN or infinity among this rank's parts; None if all are finite."""
         for part in parts:
             found = not_finite({part.name: part.tensor})
             if found is None:

@@ -38,7 +38,7 @@ from cordillera.training import checkpoints
 from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
 
-_LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that are to be finite
+_LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
 
 TRAINING_PROBE = "training-probe.safetensors"
 """In a run's folder: what its linear layers were given while it was trained."""
@@ -47,38 +47,39 @@ DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainingConfig(BaseModel):
-    """How a model is trained.
+    """Settings of training.
 
     Attributes:
         epochs: Passes over the training split.
-        max_steps: Stop after so many steps, whatever ``epochs`` says.
+        max_steps: Largest number of steps, whatever ``epochs`` says.
         precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32`` does
             everything in float32.
-        plan: File of ``cordillera probe RUN --training`` by whose kernels linear layers are trained; needs
+        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs
             ``precision = "fp32"``. Evaluation and scoring are in float32.
-        learning_rate: Peak rate of AdamW for dense parameters; the tables' own rate stands in ``[tables]``.
+        learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
         betas: AdamW's decay rates, at least 0 and below 1.
         eps: AdamW's denominator term.
-        weight_decay: AdamW's decoupled weight decay, on matrices only.
+        weight_decay: AdamW's decoupled weight decay, applied to matrices only.
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
-        decay: How rates fall after the warm-up: ``none``, ``linear``, ``cosine``.
-        final_rate: The factor on the rates at the last step, with ``linear`` and ``cosine``.
+        decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
+        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
         gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not
             in the norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
-        patience: Stop after so many evaluations without a better NE and go back to the best weights; null to never stop
-            early and keep the last weights.
+        patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
+            null to never stop early and keep the last weights.
         evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
         checkpoint_every: Steps between checkpoints, beside those at evaluations; null for none.
         log_every: Steps between records of the training loss.
-        progressive: Predict every batch before training on it and report those predictions' metrics (for streams).
-        progressive_window: Samples a window of the progressive metrics.
-        compile: Compile the dense part with torch.compile; needs a C++ compiler on the CPU.
-        probe_every: Steps from one look at what linear layers are given to the next, for ``cordillera probe``; 0 for
-            none. What is kept takes 8 bytes for each pair of a layer's inputs, in checkpoints too.
-        probe_marginals: Keep quantiles of each input too, from which ``cordillera probe`` draws inputs with tails and
-            zeros as they were; of layers of up to 2048 inputs.
-        emulate: Compute as hardware with another number format would; needs ``precision = "fp32"``.
+        progressive: Whether to predict every batch before training on it and report those predictions' metrics (for
+            streams).
+        progressive_window: Number of samples in a window of the progressive metrics.
+        compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+        probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
+            The statistics take 8 bytes for each pair of a layer's inputs, in checkpoints too.
+        probe_marginals: Whether to keep quantiles of each input too, for layers of up to 2048 inputs, from which
+            ``cordillera probe`` draws inputs with the observed tails and zeros.
+        emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -160,7 +161,7 @@ class Report:
 
     Attributes:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
-        progress: Where it stood.
+        progress: Progress at the end.
         seconds: Wall time of this process's share.
         probing_seconds: Of it, spent on statistics of what layers are given.
     """
@@ -232,8 +233,8 @@ def scorer(
     """A function from a batch to logits, without gradients and in evaluation mode.
 
     Args:
-        model: What scores.
-        device: Where it is.
+        model: Model that scores.
+        device: Device of the model.
         precision: ``bf16`` or ``fp32``.
         emulate: The number format to emulate, if any.
 
@@ -281,18 +282,18 @@ class Trainer:
     """Trains one model on one data set into one run folder.
 
     Args:
-        config: How to train.
-        model: The model; it is moved to ``device``. Where a number format is emulated, its weights hold numbers of that
-            format from here on.
+        config: Settings of training.
+        model: Model to train; it is moved to ``device``. If a number format is emulated, its weights are rounded to
+            that format.
         training: Batches of the training split.
         validation: Batches of the validation split, or None to evaluate nothing.
-        run: Where records and checkpoints go.
-        tasks: Label names.
-        device: Where to compute.
-        watch: Called after every step with the newest log record (empty at steps that log nothing), the progress and
-            the total number of steps; draws progress bars.
-        recipe: Whose model and training these are. Checkpoints hold it, and those of another one are not resumed; None
-            leaves it out.
+        run: Run that records and checkpoints are written to.
+        tasks: Names of the labels.
+        device: Device to compute on.
+        watch: Function called after every step with the newest log record (empty at steps that log nothing), the
+            progress and the total number of steps; draws progress bars.
+        recipe: Recipe of the model and its training. It is saved in checkpoints, and a checkpoint of another recipe is
+            not resumed. None to save no recipe.
     """
 
     def __init__(
@@ -379,7 +380,7 @@ class Trainer:
         return tensors, state
 
     def save(self) -> None:
-        """Write a checkpoint of this moment; the newest and the best are kept, older ones deleted.
+        """Write a checkpoint of the present step; the newest and the best checkpoints are kept, others deleted.
 
         Raises:
             TrainingError: a weight or a moment is NaN or infinite; nothing is written or deleted then.
@@ -434,7 +435,7 @@ class Trainer:
         checkpoints.restore_random_state(checkpoint.tensors)
 
     def resume(self) -> bool:
-        """Go to the newest checkpoint of the run; False if there is none.
+        """Restore the newest checkpoint of the run; returns False if there is none.
 
         Raises:
             CheckpointError: the newest checkpoint is corrupt.
@@ -447,7 +448,7 @@ class Trainer:
                 if self.recipe is not None:
                     check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
                 self.restore(newest)
-            self.run.rewind_metrics(self.progress.step, without="probe")  # of which a training has one, at its end
+            self.run.rewind_metrics(self.progress.step, without="probe")  # a training has one such record, at its end
             return bool(available)
 
     def stop(self) -> None:
@@ -491,18 +492,18 @@ class Trainer:
 
     @contextlib.contextmanager
     def _status(self) -> Iterator[None]:
-        """Say in the run's folder that training goes on, and what ended it if that is an error."""
+        """Write to ``status.json`` that training goes on, and the error if one ends it."""
         self.run.write_status(None, self.progress.step, self.total_steps)
         try:
             yield
         except BaseException as error:
             why = error.what if isinstance(error, CordilleraError) else type(error).__name__
-            with contextlib.suppress(RunError):  # of a full disk, which may be what ended it
+            with contextlib.suppress(RunError):  # a full disk, which may be the error itself
                 self.run.write_status("failed", self.progress.step, self.total_steps, why)
             raise
 
     def _way_on(self) -> str:
-        """What to do about numbers that are not finite."""
+        """Remedy for numbers that are not finite."""
         saved = checkpoints.steps(self.run.checkpoints)
         return (
             "lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use precision = "

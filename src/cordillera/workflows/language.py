@@ -71,7 +71,7 @@ class LanguageOutcome:
 
     Attributes:
         run: The run's folder.
-        report: How training ended.
+        report: Report of training.
     """
 
     run: Run
@@ -82,7 +82,7 @@ def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRec
     """A recipe whose mesh takes so many processes: ``parallel.shard`` takes what the other sizes leave.
 
     Args:
-        recipe: As written.
+        recipe: Recipe as written.
         processes: None for as many as its sizes make.
 
     Raises:
@@ -121,7 +121,7 @@ def train(
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
 
     Args:
-        recipe: What to train; to resume, the one that stands in the folder, of which ``parallel`` may be another.
+        recipe: Recipe to train. To resume, the recipe in the folder, of which ``parallel`` may differ.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Continue the run in ``folder`` from its newest checkpoint.
         processes: On this machine, where no launcher has started any; see :func:`with_processes`. Default: as many as
@@ -180,7 +180,7 @@ def evaluate(
 
     Args:
         run: The run.
-        recipe: That stands in its folder.
+        recipe: Recipe that stands in its folder.
         split: ``validation``: the documents that were held out.
         tokens: Evaluate on about so many of them at most. Default: ``training.evaluation_tokens`` of the recipe.
 
@@ -300,7 +300,7 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
 
 
 def _text_of(run: Run) -> list[Any]:
-    """Identity of the text that a run was begun with."""
+    """Identity of the text with which a run began."""
     try:
         return text_identity(run.read_json("model.json")["data"])
     except (KeyError, TypeError) as error:
@@ -309,7 +309,7 @@ def _text_of(run: Run) -> list[Any]:
 
 
 def _check_resumed(run: Run, recipe: LanguageRecipe) -> None:
-    """Refuse to go on from the newest checkpoint, if there is one, with another recipe than its own."""
+    """Refuse to resume from the newest checkpoint, if there is one, with another recipe."""
     for step in steps(run.checkpoints)[-1:]:
         content = ShardedFolder(folder_of(run.checkpoints, step)).read_json(STATE)
         check_recipe(content["state"].get("recipe"), recipe, run.recipe_file)

@@ -43,7 +43,7 @@ class Probing:
         statistics: The file of what layers saw.
         plan_file: The file of the plan.
         profile: The plan with all that was tried for it.
-        change: Of NE on the split that was searched on, of the plan that was written.
+        change: Change of NE on the split that was searched on, of the plan that was written.
         returned: Layers that went back to fp32 so that the budget is kept, in order.
     """
 
@@ -162,7 +162,7 @@ def probe_training(
     Args:
         run: A trained ranking run.
         config: Bounds, sizes and counts.
-        samples: Of the training split that are probed.
+        samples: Number of samples of the training split that are probed.
         say: Told of what is going on.
 
     Raises:
@@ -237,15 +237,15 @@ def _digest(path: Path) -> str:
 
 
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """A model with the kernels of its run's plan, and the most rows for which the plan has any.
+    """Apply a run's plan to its model, and return the largest number of rows that the plan covers.
 
     Args:
-        run: Probed before.
-        model: Of the run; changed in place.
-        allow_stale: Take a plan that was made on another machine or with other libraries.
+        run: Run with a plan.
+        model: Model of the run, which is changed in place.
+        allow_stale: Whether to accept a plan that was made on another machine or with other libraries.
 
     Raises:
-        NumericsError: there is no plan, it is damaged, or it was made elsewhere or for other weights.
+        NumericsError: there is no plan, it is damaged, or it was made on another machine or for other weights.
     """
     path = run.folder / PLAN_FILE
     plan = PrecisionPlan.load(path, allow_stale=allow_stale)

@@ -71,10 +71,10 @@ class LayerReport:
     """One layer beside its twin in fp32.
 
     Attributes:
-        name: Of the layer.
-        kernel: What computes it.
+        name: Name of the layer.
+        kernel: Kernel that computes the layer.
         alone_db: Signal to noise of its output on the same inputs; NaN for fp32.
-        in_place_db: Of its output in the quantised model, whose inputs are off as well.
+        in_place_db: SQNR of the output in the quantised model, whose inputs are quantised too.
     """
 
     name: str
@@ -88,14 +88,14 @@ class Quantized:
     """What :func:`quantize` did.
 
     Attributes:
-        folder: Where the model lies.
-        selection: What was chosen, and how.
+        folder: Folder of the model.
+        selection: Result of the search.
         searched: Change of NE on the split that was searched on.
         confirmed: Change of NE on the test split, which the search did not see; None without one.
         ne: On the test split (the searched one without it): in fp32 and quantised, of the first task.
-        bytes: Of the fp32 model and of the quantised one.
+        bytes: Bytes of the fp32 model and of the quantised one.
         layers: Layer by layer.
-        seconds: Of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
+        seconds: Seconds of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
         sweep: Evaluations that a sweep over all options alone would have taken.
         tables: Bytes of each table, in fp32 and as it is kept now.
         page: The report to look at.
@@ -131,7 +131,7 @@ def quantize(
     Args:
         run: A trained ranking run.
         budget: Largest relative change of NE, estimated on the split that is searched on.
-        folder: Where the model goes; None for ``quantized`` in the run.
+        folder: Folder to write the model to; None for ``quantized`` in the run.
         smallest: Weigh bytes alone, so that layers may get slower and tables may have rows of 2 bits; else time counts
             as much as bytes do.
         least_db: Signal-to-noise ratio below which a kernel is not considered for a layer.
@@ -260,11 +260,11 @@ def _try_layers(
 
 
 def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Callable[[str], object]) -> None:
-    """Say which kernels cannot take some layers, and why.
+    """Report the kernels that cannot compute some layers, with the reasons.
 
     Args:
-        skipped: Of each kernel the reasons and how many layers have them.
-        say: Told of each.
+        skipped: Reasons and the number of layers for each, by kernel.
+        say: Function called with one line for each kernel and reason.
     """
     for kernel, reasons in skipped.items():
         for reason, layers in reasons.items():
@@ -428,14 +428,14 @@ def _plain(outcome: Quantized) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Drift:
-    """What :func:`watch` saw.
+    """Result of :func:`watch`.
 
     Attributes:
-        samples: Samples that were looked at.
-        alarms: Numbers and shares that moved, the least probable first.
-        watched: How many numbers and shares were watched.
-        checks: Comparisons among which the probability of a false alarm is shared out.
-        lacks: Name of the column of groups where the file has none, so that all samples count as independent.
+        samples: Number of samples that were compared.
+        alarms: Numbers and shares that moved, in order of rising probability.
+        watched: Number of numbers and shares that were watched.
+        checks: Number of comparisons among which the probability of a false alarm is divided.
+        lacks: Name of the group column if the file does not have it, so that all samples count as independent.
     """
 
     samples: int
@@ -446,17 +446,17 @@ class Drift:
 
 
 def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3) -> Drift:
-    """Compare what a quantised model sees in a file of samples with what it saw when it was calibrated.
+    """Compare a file of samples with the samples on which a quantised model was calibrated.
 
     Args:
-        run: A run with a quantised model.
-        file: CSV, TSV or Parquet with the columns of the training data; labels are not needed.
-        false_alarms: Probability of an alarm where nothing has changed.
+        run: Run with a quantised model.
+        file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
+        false_alarms: Probability of an alarm if nothing has changed.
 
     Raises:
-        CheckpointError: there is no quantised model, or it is damaged or of another run.
+        CheckpointError: there is no quantised model, or it is damaged or belongs to another run.
         DataError: the file cannot be read, or holds fewer than two samples whose numbers are finite.
-        NumericsError: ``false_alarms`` is no probability.
+        NumericsError: ``false_alarms`` is not a probability.
     """
     check_false_alarms(false_alarms)
     run = run if isinstance(run, Run) else Run(run)

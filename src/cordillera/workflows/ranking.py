@@ -59,7 +59,7 @@ class Outcome:
 
     Attributes:
         run: The run's folder.
-        report: How training ended.
+        report: Report of training.
         evaluation: The test split's evaluation; None if training was interrupted or there is no test split.
     """
 
@@ -133,7 +133,7 @@ def train(
     """Train a recipe into a run folder, evaluate it on the test split and write its report.
 
     Args:
-        recipe: What to train.
+        recipe: Recipe to train.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Continue the run in ``folder`` from its newest checkpoint; the recipe is the one that stands in it.
         watch: Called after every step; see :class:`~cordillera.training.trainer.Trainer`.
@@ -153,7 +153,7 @@ def train(
             run = Run(folder or "")
             stack.enter_context(run.lock())
         threads = recipe.threads
-        if recipe.training.plan is None:  # which holds for the number of threads that it was measured with
+        if recipe.training.plan is None:  # a plan is valid for the number of threads that it was measured with
             threads = threads_of(recipe.threads, say, folder=folder if resume else None)
         stack.enter_context(with_threads(threads))
         say(f"data: {recipe.data.label}")
@@ -252,7 +252,7 @@ def _evaluate(
     device: torch.device,
     place: tuple[int | None, int | None],
 ) -> Evaluation:
-    """Evaluate weights; ``place`` is after how many steps of how many they were so."""
+    """Evaluate weights; ``place`` holds the number of their training steps and the total number of steps."""
     dataset: ClickDataset = getattr(splits, split)
     evaluation = evaluate_split(
         scorer(model, device, recipe.training.precision, recipe.training.emulate),
@@ -269,13 +269,13 @@ def _evaluate(
 
 
 def card_of(run: Run) -> dict[str, Any]:
-    """What ``model.json`` of a ranking run says.
+    """Content of ``model.json`` of a ranking run.
 
     Args:
         run: The run.
 
     Raises:
-        RunError: it is missing, damaged, or of another kind of run.
+        RunError: the file is missing or damaged, or belongs to another kind of run.
     """
     card = run.read_json("model.json")
     tasks, data = card.get("tasks"), card.get("data")
@@ -299,7 +299,7 @@ def recipe_of(run: Run) -> Recipe:
     """The recipe that stands in a run's folder.
 
     Args:
-        run: Of a ranking model.
+        run: Run of a ranking model.
 
     Raises:
         RunError: it is one of a language model.
@@ -337,12 +337,12 @@ def splits_of(run: Run, recipe: Recipe) -> Splits:
 
 
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
-    """The recipe of a run and its model with the weights that the run stands for, ready to score.
+    """Load the recipe of a run and its model, ready to score.
 
     Args:
         run: The run.
-        features: Names and sizes of its data's features.
-        device: Where the model is to be.
+        features: Names and sizes of the features of the run's data.
+        device: Device of the model.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is corrupt.
@@ -397,21 +397,21 @@ def predict(
 
     Args:
         run: The run or its folder.
-        file: CSV, TSV or Parquet with the columns of the training data; labels are not needed.
-        out: Where scores go, ``.csv`` or ``.parquet``. Default: beside ``file``, as ``FILE-scores.csv``. Columns: the
-            schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in float64. The file
-            is there whole or not at all.
-        batch_size: Samples scored at a time.
-        quantized: Score with the model that ``cordillera quantize`` made of the run.
-        planned: Score with the kernels that ``cordillera probe`` chose for the run.
+        file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
+        out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``. The
+            columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in
+            float64. The file appears only when it is complete.
+        batch_size: Number of samples scored at a time.
+        quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
+        planned: Whether to score with the kernels that ``cordillera probe`` chose for the run.
 
     Returns:
-        The file that was written and its number of rows.
+        Path of the scores and the number of rows.
 
     Raises:
         DataError: the file cannot be read, lacks a column, or holds a value that training would have refused.
         NumericsError: a logit is NaN or infinite; the sample is named.
-        RunError: the scores cannot be written; nothing is left of them.
+        RunError: the scores cannot be written; no part of them remains.
     """
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
@@ -427,7 +427,7 @@ def predict(
     encoder = Encoder.load(run.folder / "encoder")
     card = card_of(run)
     tasks, unseen = tuple(card["tasks"]), UnseenCount(encoder, card["data"]["facts"])
-    # a plan holds for the number of threads that it was measured with
+    # A plan is valid for the number of threads that it was measured with.
     with with_threads(recipe.threads if planned else threads_of(recipe.threads, _silent)):
         features = replace(encoder.features, tasks=tasks)
         if quantized:
@@ -474,13 +474,13 @@ def predict(
 
 
 class _Writer:
-    """Writes frames one after another into a file that appears when it is whole, and leaves nothing if it is not.
+    """Writes frames one after another to a file that appears only when it is complete.
 
     Args:
-        target: The file, ``.csv`` or ``.parquet``.
+        target: Path of the file, ending in ``.csv`` or ``.parquet``.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
 
     def __init__(self, target: Path) -> None:
@@ -522,13 +522,13 @@ class _Writer:
             self.temporary.unlink()
         if self.parquet is not None:
             with contextlib.suppress(OSError):
-                self.parquet.close()  # of a file that is gone by now
+                self.parquet.close()  # the file has been removed
         with contextlib.suppress(OSError):
             self.file.close()
 
 
 def _remove_abandoned(temporary: Path) -> None:
-    """Delete a temporary file unless a process that writes it holds it."""
+    """Delete a temporary file unless a process still writes it."""
     with contextlib.suppress(OSError), open(temporary, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         temporary.unlink()

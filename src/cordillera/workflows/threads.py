@@ -1,4 +1,4 @@
-"""The number of threads of a run: chosen when it begins, and kept when it goes on, as results depend on it."""
+"""Number of threads of a run: chosen when the run begins and kept when it is resumed, as results depend on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_core
 from cordillera.run import Run, RunError, write_atomically
 
 FILE = "threads.json"
-"""In a run's folder: how many threads it computes with, where its recipe leaves that open."""
+"""Name of the file in a run's folder that records its number of threads if the recipe does not set one."""
 
 
 def threads_of(
@@ -21,10 +21,10 @@ def threads_of(
     """Number of threads that each process of a run computes with.
 
     Args:
-        wanted: ``threads`` of the recipe; None to choose.
-        say: Told what was chosen, if there is anything to say about it.
-        folder: Of a run that goes on: it keeps its number, as far as this machine has as many processors.
-        processes: Of the run on this machine, among which threads are shared.
+        wanted: Value of ``threads`` in the recipe; None to choose a number.
+        say: Function called with the reason for the choice, if there is one.
+        folder: Folder of a resumed run, which keeps its number of threads if this machine has as many processors.
+        processes: Number of processes of the run on this machine, among which threads are divided.
     """
     if wanted is not None:
         return wanted
@@ -38,12 +38,12 @@ def threads_of(
 
 
 def keep(run: Run, threads: int, processes: int = 1) -> None:
-    """Write down how many threads a run computes with.
+    """Record the number of threads of a run in ``threads.json``.
 
     Args:
         run: The run.
-        threads: Of each process.
-        processes: Of the run.
+        threads: Number of threads of each process.
+        processes: Number of processes of the run.
     """
     content = {"threads": threads, "processes": processes}
     write_atomically(run.folder / FILE, json.dumps(content, indent=2) + "\n")

@@ -78,19 +78,19 @@ class RopeScaling(BaseModel):
 
 
 class LlamaConfig(BaseModel):
-    """A Llama's shapes; the defaults are those of 8B.
+    """Shapes of a Llama; the defaults are those of 8B.
 
     Attributes:
-        layers: Blocks, at most 1,024: more is a damaged file.
+        layers: Number of blocks, at most 1,024.
         hidden: Width of the residual stream.
-        heads: Of queries.
-        kv_heads: Of keys and values; divides ``heads``.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads; divides ``heads``.
         head_dim: Width of a head; None for ``hidden / heads``.
         ffn: Width of the feed-forward net; see :func:`ffn_width` for the rule behind the published ones.
-        vocabulary: Tokens.
-        context: The longest sequence that it was made for, in tokens.
-        tied: Whether the output head is the embedding, as in 3.2 and in small models.
-        norm_eps: Added to the mean square.
+        vocabulary: Number of tokens in the vocabulary.
+        context: Longest sequence that the model was made for, in tokens.
+        tied: Whether the output head shares the embedding's weights, as in 3.2 and in small models.
+        norm_eps: Constant added to the mean square in RMSNorm.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: None for frequencies as in 3.0.
     """
@@ -180,7 +180,7 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = No
 
     Args:
         config: Names base and scaling.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
         ``float32 [D / 2]``.
@@ -232,7 +232,7 @@ class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps)`` in 32 bits, cast back, then times a weight (Zhang and Sennrich 2019).
 
     Args:
-        width: Of the last dimension.
+        width: Width of the last dimension.
         eps: Added to the mean square.
     """
 
@@ -314,7 +314,7 @@ class Block(nn.Module):
 
 
 def _make_embedding(config: LlamaConfig) -> nn.Embedding:
-    """An embedding as torch makes it; on the meta device its values are not drawn, as that imports torch's compiler."""
+    """Create an embedding; on the meta device no values are drawn, as that would import torch's compiler."""
     weight = torch.empty(config.vocabulary, config.hidden)
     return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
 
@@ -408,8 +408,8 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
     """Draw one whole weight anew, as :meth:`Llama.init_weights` does, whatever was drawn before it.
 
     Args:
-        weight: Of the model, ``[out, in]`` or ``[width]``; filled.
-        name: Of the parameter in the model.
+        weight: Weight of the model, ``[out, in]`` or ``[width]``; filled.
+        name: Name of the parameter in the model.
         config: The model's.
         seed: As in :meth:`Llama.init_weights`.
     """
@@ -428,7 +428,7 @@ def document_positions(offsets: Tensor, device: torch.device | str | None = None
 
     Args:
         offsets: ``[B + 1]``, where documents begin, and ``T``.
-        device: Of the result; None for that of ``offsets``.
+        device: Device of the result; None for that of ``offsets``.
     """
     starts = offsets[:-1].repeat_interleave(offsets[1:] - offsets[:-1])
     return (torch.arange(starts.numel(), device=offsets.device) - starts).to(device or offsets.device)

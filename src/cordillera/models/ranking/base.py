@@ -113,7 +113,7 @@ class DeepModel(RankingModel):
     Args:
         config: The model's Config.
         features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
     """
 
     def __init__(self, config: DeepConfig, features: FeatureSpec, tables: TablesConfig) -> None:
@@ -137,7 +137,7 @@ class EmbeddingLayer(nn.Module):
         dense_embeddings: Embeddings that this MLP makes.
         separate: Instead of the MLP give each dense input ``x_j`` an embedding of its own, ``x_j v_j`` with a learned
             vector ``v_j``.
-        dropout: Of the MLP's hidden layers.
+        dropout: Dropout of the MLP's hidden layers.
 
     Attributes:
         outputs: Number of embeddings.

@@ -25,7 +25,7 @@ class DCNConfig(DeepConfig):
         cross_layers: Number of crosses; the polynomial degree is one more.
         low_rank: Rank of the crosses' weights; None for full rank.
         mlp: Widths of the MLP's hidden layers.
-        norm: Of the MLP's hidden layers; ``batch`` mixes samples while training.
+        norm: Norm of the MLP's hidden layers; ``batch`` mixes samples while training.
         dense_vectors: Give each dense input ``x_j`` a learned vector ``v_j`` and read ``x_j v_j``, as FuxiCTR does, in
             place of ``x_j`` itself.
     """
@@ -45,7 +45,7 @@ class DCN(DeepModel):
     Args:
         config: Sizes.
         features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
     """
 
     Config = DCNConfig

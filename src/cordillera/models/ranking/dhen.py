@@ -143,7 +143,7 @@ class DHEN(DeepModel):
     Args:
         config: Sizes and modules.
         features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
     """
 
     Config = DHENConfig

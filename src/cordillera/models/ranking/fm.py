@@ -40,7 +40,7 @@ class FM(RankingModel):
     Args:
         config: Sizes.
         features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
     """
 
     Config = FMConfig

@@ -115,7 +115,7 @@ class Wukong(DeepModel):
     Args:
         config: Sizes.
         features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
     """
 
     Config = WukongConfig

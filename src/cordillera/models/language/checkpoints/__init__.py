@@ -76,9 +76,9 @@ def load(
 
     Args:
         path: A folder, or a GGUF file.
-        dtype: Of the weights in memory; those in files are cast.
+        dtype: Data type of the weights in memory; those in files are cast.
         device: Where the model is to be.
-        threads: That read tensors at the same time.
+        threads: Number of threads that read tensors at the same time.
 
     Returns:
         Config and model.
@@ -108,7 +108,7 @@ def read_model(
     """
     with torch.device("meta"):
         model = Llama(source.config)
-    # Module.to_empty asks the meta tensors for ones like them, which imports sympy: 37 MiB
+    # Module.to_empty calls empty_like on meta tensors, which imports sympy (37 MiB)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
@@ -122,7 +122,7 @@ def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
     Args:
         model: Its weights are overwritten.
         path: A folder, or a GGUF file.
-        threads: That read tensors at the same time.
+        threads: Number of threads that read tensors at the same time.
 
     Raises:
         CheckpointError: as :func:`load`; also when the checkpoint is of another architecture than the model, or the

@@ -122,7 +122,7 @@ class Consolidated(Source):
         width, copies = self.config.head_width, self._copies if name.endswith(_SHARED) else 1
         heads = [head for part in parts for head in part.unflatten(0, (-1, width))]  # each [D, hidden]
         if copies == 1 and name.endswith(_SHARED) and len(heads) == len(parts):
-            # taken for heads of their own, as those of the first block are not copies of one another
+            # not treated as duplicates, because the heads of the first block are not copies
             for number, pair in enumerate(itertools.pairwise(heads)):
                 if torch.equal(*pair):
                     raise CheckpointError(

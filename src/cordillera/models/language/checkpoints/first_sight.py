@@ -1,4 +1,4 @@
-"""Checksums of files that bring none: recorded when they are first read, and compared when they have changed."""
+"""Checksums of files that come without any: recorded when the files are first read, and compared later."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _THREADS = 4
 
 
 def record_of(files: Sequence[Path], cache_dir: str | Path | None = None) -> Path:
-    """Where the checksums of files lie that no run begins with: in the cache, by their places.
+    """Path in the cache of the record of files that do not belong to a run.
 
     Args:
-        files: At least one.
-        cache_dir: The cache. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        files: Paths of the files, at least one.
+        cache_dir: Folder of the cache. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
     """
     places = "\0".join(str(file.resolve()) for file in files)
     return cache_folder(cache_dir) / "first-sight" / f"{hashlib.sha256(places.encode()).hexdigest()[:16]}.json"
 
 
 def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
-    """Refuse files that hold something else than when they were first read; at first, write down what they hold.
+    """Refuse files whose content has changed since they were first read; record their checksums the first time.
 
-    A file of the size and time of change that were written down is taken as it is; others are read.
+    A file whose size and modification time are those of the record is not read again.
 
     Args:
-        files: Of a checkpoint without checksums.
-        record: Where checksums are, or are put; see :func:`record_of`.
+        files: Files of a checkpoint without checksums.
+        record: Path of the record, written if it does not exist; see :func:`record_of`.
 
     Raises:
         CheckpointError: A file has changed, or the record is damaged; the message names it.

@@ -1,4 +1,4 @@
-"""Folders whose files have checksums, which are compared before they are believed."""
+"""Folders whose files have checksums, which are verified before the files are used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REMEDY = "delete this folder and use an earlier checkpoint, or restore it from 
 
 
 def write_checksums(folder: Path) -> None:
-    """Write ``checksums.json`` of all files of a folder.
+    """Write ``checksums.json`` for all files of a folder.
 
     Args:
-        folder: Its files are complete.
+        folder: Folder whose files are complete.
     """
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     sums = {path.name: {"sha256": checksum(path), "bytes": path.stat().st_size} for path in files}
@@ -27,17 +27,17 @@ def write_checksums(folder: Path) -> None:
 
 
 class SealedFolder:
-    """A folder whose files are all there and as long as they should be; their bytes are verified when asked for.
+    """A folder whose files are present with their recorded lengths; their content is verified on request.
 
     Args:
-        path: The folder.
+        path: Path of the folder.
 
     Attributes:
-        path: Likewise.
-        sizes: Bytes of each file, by its name.
+        path: Path of the folder.
+        sizes: Size of each file in bytes, by name.
 
     Raises:
-        CheckpointError: A file is missing, or of another length; the message names it.
+        CheckpointError: A file is missing or has another length; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,11 +63,11 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, *names: str) -> SealedFolder | None:
-        """A folder and its files of these names, verified; None of a folder that brings no checksums.
+        """Open a folder and verify some of its files; None for a folder without checksums.
 
         Args:
-            path: The folder.
-            names: Files that are read at once; others are verified when they are.
+            path: Path of the folder.
+            names: Names of the files to verify now; other files are verified when they are read.
 
         Raises:
             CheckpointError: A file is missing, or differs from its checksum.
@@ -83,22 +83,22 @@ class SealedFolder:
         """Compare a file with its checksum.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
 
         Raises:
-            CheckpointError: They differ.
+            CheckpointError: The file differs from its checksum.
         """
         if checksum(self.path / name) != self._sums[name]:
             raise self._corrupt(name)
 
     def verify_once(self, name: str) -> None:
-        """Compare a file with its checksum when something of it is first read; several threads may do so.
+        """Compare a file with its checksum at the first call for this file; may be called by several threads.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
 
         Raises:
-            CheckpointError: They differ, or there is no checksum of it.
+            CheckpointError: The file differs from its checksum, or has none.
         """
         if name not in self._locks:
             raise CheckpointError("has no checksum", where=str(self.path / name), remedy=_REMEDY)
@@ -108,13 +108,13 @@ class SealedFolder:
                 self._verified.add(name)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """What a verified JSON file holds.
+        """Read a JSON object from a file and verify the file.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
 
         Raises:
-            CheckpointError: It differs from its checksum.
+            CheckpointError: The file differs from its checksum, or is not a JSON object.
         """
         content = (self.path / name).read_bytes()
         if hashlib.sha256(content).hexdigest() != self._sums[name]:

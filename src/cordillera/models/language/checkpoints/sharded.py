@@ -44,7 +44,7 @@ def part_file(kind: str, rank: int) -> str:
 
     Args:
         kind: :data:`WEIGHTS` or :data:`OPTIMIZER`.
-        rank: Of the process.
+        rank: Rank of the process.
     """
     return f"{kind}-{rank:05d}.safetensors"
 
@@ -53,7 +53,7 @@ def describe_parts(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """What a file's header says beside shapes.
 
     Args:
-        offsets: Of each tensor's part in the whole.
+        offsets: Offsets of each tensor's part in the whole.
     """
     return {
         "format": "pt",
@@ -85,12 +85,12 @@ class Parts:
     """Tensors that lie in several files, part by part.
 
     Args:
-        folder: Of the files.
+        folder: Folder of the files.
         files: Their names.
 
     Attributes:
-        parts: Of each tensor, by name.
-        shapes: Of whole tensors, by name.
+        parts: Parts of each tensor, by name.
+        shapes: Shapes of whole tensors, by name.
 
     Raises:
         CheckpointError: A file is damaged, or parts of a tensor are missing.
@@ -115,8 +115,8 @@ class Parts:
         """Copy a box of a tensor.
 
         Args:
-            name: Of the tensor.
-            offsets: Of the box's first number in the whole, by dimension.
+            name: Name of the tensor.
+            offsets: Offsets of the box's first number in the whole, by dimension.
             out: Takes the values, in its own dtype and on its own device; it has the box's shape.
 
         Raises:
@@ -165,13 +165,13 @@ def _box(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tupl
 
 
 class ShardedFolder(SealedFolder):
-    """The folder of a step: its files are all there and as long as they should be.
+    """Folder of a step, whose files are present with their recorded lengths.
 
     Args:
-        path: The folder.
+        path: Path of the folder.
 
     Raises:
-        CheckpointError: A file is missing, or of another length; the message names it.
+        CheckpointError: A file is missing or has another length; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -205,7 +205,7 @@ def check_weights(parts: Parts, config: LlamaConfig) -> None:
     """Refuse weights that are not those of a model.
 
     Args:
-        parts: Of the weights.
+        parts: Parts of the weights.
         config: The model's.
 
     Raises:
@@ -238,7 +238,7 @@ class Sharded(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = ShardedFolder(path)
-        self._folder.read_json(STATE)  # not needed here, but a folder with a damaged file is not to be trusted
+        self._folder.read_json(STATE)  # not needed here, but a folder with a damaged file is refused
         self.config = self._folder.config
         self._weights = self._folder.parts(WEIGHTS)
         check_weights(self._weights, self.config)

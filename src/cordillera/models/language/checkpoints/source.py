@@ -25,8 +25,8 @@ class Source(ABC):
     """An opened checkpoint whose names, shapes and dtypes have been found right.
 
     Attributes:
-        path: What was opened.
-        config: Of the model that it holds.
+        path: Path that was opened.
+        config: Configuration of the model that it holds.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Source(ABC):
 
     @property
     def files(self) -> list[Path]:
-        """Files that bring no checksums: what they hold can only be compared with what they held before."""
+        """Files without checksums, whose content can only be compared with earlier content."""
         return []
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Source(ABC):
         """What the format calls a parameter.
 
         Args:
-            name: What :class:`~cordillera.models.language.llama.Llama` calls it.
+            name: Name of the tensor in :class:`~cordillera.models.language.llama.Llama`.
         """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Source(ABC):
         """Copy one parameter; several threads may do so at once.
 
         Args:
-            name: What :class:`~cordillera.models.language.llama.Llama` calls it.
+            name: Name of the tensor in :class:`~cordillera.models.language.llama.Llama`.
             out: Takes the values, in its own dtype and on its own device.
 
         Raises:
@@ -85,9 +85,9 @@ class Stored:
     """What a file says about one of its tensors.
 
     Attributes:
-        file: Where it lies.
-        shape: As stored.
-        dtype: As stored.
+        file: File that holds the tensor.
+        shape: Stored shape.
+        dtype: Stored data type.
     """
 
     file: Path
@@ -127,10 +127,10 @@ def check_shape(name: str, stored: Stored, shape: tuple[int, ...], hint: str = "
     """Refuse a tensor whose shape is not what the configuration says.
 
     Args:
-        name: What the format calls it.
-        stored: What the file says.
-        shape: What the configuration says.
-        hint: What else may be wrong.
+        name: Name in the format.
+        stored: Shape in the file.
+        shape: Shape by the configuration.
+        hint: Hint at another cause.
 
     Raises:
         CheckpointError: they differ.
@@ -175,9 +175,9 @@ def missing(
     """The error for a tensor that should be in a file.
 
     Args:
-        name: What the format calls it.
+        name: Name in the format.
         where: The file.
-        remedy: What to do.
+        remedy: Advice on what to do.
     """
     return CheckpointError(f"tensor {name} is not there", where=str(where), remedy=remedy)
 
