@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import subprocess
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -255,3 +256,16 @@ def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(run):
     mine.touch()
     with run.lock():
         assert sorted(run.folder.glob(".*.tmp")) == [mine]
+
+
+def test_a_run_on_a_file_system_without_locks_is_written_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    run = Run.create(tmp_path / "run", "seed = 1\n")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match="no locks"), run.lock():
+        run.log({"step": 1})
+    assert run.metrics() == [{"step": 1}]

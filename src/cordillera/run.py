@@ -25,6 +25,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -338,6 +339,11 @@ class Run:
                     where=str(self.folder),
                     remedy="wait for it, or stop it first",
                 ) from error
+            except OSError as error:
+                warnings.warn(
+                    f"{self.folder}: this file system has no locks ({error.strerror}); start one process at a time",
+                    stacklevel=3,
+                )
             with disk_errors(path):
                 file.truncate(0)
                 file.write(str(os.getpid()))

@@ -63,6 +63,20 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _whole_cores() -> int:
+    """Cores of the processors that this process may run on: two processors may be one core."""
+    if not hasattr(os, "sched_getaffinity"):
+        return usable_cores()
+    siblings = set()
+    for number in os.sched_getaffinity(0):
+        place = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        try:
+            siblings.add(place.read_text(encoding="utf-8").strip())
+        except OSError:
+            return usable_cores()
+    return len(siblings)
+
+
 def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
     """Number of processors whose time the control groups of this process grant it, or None without a limit.
 
@@ -146,8 +160,10 @@ def choose_threads() -> ThreadChoice:
     import torch
 
     cores = usable_cores()
-    if any(os.environ.get(name) for name in _COUNTS) or torch.get_num_threads() != cores:
-        return ThreadChoice(torch.get_num_threads())
+    own = torch.get_num_threads()
+    if any(os.environ.get(name) for name in _COUNTS) or own not in (cores, _whole_cores()):
+        return ThreadChoice(own)
+    cores = own  # torch takes one thread a core, where a core is two processors too
     share = quota()
     return decide(cores, share, used_by_others() if cores > 1 else 0.0, spins_long() if cores > 1 else None)
 

@@ -276,9 +276,9 @@ class LanguageTrainer:
             stack.enter_context(self.batches)
             try:
                 ended, evaluation = self._train()
-            except CordilleraError as error:
+            except BaseException as error:
                 with contextlib.suppress(RunError):  # a full disk, which may be the error itself
-                    self._tell("failed", error.what)
+                    self._tell("failed", error.what if isinstance(error, CordilleraError) else type(error).__name__)
                 raise
             self._tell(ended)
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
