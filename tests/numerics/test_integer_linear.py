@@ -25,11 +25,15 @@ from cordillera.numerics.linear_engines import (
     TorchEngine,
     dynamic_parameters,
     make_engine,
+    saturates,
 )
 from cordillera.numerics.quantizers import choose_affine
 
 needs_kernels = pytest.mark.skipif(
     not {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines), reason="torch has no x86 kernels here"
+)
+needs_wide_products = pytest.mark.skipif(
+    saturates(), reason="torch's products of eight-bit codes saturate on processors without VNNI instructions"
 )
 seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 40)
@@ -85,6 +89,7 @@ def test_requantisation_is_the_float64_formula_but_for_ties(seed: int, symmetric
 
 
 @needs_kernels
+@needs_wide_products
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, rows=sizes, outputs=sizes, inner=st.integers(1, 200), symmetric=st.booleans(), relu=st.booleans(),
        bias=st.booleans())  # fmt: skip
@@ -109,6 +114,7 @@ def test_torchs_kernels_give_the_codes_of_the_reference(
 
 
 @needs_kernels
+@needs_wide_products
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_over_a_million_outputs_kernels_differ_from_the_reference_by_ties_only(symmetric: bool) -> None:
     weight, codes = _weight(5, 1024, 512, symmetric), _codes(5, 1024, 512)
@@ -123,6 +129,7 @@ def test_over_a_million_outputs_kernels_differ_from_the_reference_by_ties_only(s
 
 
 @needs_kernels
+@needs_wide_products
 def test_seven_bits_are_torchs_reduced_range() -> None:
     weight = _weight(1, 16, 32, True)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
@@ -130,6 +137,17 @@ def test_seven_bits_are_torchs_reduced_range() -> None:
     torch.testing.assert_close(narrow, ReferenceEngine(weight, seven_bits=True).dynamic(x, False), rtol=1e-5, atol=1e-5)
     exact = x @ weight.dequantize().t() + weight.bias
     assert float((wide - exact).norm()) < 0.7 * float((narrow - exact).norm())
+
+
+@needs_kernels
+def test_where_products_saturate_torchs_kernels_are_taken_for_seven_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = _weight(1, 16, 32, True)
+    monkeypatch.setattr("cordillera.numerics.linear_engines.saturates", lambda: True)
+    assert isinstance(make_engine(weight, seven_bits=True), TorchEngine)
+    for wide in ({"seven_bits": False}, {"seven_bits": True, "static": True}):
+        assert isinstance(make_engine(weight, **wide), ReferenceEngine)
+        with pytest.raises(NumericsError, match="may saturate"):
+            make_engine(weight, "torch", **wide)
 
 
 @settings(max_examples=30, deadline=None)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import INTEGERS
 from cordillera.numerics.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
 from cordillera.numerics.linear_engines import TorchEngine, all_finite, saturates
 from cordillera.numerics.packed_weights import HalfWeights, Int4Weights, Int8Weights, check_half
@@ -153,8 +152,7 @@ def _int8_weight(stored: Stored, bias: Tensor | None) -> LinearWeight:
 
 def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
     """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
-    codes = INTEGERS["uint7"] if LinearConfig().narrow else UINT8  # narrow where products of 8-bit codes may saturate
-    input = choose_affine(stored["range"][0], stored["range"][1], codes) if "range" in stored else None
+    input = choose_affine(stored["range"][0], stored["range"][1], UINT8) if "range" in stored else None
     return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
 
 

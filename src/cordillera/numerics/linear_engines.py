@@ -216,21 +216,32 @@ def saturates() -> bool:
     return not torch.cpu._is_vnni_supported()
 
 
-def make_engine(weight: LinearWeight, backend: str = "auto", *, seven_bits: bool = False) -> Int8Engine:
-    """The engine for a weight.
+def make_engine(
+    weight: LinearWeight, backend: str = "auto", *, seven_bits: bool = False, static: bool = False
+) -> Int8Engine:
+    """Choose the engine for a weight.
 
     Args:
-        weight: Of the layer.
-        backend: ``torch``, ``reference``, or ``auto``: torch's kernels where they are and take the shape.
+        weight: Weight of the layer.
+        backend: ``torch``, ``reference``, or ``auto``: torch's kernels where they exist, take the shape, and cannot
+            saturate (:func:`saturates`); whole numbers in torch elsewhere, which are exact and slower than float32.
         seven_bits: Quantise dynamic activations to half the range.
+        static: True if the caller gives scale and zero point, so that codes may have eight bits.
 
     Raises:
-        NumericsError: For another name, or ``torch`` where it cannot be.
+        NumericsError: The name is unknown, or ``torch`` is asked for where it cannot be used.
     """
     if backend not in ("auto", "torch", "reference"):
         raise NumericsError(f"no backend {backend!r}", where="backend", remedy="auto, torch or reference")
     fits = bool(weight.codes.numel()) and bool(set(ENGINES) & set(torch.backends.quantized.supported_engines))
-    if backend == "torch" or (backend == "auto" and fits):
+    exact = not saturates() or (seven_bits and not static)
+    if backend == "torch" and not exact:
+        raise NumericsError(
+            "torch's products of eight-bit codes may saturate on this processor, which has no VNNI instructions",
+            where="backend",
+            remedy="take auto, or ranges of each batch with seven_bits",
+        )
+    if backend == "torch" or (backend == "auto" and fits and exact):
         return TorchEngine(weight, seven_bits=seven_bits)
     return ReferenceEngine(weight, seven_bits=seven_bits)
 

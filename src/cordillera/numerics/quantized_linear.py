@@ -179,7 +179,9 @@ class QuantizedLinear(FixedDtypes):
     def _engine(self) -> Int8Engine:
         """What multiplies where no kernel of our own does; packed when it is asked for first."""
         if self._made_engine is None:
-            self._made_engine = make_engine(self.weight, self.config.backend, seven_bits=self.config.narrow)
+            self._made_engine = make_engine(
+                self.weight, self.config.backend, seven_bits=self.config.narrow, static=self._input is not None
+            )
         return self._made_engine
 
     def verify(self) -> None:
