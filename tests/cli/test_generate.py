@@ -212,6 +212,8 @@ def test_a_tokenizer_of_another_model_is_refused(cli, folder, tmp_path):
 @pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
 def test_smollm2_answers(cli, monkeypatch):
     monkeypatch.setattr("cordillera.serving.language_model.stored_asset", lambda name: SMOLLM2)
-    done = cli("generate", "smollm2", "What is the capital of France?", "--temperature", 0, "-n", 12)
+    done = cli(
+        "generate", "smollm2", "What is the capital of France?", "--temperature", 0, "-n", 12, "--dtype", "float32"
+    )
     assert done.code == 0, done.err
     assert "Paris" in done.out

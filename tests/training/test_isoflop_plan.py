@@ -213,6 +213,7 @@ def test_folders_of_another_plan_and_texts_that_end_early_are_refused(tmp_path: 
     card = tmp_path / "b" / plan[0].name / "model.json"
     content = json.loads(card.read_text())
     content["config"]["ffn"] += 16
+    del content["seal"]
     card.write_text(json.dumps(content))
     with pytest.raises(RunError, match="holds a run of another recipe or plan"):
         train_plan(plan, tmp_path / "b", trainer(plan)[0])

@@ -349,7 +349,7 @@ def test_untrusted_texts_stay_text(tmp_path: Path) -> None:
         ("metrics.jsonl", '{"kind": "train", "step": ' + "9" * 5000 + "}\n{}\n", RunError, r"line 1: is not JSON"),
         ("environment.json", "[" * 100_000, RunError, r"environment\.json: is not usable JSON"),
         ("recipe.toml", "a = ", DataError, r"recipe\.toml: is not TOML"),
-        ("recipe.toml", b"\xff", DataError, r"recipe\.toml: is not TOML"),
+        ("recipe.toml", b"\xff", DataError, r"recipe\.toml, line 1, column 1: is not UTF-8"),
     ],
 )
 def test_damaged_files_are_named(
@@ -446,7 +446,7 @@ def test_large_meshes_are_shown_in_part(tmp_path: Path) -> None:
     page = render(run)
     assert "128 of 4,096 ranks." in page
     assert len(page) < 100_000
-    run.write_json("model.json", make_model(shard=10**9))
+    run.write_json("model.json", make_model(shard=2**20))
     assert '<table class="ranks">' not in render(run)
 
 
