@@ -194,7 +194,7 @@ def newest(run: Run) -> Path:
 def test_a_checkpoint_of_another_policy_is_refused(recipe: Any) -> None:
     run = workflows.train(recipe(emulate={"weights": "split"}), "a").run
     run.recipe_file.write_text(run.recipe_file.read_text().replace('"split"', '"master"'))
-    with pytest.raises(RunError, match='training.emulate.weights: "split" -> "master"'):
+    with pytest.raises(RunError, match=r'training\.emulate\.weights: "split" -> "master"'):
         workflows.train(run)
 
 
