@@ -25,7 +25,7 @@ from rich.text import Text
 
 from cordillera.cli._show import console, echo
 from cordillera.kernels.host_memory import keep_freed_memory
-from cordillera.kernels.threads import quota, spins_long, usable_cores
+from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
 
 Status = Literal["usable", "limited", "absent", "broken"]
 
@@ -171,7 +171,7 @@ def _torch_and_gpu() -> list[Finding]:
         return [Finding("python", "torch", "broken", text, remedy)]
     version, kernels, threads, runtime, names = json.loads(text)
     detail = f"{version}, {kernels} kernels, {threads} threads"
-    spinning = spins_long()
+    spinning = spins_long(SPINS_ALONE)
     if threads > 1 and spinning:
         detail += f", slow beside other processes: {spinning}"
     if _minor(version) in FBGEMM_OF_TORCH:

@@ -3,8 +3,8 @@
 A training step divides its work among threads several hundred times, and after each part all threads wait for the
 slowest. GNU's OpenMP, which torch and Numba use on Linux, lets a waiting thread spin for about a millisecond before it
 sleeps. If another process computes on the same machine, a spinning thread can occupy the processor that the slowest
-thread needs; two threads then take 5 to 20 times as long as one. A short spin avoids this and is as fast on an idle
-machine.
+thread needs; two threads then take 5 to 20 times as long as one. A short spin avoids this. On an idle machine
+it costs a few per cent, so the spin is ten times as long if nothing else runs when the process begins.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from pathlib import Path
 MOST_THREADS = 1024
 """Largest number of threads that a recipe may ask for."""
 
-_SPINS = 1000  # turns of GNU's waiting loop, some tens of microseconds
-_MOST_SPINS = 10_000  # with more, waiting beside other processes costs more than the work
+SPINS_ALONE = 10_000
+"""Turns of GNU's waiting loop, as fast on an idle machine as the library's default; half the speed beside others."""
+
+_SPINS_BESIDE = 1000  # turns of GNU's waiting loop, some tens of microseconds
+_LOOKS = 9  # at the number of running threads, a millisecond apart
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _LOOK_S = 0.25  # long against the system's unit, a hundredth of a second
@@ -38,19 +41,36 @@ def limit_spinning() -> None:
     """
     global _too_late
     if not any(os.environ.get(name) for name in _WAITING):
-        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS_BESIDE if _others_run() else SPINS_ALONE)
         _too_late = "torch" in sys.modules
 
 
-def spins_long() -> str | None:
-    """Reason why waiting threads of this process keep their processors busy; None if they soon sleep."""
+def _others_run() -> bool:
+    """Whether other processes compute now, by the number of threads that Linux runs."""
+    busy = 0
+    for _ in range(_LOOKS):
+        try:
+            running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]
+            busy += int(running) > 1  # one is this thread
+        except (OSError, ValueError, IndexError):
+            return False
+        time.sleep(0.001)
+    return busy > _LOOKS // 2
+
+
+def spins_long(most: int = _SPINS_BESIDE) -> str | None:
+    """Reason why waiting threads of this process keep their processors busy; None if they soon sleep.
+
+    Args:
+        most: Largest ``GOMP_SPINCOUNT`` that counts as soon.
+    """
     if not sys.platform.startswith("linux"):
         return "this system's OpenMP lets threads spin while they wait"
     if _too_late:
         return "torch was imported before cordillera, so its threads spin while they wait: import cordillera first"
     spins = os.environ.get("GOMP_SPINCOUNT", "")
     if spins:
-        if spins.isdigit() and int(spins) <= _MOST_SPINS:
+        if spins.isdigit() and int(spins) <= most:
             return None
         return f"GOMP_SPINCOUNT={spins} lets threads spin while they wait"
     if os.environ.get("OMP_WAIT_POLICY", "").strip().upper() == "PASSIVE":
