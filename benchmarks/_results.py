@@ -69,7 +69,7 @@ def write_part(
 
     Args:
         console: Told where the file is.
-        folder: Of result files.
+        folder: Folder of result files.
         system: Of the benchmark, as files are named.
         part: Likewise.
         quick: Whether the figures mean nothing.

@@ -160,7 +160,7 @@ def definitions_of(program: str, part: str) -> dict[str, set[str]]:
 
     Args:
         program: Name of its file, without ``.py``.
-        part: Of the benchmark.
+        part: Part of the benchmark.
     """
     found: dict[str, set[str]] = {program: {""}}
     waiting = [(module or program, name) for module, name in _roots(_module(_code(program) or ""), part)]
@@ -187,7 +187,7 @@ def digests_of(program: str, part: str) -> dict[str, str]:
 
     Args:
         program: Name of its file, without ``.py``.
-        part: Of the benchmark.
+        part: Part of the benchmark.
     """
     return {
         module: _module(_code(module) or "").digest(names)
@@ -279,7 +279,7 @@ def main(folder: Path = BENCHMARKS / "results") -> int:
     """Print the result files whose code has changed since they were measured; 1 if there are any.
 
     Args:
-        folder: Of result files.
+        folder: Folder of result files.
     """
     from _results import make_console
     from rich.table import Table

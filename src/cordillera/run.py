@@ -451,7 +451,7 @@ class Run:
         """Write an object as a JSON file of the folder; its last key, ``seal``, is a checksum of the others.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
             content: Numbers in it that are not finite become null.
         """
         path = self.folder / name

@@ -143,7 +143,7 @@ def checksums(folder: Path) -> dict[str, str]:
     """SHA-256 of the files of a checkpoint, by name, as they were when it was written.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
 
     Raises:
         CheckpointError: they are missing or damaged.
