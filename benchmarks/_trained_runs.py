@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 from rich.console import Console
 
 from cordillera import recipe as recipes
 from cordillera import workflows
+from cordillera.data.datasets import DataConfig
+from cordillera.data.synthetic import SyntheticLog
 from cordillera.run import Run
 
 DATA = {
@@ -27,7 +30,28 @@ MODELS: dict[str, dict[str, Any]] = {
 QUICK = {"data.synthetic.rows": 20_000, "data.synthetic.largest_vocabulary": 300, "training.max_steps": 4}
 
 
-def trained(console: Console, name: str, folder: Path, quick: bool) -> Run:
+def as_own_log(data: DataConfig, folder: Path) -> DataConfig:
+    """The synthetic log as a user's file, whose ids are looked up in a vocabulary, so that some are unseen.
+
+    Args:
+        data: Settings with the dataset ``synthetic``.
+        folder: Where the file is written, if it is not there.
+    """
+    log, path = SyntheticLog(data.synthetic), folder / "log.parquet"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        pl.concat([frame.drop("probability") for frame, _ in log.chunks()]).write_parquet(path)
+    looked_up = {"encoding": "vocabulary", "num_embeddings": None}
+    schema = log.schema.model_copy(
+        update={
+            "categorical": tuple(one.model_copy(update=looked_up) for one in log.schema.categorical),
+            "lists": tuple(one.model_copy(update=looked_up) for one in log.schema.lists),
+        }
+    )
+    return data.model_copy(update={"dataset": None, "path": str(path), "schema_": schema})
+
+
+def trained(console: Console, name: str, folder: Path, quick: bool, *, own_log: bool = False) -> Run:
     """A model of ours, trained for one epoch.
 
     Args:
@@ -35,9 +59,12 @@ def trained(console: Console, name: str, folder: Path, quick: bool) -> Run:
         name: A key of ``MODELS``.
         folder: Where runs are kept.
         quick: Few samples and steps.
+        own_log: Whether ids are looked up in a vocabulary (:func:`as_own_log`).
     """
     keys = {**DATA, **MODELS[name], **(QUICK if quick else {})}
     recipe = recipes.load(f"synthetic-{name}", [f"{key}={value!r}".replace("'", '"') for key, value in keys.items()])
+    if own_log:
+        recipe = recipe.model_copy(update={"data": as_own_log(recipe.data, folder)})
     console.print(f"training {name} on {keys['data.synthetic.rows']:,} samples")
     outcome = workflows.train(recipe, folder / name)
     evaluation = outcome.evaluation

@@ -147,10 +147,10 @@ def _quantize(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
 def _drift(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
     """Windows drawn from the test split at random are i.i.d.; then one feature after another drifts in them."""
     found: dict[str, Any] = {}
+    folder = folder / "drift"
     for name in MODELS:
-        run = Run(folder / name) if (folder / name / "recipe.toml").is_file() else trained(console, name, folder, quick)
-        if not (run.folder / quantized_model.FOLDER).is_dir():
-            quantize(run, BUDGET)
+        run = trained(console, name, folder, quick, own_log=True)
+        quantize(run, BUDGET)
         splits, _, model = _pair(run)
         reference = _load(run, splits)[1]
         observer = Observer(model, splits.encoder)

@@ -118,7 +118,7 @@ def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
     """
     cores = usable_cores()
     counts = [str(count) for count in ((cores,) if quick else sorted({1, max(1, cores // 2), cores}))]
-    rounds, duration = (2, 0.05) if quick else (9, 1.0)
+    rounds, duration = (2, 0.05) if quick else (25, 0.5)
     with _neighbours(neighbours), ExitStack() as stack:
         workers = {name: stack.enter_context(_started(workload, name, quick)) for name in (*counts, "library")}
         for worker in workers.values():
