@@ -72,7 +72,8 @@ def fingerprint() -> dict[str, Any]:
             libraries[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             libraries[name] = None
-    changes = _git("status", "--porcelain", "--untracked-files=no")
+    # results of parts that were measured just before are no changes of code
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results")
     return {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
