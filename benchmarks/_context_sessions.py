@@ -16,12 +16,12 @@ from rich.table import Table
 from torch import Tensor
 
 from cordillera.data.assets import fetch_asset
-from cordillera.data.tokenizer import load_tokenizer
-from cordillera.distributed.context_sessions import ContextCacheConfig
+from cordillera.data.tokenizers.tokenizer import load_tokenizer
+from cordillera.distributed.context.cache import ContextCacheConfig
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import PRESETS, Llama
-from cordillera.serving.context_sessions import ContextSessions
-from cordillera.serving.sampler import Sampling
+from cordillera.serving.language.context_sessions import ContextSessions
+from cordillera.serving.language.sampler import Sampling
 
 Asked = Literal["pass_kv", "pass_q", "auto"]
 SIZES = (1, 2, 3, 4)

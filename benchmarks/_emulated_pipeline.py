@@ -17,9 +17,9 @@ import torch.distributed as dist
 from _processes import slowest_seconds
 from torch import Tensor, nn
 
-from cordillera.distributed.pipeline import PipelineRunner
-from cordillera.planning.schedules import one_forward_one_backward
-from cordillera.planning.simulator import StageSeconds, simulate
+from cordillera.distributed.pipeline.runner import PipelineRunner
+from cordillera.planning.pipeline.schedules import one_forward_one_backward
+from cordillera.planning.pipeline.simulator import StageSeconds, simulate
 
 STAGES, CONTEXT_RANKS, LAYERS = 2, 2, 2  # layers of a stage
 BACKWARD = 2.0  # times the forward

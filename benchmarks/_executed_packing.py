@@ -15,13 +15,13 @@ import torch
 from _processes import slowest_seconds
 from _timing import Spread
 
-from cordillera.data.document_work import DocumentWork, Sample
-from cordillera.data.text_batches import PackedTokens
+from cordillera.data.language.batches import PackedTokens
+from cordillera.data.packing.work import DocumentWork, Sample
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.planning.schedules import one_forward_one_backward
-from cordillera.planning.simulator import StageSeconds, simulate
-from cordillera.training.language import LanguageConfig, LanguageEngine
+from cordillera.planning.pipeline.schedules import one_forward_one_backward
+from cordillera.planning.pipeline.simulator import StageSeconds, simulate
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine
 
 MODEL = LlamaConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=512, context=8192, tied=False)
 STAGES = 2

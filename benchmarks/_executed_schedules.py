@@ -1,6 +1,6 @@
 """Schedules executed on processes of this machine, with stages that sleep and a slow boundary in the middle.
 
-Shared by ``cordillera bench scaleacross --part executed`` and the tests of :mod:`cordillera.distributed.pipeline`.
+Shared by ``cordillera bench scaleacross --part executed`` and the tests of :mod:`cordillera.distributed.pipeline.runner`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cordillera.distributed.pipeline import PipelineRunner, Recording, Throttle, recorded_timeline
-from cordillera.planning.schedules import (
+from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, Throttle, recorded_timeline
+from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
     breadth_first,
@@ -29,7 +29,7 @@ from cordillera.planning.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from cordillera.planning.simulator import StageSeconds, Timeline, Way, simulate
+from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, simulate
 
 MICROBATCHES = {2: 6, 4: 8}
 

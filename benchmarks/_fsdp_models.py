@@ -17,13 +17,13 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cordillera.distributed.fsdp.sharding_law import Collectives, Unit
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.sharding_law import Collectives, Unit
 from cordillera.models.language import stages
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.parallelize import parallelize
 from cordillera.models.language.stages import LlamaStage
-from cordillera.numerics.precision import Precision
+from cordillera.numerics.formats.precision import Precision
 
 TOKENS = 16
 

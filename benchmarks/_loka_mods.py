@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from cordillera import recipe as recipes
 from cordillera import workflows
-from cordillera.kernels.dense import block_norm
+from cordillera.kernels.dense.layers import block_norm
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.mods import MODS
 from cordillera.recipe import Recipe
-from cordillera.training.comparison import mean_interval
+from cordillera.reports.ranking.comparison import mean_interval
 
 # Rows, outputs, inputs of a layer.
 SHAPES = [(256, 512, 512), (1024, 512, 512), (1024, 1024, 1024), (4096, 1024, 512)]

@@ -11,18 +11,18 @@ from _results import FinishedPieces
 from _tables import print_notes, print_rows
 from rich.console import Console
 
-from cordillera.data.cache import Splits
-from cordillera.data.datasets import DataConfig, prepare
-from cordillera.data.loader import Loader
-from cordillera.data.synthetic import SyntheticConfig
+from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.loader import Loader
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.cached_tables import CachedEmbeddingTables
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking import build
 from cordillera.models.ranking.dlrm import DLRMConfig
-from cordillera.training.comparison import mean_interval
-from cordillera.training.metrics import RankingMetrics
+from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.trainer import scorer, weighted_loss
+from cordillera.training.ranking.metrics import RankingMetrics
+from cordillera.training.ranking.trainer import scorer, weighted_loss
 
 EMBEDDING_DIM = 64
 BATCH_SIZE = 512

@@ -13,15 +13,15 @@ from _ranking_speed import SMALLEST_JUDGED, Figures, Ratio, _cycle
 from _timing import interleave, times_faster
 from torch import Tensor
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cached_tables import CachedEmbeddingTables, make_tables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.kernels.embeddings.update import available_backends
 from cordillera.kernels.host_memory import keep_freed_memory
-from cordillera.kernels.sparse_update import available_backends
 from cordillera.models.ranking import build
 from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.trainer import TrainingConfig, autocast, weighted_loss
+from cordillera.training.ranking.trainer import TrainingConfig, autocast, weighted_loss
 
 EMBEDDING_DIM = 64
 BATCH_SIZE = 4096

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera import workflows
-from cordillera.data.datasets import prepare
-from cordillera.data.features import RankingBatch
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.features import RankingBatch
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.bit_flips import BitLayout, Region, regions_of
-from cordillera.numerics.faults import Component
-from cordillera.numerics.replay import Argmax, Replay, Threshold
+from cordillera.numerics.faults.bit_flips import BitLayout, Region, regions_of
+from cordillera.numerics.faults.fault_model import Component
+from cordillera.numerics.faults.replay import Argmax, Replay, Threshold
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.workflows.injection import TableFaults

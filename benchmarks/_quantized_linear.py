@@ -15,11 +15,11 @@ from _timing import Spread, Timing, interleave, times_faster
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cordillera.numerics.integer_linear import UINT8, LinearWeight, integer_product, requantize
-from cordillera.numerics.linear_engines import Int8Engine
-from cordillera.numerics.quantized_linear import QuantizedLinear
-from cordillera.numerics.quantized_mlp import QuantizedMLP, quantize_mlp
-from cordillera.numerics.quantizers import AffineParameters, choose_affine
+from cordillera.numerics.quantization.engines import Int8Engine
+from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, integer_product, requantize
+from cordillera.numerics.quantization.quantized_linear import QuantizedLinear
+from cordillera.numerics.quantization.quantized_mlp import QuantizedMLP, quantize_mlp
+from cordillera.numerics.quantization.quantizers import AffineParameters, choose_affine
 
 # Rows, outputs, inputs: those of the dossier's table, then FBGEMM's own benchmark in extracts.
 TABLE = (

@@ -8,7 +8,7 @@ import torch
 from _timing import interleave, times_faster
 from torch import Tensor
 
-from cordillera.numerics.accumulate16 import (
+from cordillera.numerics.quantization.accumulate16 import (
     BITS,
     LARGEST_DENSITY,
     accumulate16,
@@ -17,8 +17,8 @@ from cordillera.numerics.accumulate16 import (
     never_saturates,
     split_outliers,
 )
-from cordillera.numerics.integer_linear import integer_product, quantize_weight
-from cordillera.numerics.row_quantization import dequantize_rows, quantize_rows, row_bytes
+from cordillera.numerics.quantization.integer_linear import integer_product, quantize_weight
+from cordillera.numerics.quantization.rows import dequantize_rows, quantize_rows, row_bytes
 
 _PREPACK = {8: "embedding_bag_byte_prepack", 4: "embedding_bag_4bit_prepack", 2: "embedding_bag_2bit_prepack"}
 _UNPACK = {8: "embedding_bag_byte_unpack", 4: "embedding_bag_4bit_unpack", 2: "embedding_bag_2bit_unpack"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cordillera.data.features import FeatureSpec, RankingBatch, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch, SparseFeature
 from cordillera.jagged import JaggedBatch
 
 NUM_DENSE, NUM_SPARSE = 13, 26

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.jagged import JaggedBatch
 
 CHECKOUT = Path(__file__).resolve().parent.parent

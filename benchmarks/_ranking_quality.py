@@ -25,21 +25,21 @@ from _tables import print_notes, print_rows
 from rich.console import Console
 from torch import Tensor
 
-from cordillera.data.cache import ClickDataset, Splits
-from cordillera.data.datasets import DataConfig, prepare
-from cordillera.data.features import FeatureSpec
-from cordillera.data.loader import Loader
+from cordillera.data.ranking.cache import ClickDataset, Splits
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.features import FeatureSpec
+from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.dcn import DCNConfig
 from cordillera.models.ranking.dhen import DHENConfig
 from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.models.ranking.wukong import WukongConfig
-from cordillera.numerics.precision import Precision
+from cordillera.numerics.formats.precision import Precision
+from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.run import Run
-from cordillera.training.comparison import mean_interval
-from cordillera.training.metrics import RankingMetrics
-from cordillera.training.trainer import Trainer, TrainingConfig, scorer
+from cordillera.training.ranking.metrics import RankingMetrics
+from cordillera.training.ranking.trainer import Trainer, TrainingConfig, scorer
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 1024

@@ -14,10 +14,10 @@ from _results import FinishedPieces, train_to_the_end
 from _tables import print_notes, print_rows
 from rich.console import Console
 
-from cordillera.data.cache import Splits
-from cordillera.data.datasets import DataConfig, prepare
-from cordillera.data.loader import Loader
-from cordillera.data.synthetic import SyntheticConfig
+from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.loader import Loader
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models import flops
 from cordillera.models.ranking import ModelConfig, build
@@ -26,9 +26,9 @@ from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.models.ranking.lr import LRConfig
 from cordillera.models.ranking.wukong import WukongConfig
 from cordillera.run import Run
-from cordillera.training.metrics import RankingMetrics
-from cordillera.training.scaling_laws import Measurement, plot, study
-from cordillera.training.trainer import Trainer, TrainingConfig, scorer
+from cordillera.training.ranking.metrics import RankingMetrics
+from cordillera.training.ranking.trainer import Trainer, TrainingConfig, scorer
+from cordillera.training.scaling.power_law import Measurement, plot, study
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 1024

@@ -29,21 +29,21 @@ from _results import train_to_the_end
 from _timing import Spread, Timing, interleave, times_faster
 from torch import Tensor, nn
 
-from cordillera.data.cache import Splits
-from cordillera.data.datasets import DataConfig, prepare
-from cordillera.data.features import FeatureSpec, RankingBatch
-from cordillera.data.loader import Loader
-from cordillera.data.synthetic import SyntheticConfig
+from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.loader import Loader
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
+from cordillera.kernels.embeddings.update import available_backends
 from cordillera.kernels.host_memory import keep_freed_memory
-from cordillera.kernels.sparse_update import available_backends
 from cordillera.models.ranking import ModelConfig, build
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig
 from cordillera.models.ranking.wukong import Wukong, WukongConfig
-from cordillera.numerics.precision import Precision
+from cordillera.numerics.formats.precision import Precision
 from cordillera.run import Run
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.trainer import Trainer, TrainingConfig, autocast, weighted_loss
+from cordillera.training.ranking.trainer import Trainer, TrainingConfig, autocast, weighted_loss
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 4096

@@ -15,7 +15,7 @@ from _sources import digests_of
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from cordillera.training.trainer import Report, Trainer
+    from cordillera.training.ranking.trainer import Report, Trainer
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -23,7 +23,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
 # Modules that compute nothing, by the beginning or the end of their names; what they import does not count either.
-_TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.mistakes", "cordillera.recipe")
+_TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
 _TALKING += ("cordillera.run",)
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
 _MACHINERY = ("_machine", "_results", "_sources", "_tables")  # which print and write

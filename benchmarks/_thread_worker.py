@@ -33,7 +33,7 @@ def _llama(quick: bool) -> Callable[[int], object]:
     from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
     from cordillera.kernels.host_memory import keep_freed_memory
     from cordillera.models.language.llama import PRESETS
-    from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
+    from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 
     keep_freed_memory()  # as the trainer does
     config, tokens = PRESETS["llama-debug"], 128 if quick else 2048
@@ -47,7 +47,7 @@ def _int8(quick: bool) -> Callable[[int], object]:
     import torch
     from torch import nn
 
-    from cordillera.numerics.quantized_mlp import quantize_mlp
+    from cordillera.numerics.quantization.quantized_mlp import quantize_mlp
 
     sizes, rows = (512, 1024, 1024, 512, 1), 64 if quick else 256
     layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from cordillera import recipe as recipes
 from cordillera import workflows
-from cordillera.data.datasets import DataConfig
-from cordillera.data.synthetic import SyntheticLog
+from cordillera.data.ranking.datasets import DataConfig
+from cordillera.data.ranking.logs.synthetic import SyntheticLog
 from cordillera.run import Run
 
 DATA = {

@@ -102,7 +102,7 @@ def train_ours(case: Case) -> None:
     from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
     from cordillera.kernels.host_memory import keep_freed_memory
     from cordillera.models.language.llama import LlamaConfig
-    from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
+    from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 
     model = LlamaConfig(
         layers=case.layers, hidden=case.hidden, heads=case.heads, kv_heads=case.kv_heads, ffn=case.ffn,

@@ -24,14 +24,14 @@ from _tables import print_notes, print_rows
 from rich.console import Console
 
 from cordillera import recipe as recipes
-from cordillera.data.cache import ClickDataset, Splits
-from cordillera.data.datasets import prepare
-from cordillera.data.loader import Loader
+from cordillera.data.ranking.cache import ClickDataset, Splits
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.loader import Loader
 from cordillera.recipe import Recipe
+from cordillera.reports.ranking.comparison import Estimate, mean_interval
 from cordillera.run import Run
-from cordillera.training.comparison import Estimate, mean_interval
-from cordillera.training.metrics import RankingMetrics
-from cordillera.training.trainer import Trainer, scorer
+from cordillera.training.ranking.metrics import RankingMetrics
+from cordillera.training.ranking.trainer import Trainer, scorer
 from cordillera.workflows.ranking import model_of
 
 SEEDS = 5

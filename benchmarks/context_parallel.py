@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cordillera.distributed.attention_latency import AnalyticLatency
-from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
-from cordillera.distributed.sharding import ShardPlan, adaptive, contiguous, per_document, per_sequence
-from cordillera.kernels.attention_relation import document_blocks
-from cordillera.kernels.partial_attention import partial_attention
+from cordillera.distributed.context.attention import ContextParallelAttention, ContextParallelConfig
+from cordillera.distributed.context.latency import AnalyticLatency
+from cordillera.distributed.context.shard_plan import ShardPlan, adaptive, contiguous, per_document, per_sequence
+from cordillera.kernels.attention.partial import partial_attention
+from cordillera.kernels.attention.relation import document_blocks
 
 RANKS, HEADS, DIM = 2, 4, 64
 MIXES = {

@@ -21,9 +21,7 @@ from _results import RESULTS, make_console, write_part
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.sharding_law import (
+from cordillera.distributed.fsdp.sharding_law import (
     Collectives,
     ParameterMemory,
     Unit,
@@ -32,7 +30,9 @@ from cordillera.distributed.sharding_law import (
     parameter_memory,
     sent_bytes,
 )
-from cordillera.distributed.weight_traffic import GATHERED, REDUCED, SCATTERED, record_weight_traffic
+from cordillera.distributed.fsdp.traffic import GATHERED, REDUCED, SCATTERED, record_weight_traffic
+from cordillera.distributed.ledger import Ledger, Traffic
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.language.parallelize import parallelize
 

@@ -25,9 +25,9 @@ from rich.table import Table
 
 from cordillera.data.assets import stored_asset
 from cordillera.errors import DataError
-from cordillera.serving.generation import generate
-from cordillera.serving.language_model import LanguageModel, load_language_model
-from cordillera.serving.sampler import Sampling
+from cordillera.serving.language.generation import generate
+from cordillera.serving.language.language_model import LanguageModel, load_language_model
+from cordillera.serving.language.sampler import Sampling
 
 PROMPT = "What is a mountain range?"
 DTYPES = ("bfloat16", "float32")
@@ -123,8 +123,8 @@ import json, sys, time
 def status(name):
     return int([line for line in open("/proc/self/status") if line.startswith(name)][0].split()[1]) * 1024
 import torch, gguf
-from cordillera.kernels.few_rows import few_rows_linear
-from cordillera.serving.language_model import load_language_model
+from cordillera.kernels.dense.few_rows import few_rows_linear
+from cordillera.serving.language.language_model import load_language_model
 open(sys.argv[1], "rb").read()
 if sys.argv[3] == "counted":
     few_rows_linear(torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16())

@@ -27,15 +27,15 @@ from _trained_runs import trained
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.data.datasets import prepare
-from cordillera.data.loader import Loader
-from cordillera.numerics.candidates import CANDIDATES, chosen
-from cordillera.numerics.dispatch import DispatchConfig, Product, choose, planned, try_all
-from cordillera.numerics.probe import Probe, ProbeConfig
-from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.loader import Loader
+from cordillera.numerics.dispatch.candidates import CANDIDATES, chosen
+from cordillera.numerics.dispatch.dispatch import DispatchConfig, Product, choose, planned, try_all
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.sites import replaced
 from cordillera.recipe import load
-from cordillera.training.trainer import scorer
+from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.probing import probe
 from cordillera.workflows.ranking import load_model
 

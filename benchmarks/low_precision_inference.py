@@ -24,17 +24,17 @@ from _trained_runs import MODELS, trained
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.data.datasets import prepare
-from cordillera.data.features import RankingBatch
-from cordillera.data.loader import Loader
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.row_formats import ROW_FORMATS
 from cordillera.jagged import JaggedBatch
 from cordillera.numerics.drift import DriftCheck, DriftReference
 from cordillera.recipe import load
 from cordillera.run import Run
-from cordillera.serving import quantized_model
-from cordillera.serving.observation import Observer
-from cordillera.training.trainer import scorer
+from cordillera.serving.ranking import quantized_model
+from cordillera.serving.ranking.observation import Observer
+from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.quantization import quantize
 from cordillera.workflows.ranking import load_model, model_of
 

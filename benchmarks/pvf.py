@@ -36,8 +36,8 @@ from _timing import interleave, times_faster
 from rich.console import Console
 
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.faults import FaultModel, draw
-from cordillera.numerics.vulnerability import Campaign, Vulnerability
+from cordillera.numerics.faults.fault_model import FaultModel, draw
+from cordillera.numerics.faults.vulnerability import Campaign, Vulnerability
 from cordillera.workflows.injection import components_of, replay_of
 
 RECIPE = "adult-dlrm"

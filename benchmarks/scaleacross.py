@@ -37,16 +37,17 @@ from rich.table import Table
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel
-from cordillera.planning import calibration, workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.explorer import ALL, Explorer, Plan
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import Schedule, one_forward_one_backward, zero_bubble
-from cordillera.planning.simulator import StageSeconds, Way, simulate
-from cordillera.planning.solver import optimal
-from cordillera.planning.step import simulate_step
-from cordillera.planning.tuning import tuned
-from cordillera.planning.workload import Layout
+from cordillera.planning import calibration
+from cordillera.planning.language import workload
+from cordillera.planning.language.explorer import ALL, Explorer, Plan
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.step import simulate_step
+from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import Schedule, one_forward_one_backward, zero_bubble
+from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
+from cordillera.planning.pipeline.solver import optimal
+from cordillera.planning.pipeline.tuning import tuned
 
 MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 REGION_KM = 2000.0  # a round trip of 20 ms
@@ -199,11 +200,11 @@ import json, resource, time
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
 from cordillera.planning import workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import interleaved
-from cordillera.planning.step import simulate_step
-from cordillera.planning.workload import Layout
+from cordillera.planning.language.job import Job
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import interleaved
+from cordillera.planning.language.step import simulate_step
+from cordillera.planning.language.workload import Layout
 began = time.perf_counter()
 cluster = topology.load("llama4-region").changed({"region.members": 4, "zone.members": 256})
 job = workload.load("llama3-405b").model_copy(update={"batch": 16384})

@@ -20,14 +20,14 @@ from _timing import Spread
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.packing import Iteration, Microbatch, Packer, PackingConfig, global_batches
-from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
-from cordillera.data.packing_statistics import PackingStatistics, packed, tune
-from cordillera.distributed.sharding import ShardPlan, per_document, per_sequence
+from cordillera.data.packing.baselines import exactly, fixed_length, in_arrival_order
+from cordillera.data.packing.packer import Iteration, Microbatch, Packer, PackingConfig, global_batches
+from cordillera.data.packing.statistics import PackingStatistics, packed, tune
+from cordillera.data.packing.work import DocumentWork
+from cordillera.distributed.context.shard_plan import ShardPlan, per_document, per_sequence
 from cordillera.errors import DataError
-from cordillera.planning.schedules import one_forward_one_backward
-from cordillera.planning.simulator import StageSeconds, simulate
+from cordillera.planning.pipeline.schedules import one_forward_one_backward
+from cordillera.planning.pipeline.simulator import StageSeconds, simulate
 
 LENGTHS = Path(
     os.environ.get("CORDILLERA_WLB_LENGTHS")

@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
-from cordillera.data.synthetic import SyntheticConfig
-from cordillera.data.text_cleaning import CleaningConfig
-from cordillera.data.text_corpora import TextSourceConfig
+from cordillera.data.language.cleaning import CleaningConfig
+from cordillera.data.language.corpora import TextSourceConfig
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.models.ranking import MODELS
-from cordillera.numerics.emulation import EmulationConfig
+from cordillera.numerics.emulation.emulation import EmulationConfig
 from cordillera.recipe import LanguageRecipe, Recipe, field_descriptions, shipped
 
 ROOT = Path(__file__).parent.parent

@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
-from cordillera.mistakes import models_of
 from cordillera.recipe import LanguageRecipe, Recipe, dump, field_descriptions, load, parse_override, shipped, validate
+from cordillera.toml_files import models_of
 from tests.fuzzing import damaged, survives
 
 GOOD = """

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from cordillera.recipe import LanguageRecipe, Recipe
     from cordillera.recipe import load as load_recipe
     from cordillera.run import Run
-    from cordillera.serving.language_model import load_language_model
-    from cordillera.serving.sampler import Sampling
+    from cordillera.serving.language.language_model import load_language_model
+    from cordillera.serving.language.sampler import Sampling
     from cordillera.workflows import compare, evaluate, isoflop, predict, report, sweep, train
 
 __all__ = [
@@ -75,8 +75,8 @@ _WHERE = {
     "Recipe": ("cordillera.recipe", "Recipe"),
     "load_recipe": ("cordillera.recipe", "load"),
     "Run": ("cordillera.run", "Run"),
-    "Sampling": ("cordillera.serving.sampler", "Sampling"),
-    "load_language_model": ("cordillera.serving.language_model", "load_language_model"),
+    "Sampling": ("cordillera.serving.language.sampler", "Sampling"),
+    "load_language_model": ("cordillera.serving.language.language_model", "load_language_model"),
     **{
         name: ("cordillera.workflows", name)
         for name in ("compare", "evaluate", "isoflop", "predict", "report", "sweep", "train")

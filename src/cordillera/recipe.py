@@ -19,21 +19,21 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tomlkit.items import Table
 
-from cordillera.data.datasets import DataConfig
-from cordillera.data.text_batches import BatchConfig
-from cordillera.data.text_corpora import TextDataConfig
+from cordillera.data.language.batches import BatchConfig
+from cordillera.data.language.corpora import TextDataConfig
+from cordillera.data.ranking.datasets import DataConfig
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text
 from cordillera.kernels.threads import MOST_THREADS
-from cordillera.mistakes import explain, known_keys, models_of
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.ranking import MODELS, ModelConfig
-from cordillera.serving.language_model import find_model
-from cordillera.training.language_trainer import LanguageTrainingConfig
-from cordillera.training.trainer import TrainingConfig
+from cordillera.serving.language.language_model import find_model
+from cordillera.toml_files import explain, known_keys, models_of
+from cordillera.training.language.trainer import LanguageTrainingConfig
+from cordillera.training.ranking.trainer import TrainingConfig
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -36,7 +36,7 @@ from pydantic import (
 
 from cordillera.errors import PlanError, printable
 from cordillera.files import parse_toml, read_text
-from cordillera.mistakes import explain, known_keys
+from cordillera.toml_files import explain, known_keys
 
 SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 

@@ -8,7 +8,7 @@ from typing import Any
 import bfloat16
 import pytest
 
-from cordillera.training.comparison import Estimate, mean_interval
+from cordillera.reports.ranking.comparison import Estimate, mean_interval
 from tests.benchmarks.programs import run
 
 

@@ -11,8 +11,8 @@ from _mixed_precision_quality import GRID, INT4, INT8, JUDGED, NEAREST, NO_CACHE
 from _mixed_precision_speed import OURS
 
 from cordillera.cli import bench
-from cordillera.data.datasets import DataConfig, prepare
-from cordillera.data.synthetic import SyntheticConfig
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.embeddings.tables import TablesConfig
 from tests.benchmarks.programs import part_of
 

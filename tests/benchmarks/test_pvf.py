@@ -12,8 +12,8 @@ import pytest
 import torch
 from _pvf_models import LeNet, Transformer, classifier, lenet_part, stored_as, transformer_part
 
-from cordillera.numerics.faults import FaultModel, draw
-from cordillera.numerics.vulnerability import Campaign
+from cordillera.numerics.faults.fault_model import FaultModel, draw
+from cordillera.numerics.faults.vulnerability import Campaign
 from tests.benchmarks.programs import run
 
 

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 
 from cordillera.cli import bench
 from cordillera.cli.app import app
-from cordillera.data.features import FeatureSpec, RankingBatch, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch, SparseFeature
 from cordillera.errors import CordilleraError
 from cordillera.jagged import JaggedBatch, JaggedTensor
 

@@ -140,7 +140,7 @@ def test_the_listing_names_files_and_commands(checkout: Path, capsys: pytest.Cap
 def test_programs_of_workers_count() -> None:
     named = _sources.definitions_of("threads", "neighbours")
     assert "WARMUP" in named["_thread_worker"]
-    assert "cordillera.training.language" in named
+    assert "cordillera.training.language.engine" in named
     loading = _sources.definitions_of("llama", "loading")
     assert "read_model" in loading["cordillera.models.language.checkpoints"]
-    assert "cordillera.training.language" not in loading
+    assert "cordillera.training.language.engine" not in loading

@@ -13,7 +13,7 @@ import wlb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.distributed.sharding import per_document, per_sequence
+from cordillera.distributed.context.shard_plan import per_document, per_sequence
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo
 

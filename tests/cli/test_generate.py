@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cordillera.data.chat import Message
 from cordillera.data.files import cache_folder
-from cordillera.data.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.chat import Message
+from cordillera.data.tokenizers.tokenizer import load_tokenizer
 from cordillera.models.language.checkpoints import load
-from cordillera.serving.language_model import LanguageModel
+from cordillera.serving.language.language_model import LanguageModel
 from tests.models.language.sharded_folders import write_step
 from tests.serving.small_models import CONTEXT, greedy, write_model
 
@@ -211,7 +211,7 @@ def test_a_tokenizer_of_another_model_is_refused(cli, folder, tmp_path):
 @pytest.mark.peer
 @pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)")
 def test_smollm2_answers(cli, monkeypatch):
-    monkeypatch.setattr("cordillera.serving.language_model.stored_asset", lambda name: SMOLLM2)
+    monkeypatch.setattr("cordillera.serving.language.language_model.stored_asset", lambda name: SMOLLM2)
     done = cli(
         "generate", "smollm2", "What is the capital of France?", "--temperature", 0, "-n", 12, "--dtype", "float32"
     )

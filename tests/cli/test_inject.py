@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from cordillera.data.datasets import prepare
-from cordillera.data.features import RankingBatch
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.features import RankingBatch
 from cordillera.jagged import JaggedBatch
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.faults import FaultModel, draw
+from cordillera.numerics.faults.fault_model import FaultModel, draw
 from cordillera.recipe import load
 from cordillera.training import checkpoints
 from cordillera.workflows import model_of

@@ -205,7 +205,7 @@ import os, signal, time
 from pathlib import Path
 
 from cordillera.cli import main
-from cordillera.training.language_trainer import LanguageTrainer
+from cordillera.training.language.trainer import LanguageTrainer
 
 step = LanguageTrainer._step
 

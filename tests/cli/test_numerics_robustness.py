@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cordillera.data.datasets import prepare
+from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import CheckpointError, NumericsError
 from cordillera.recipe import load
 from cordillera.run import Run
-from cordillera.serving import quantized_model
-from cordillera.serving.observation import Observer
+from cordillera.serving.ranking import quantized_model
+from cordillera.serving.ranking.observation import Observer
 from cordillera.workflows import probing, quantization
 from cordillera.workflows.ranking import load_model, model_of
 
@@ -81,7 +81,7 @@ def test_ctrl_c_after_a_model_is_written_says_that_it_is_not_confirmed(cli, run,
 
 def test_a_model_whose_writer_was_killed_before_its_record_is_none(run, monkeypatch) -> None:
     model, seen = loaded(run)
-    monkeypatch.setattr("cordillera.serving.quantized_model.write_atomically", stop)
+    monkeypatch.setattr("cordillera.serving.ranking.quantized_model.write_atomically", stop)
     with pytest.raises(KeyboardInterrupt):
         quantized_model.save(run / "quantized", model, seen, {}, {})
     with pytest.raises(CheckpointError, match="holds no quantised model"):

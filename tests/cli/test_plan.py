@@ -273,7 +273,7 @@ def test_mistakes_end_in_one_clear_message(cli: Any, capsys: Any, arguments: lis
 def test_a_place_that_cannot_be_written_is_found_before_the_search(
     cli: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    from cordillera.planning import commands
+    from cordillera.workflows import planning as commands
 
     monkeypatch.setattr(commands, "Explorer", None)  # a search would crash
     Path("file").touch()
@@ -315,7 +315,7 @@ def test_a_full_disk_leaves_the_earlier_plan_and_no_parts(cli: Any, monkeypatch:
 
 
 def test_ctrl_c_before_the_first_plan_says_that_nothing_is_written(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cordillera.planning.explorer import Explorer
+    from cordillera.planning.language.explorer import Explorer
 
     def interrupted(self: Explorer) -> None:
         raise KeyboardInterrupt

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from cordillera import workflows
-from cordillera.data.datasets import prepare
+from cordillera.data.ranking.datasets import prepare
 from cordillera.files import sealed_json
-from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.precision_plan import PASSES, Choice, PrecisionPlan, machine
-from cordillera.numerics.probe import Probed
+from cordillera.numerics.dispatch.accuracy import Accuracy
+from cordillera.numerics.dispatch.plan import PASSES, Choice, PrecisionPlan, machine
+from cordillera.numerics.dispatch.probe import Probed
+from cordillera.numerics.dispatch.training_linear import apply_for_training
 from cordillera.numerics.sites import sites
-from cordillera.numerics.training_linear import apply_for_training
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.training import checkpoints
-from cordillera.training.trainer import weighted_loss
+from cordillera.training.ranking.trainer import weighted_loss
 from cordillera.workflows.ranking import load_model
 from cordillera.workflows.scores import some_batches
 
@@ -74,7 +74,7 @@ def test_a_training_step_is_planned_and_trained_by_its_plan(cli, trained, tmp_pa
     """bf16 is made the fastest of all."""
     run = shutil.copytree(trained, tmp_path / "run")
     monkeypatch.setattr(
-        "cordillera.numerics.training_products.median_seconds",
+        "cordillera.numerics.dispatch.training_products.median_seconds",
         lambda calls, rounds: {name: 0.5 if name == "bf16" else 1.0 for name in calls},
     )
     done = cli("probe", run, "--rows", 1024, "--training")
@@ -181,11 +181,11 @@ def test_statistics_of_training_are_used_until_new_ones_are_asked_for(cli, recip
 
 def test_layers_go_back_until_the_budget_is_kept(cli, trained, tmp_path, monkeypatch):
     """int8 alone is offered, as the fastest everywhere, and no rise at all is allowed."""
-    from cordillera.numerics.dispatch import DispatchConfig
+    from cordillera.numerics.dispatch.dispatch import DispatchConfig
     from cordillera.workflows import probing
 
     run = shutil.copytree(trained, tmp_path / "run")
-    monkeypatch.setattr("cordillera.numerics.dispatch._timed", lambda product, ones, *_: {
+    monkeypatch.setattr("cordillera.numerics.dispatch.dispatch._timed", lambda product, ones, *_: {
         one.name: 1.0 if one.name == "fp32" else 0.1 for one in ones
     })  # fmt: skip
     config = DispatchConfig(rows=(128,), kernels=("int8 dynamic",), sqnr_db=0.0, median_relative=10.0)

@@ -10,12 +10,12 @@ import shutil
 import pytest
 import torch
 
-from cordillera.data.datasets import prepare
+from cordillera.data.ranking.datasets import prepare
 from cordillera.errors import CheckpointError, NumericsError
 from cordillera.recipe import load
 from cordillera.run import Run
-from cordillera.serving import quantized_model
-from cordillera.training.trainer import scorer
+from cordillera.serving.ranking import quantized_model
+from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.quantization import quantize
 from cordillera.workflows.ranking import load_model, model_of
 from tests.fuzzing import flips, survives

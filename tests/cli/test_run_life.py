@@ -23,10 +23,10 @@ from cordillera import workflows
 from cordillera.cli import main
 from cordillera.errors import CordilleraError, NumericsError, TrainingError
 from cordillera.recipe import load
+from cordillera.reports.ranking.run import render
 from cordillera.run import Run, RunError
 from cordillera.training import checkpoints
-from cordillera.training.report import render
-from cordillera.training.trainer import Progress
+from cordillera.training.ranking.trainer import Progress
 from cordillera.workflows import ranking
 from tests.fuzzing import damaged, flips, survives
 

@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data.datasets import DataConfig
-from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.datasets import DataConfig
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cordillera.data.byte_tokenizer import byte_tokenizer
-from cordillera.data.text_corpora import TextCorpora
-from cordillera.data.text_shards import TextDataset
+from cordillera.data.language.corpora import TextCorpora
+from cordillera.data.language.shards import TextDataset
+from cordillera.data.tokenizers.byte_level import byte_tokenizer
 
 
 class MemoryCorpus(TextDataset):

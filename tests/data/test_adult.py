@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cordillera.data import adult
-from cordillera.data.datasets import DataConfig, prepare
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.logs import adult
 from cordillera.errors import DataError
 
 

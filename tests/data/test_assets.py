@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cordillera.cli.data import app
 from cordillera.data import assets
 from cordillera.data.assets import ASSETS, Asset, fetch_asset, stored_asset
-from cordillera.data.datasets import DATASETS
 from cordillera.data.fetch import Wheel
+from cordillera.data.ranking.datasets import DATASETS
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 

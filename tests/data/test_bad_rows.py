@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from cordillera.data.cache import SPLITS, open_splits
-from cordillera.data.click_logs import CRITEO_COLUMNS, FileLog
-from cordillera.data.datasets import DataConfig, prepare, raw_rows, read_rows
-from cordillera.data.encoding import Encoder
-from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.cache import SPLITS, open_splits
+from cordillera.data.ranking.datasets import DataConfig, prepare, raw_rows, read_rows
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.logs.click_logs import CRITEO_COLUMNS, FileLog
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, read_toml, sealed_json
 from tests.fuzzing import damaged, flips, survives
@@ -297,7 +297,7 @@ def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypa
 def test_data_prepared_by_an_earlier_version_is_prepared_anew_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cordillera.data import datasets
+    from cordillera.data.ranking import datasets
 
     setting = config(write(_small(), tmp_path / "log.parquet"), SMALL, tmp_path, split="random")
     log = datasets.open_log(setting)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cordillera.data.chat import JinjaChat, Message
+from cordillera.data.tokenizers.chat import JinjaChat, Message
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 from tests.fuzzing import damaged, survives

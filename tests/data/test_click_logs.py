@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data.click_logs import AVAZU_CATEGORICAL, AVAZU_COLUMNS, CRITEO_COLUMNS, guess_format
-from cordillera.data.datasets import DataConfig, prepare, raw_rows, read_rows
 from cordillera.data.files import expand_paths
+from cordillera.data.ranking.datasets import DataConfig, prepare, raw_rows, read_rows
+from cordillera.data.ranking.logs.click_logs import AVAZU_CATEGORICAL, AVAZU_COLUMNS, CRITEO_COLUMNS, guess_format
 from cordillera.errors import DataError
 
 from .test_datasets import same

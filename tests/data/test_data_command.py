@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cordillera.cli.data import app
-from cordillera.data import datasets
-from cordillera.data.synthetic import SyntheticConfig
+from cordillera.data.ranking import datasets
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.errors import DataError
 
 
@@ -20,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = SyntheticConfig(rows=5_000)
     whole = datasets.configure
     monkeypatch.setattr(
-        "cordillera.data.datasets.configure",
+        "cordillera.data.ranking.datasets.configure",
         lambda name, path: whole(name, path).model_copy(update={"synthetic": small}),
     )
 

@@ -10,11 +10,11 @@ import polars as pl
 import pytest
 import torch
 
-from cordillera.data import click_logs
-from cordillera.data.cache import SPLITS, ClickDataset, open_splits
-from cordillera.data.datasets import DataConfig, configure, prepare, raw_rows, read_rows
-from cordillera.data.exports import export
-from cordillera.data.features import RankingBatch, Schema
+from cordillera.data.ranking.cache import SPLITS, ClickDataset, open_splits
+from cordillera.data.ranking.datasets import DataConfig, configure, prepare, raw_rows, read_rows
+from cordillera.data.ranking.exports import export
+from cordillera.data.ranking.features import RankingBatch, Schema
+from cordillera.data.ranking.logs import click_logs
 from cordillera.errors import DataError
 
 from .conftest import config, make_frame, write
@@ -303,7 +303,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 ) -> None:
     import errno
 
-    from cordillera.data import cache
+    from cordillera.data.ranking import cache
 
     written = 0
 
@@ -323,7 +323,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 def test_an_interrupted_preparation_leaves_nothing(
     tmp_path: Path, frame: pl.DataFrame, schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cordillera.data import cache
+    from cordillera.data.ranking import cache
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

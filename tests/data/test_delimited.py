@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cordillera.data import delimited
-from cordillera.data.delimited import DelimitedFile
+from cordillera.data.ranking.logs import delimited
+from cordillera.data.ranking.logs.delimited import DelimitedFile
 from cordillera.errors import DataError
 from tests.fuzzing import damaged, survives
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import DocumentWork, Sample
+from cordillera.data.packing.work import DocumentWork, Sample
 from cordillera.errors import DataError
 
 MIXES = [[131072], [4096] * 32, [512] * 256, [65536, *[1024] * 64], [32768] * 4, [100] * 40]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.columns import Place, hash_strings
-from cordillera.data.encoding import Encoder
-from cordillera.data.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
+from cordillera.data.ranking.logs.columns import Place, hash_strings
 from cordillera.errors import DataError
 
 _MASK = (1 << 64) - 1

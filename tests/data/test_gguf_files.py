@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cordillera.data.gguf_files import gguf_header, gguf_metadata
+from cordillera.data.tokenizers.gguf import gguf_header, gguf_metadata
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 

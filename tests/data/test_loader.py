@@ -10,11 +10,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data import loader as loader_module
-from cordillera.data.cache import ClickDataset
-from cordillera.data.datasets import prepare
-from cordillera.data.features import Schema
-from cordillera.data.loader import Loader
+from cordillera.data.ranking import loader as loader_module
+from cordillera.data.ranking.cache import ClickDataset
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.loader import Loader
 from cordillera.errors import DataError
 
 from .conftest import config, write

@@ -6,10 +6,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data import movielens
-from cordillera.data.datasets import DataConfig, prepare, raw_rows
 from cordillera.data.files import cache_folder
-from cordillera.data.movielens import HISTORY, PAST, with_past
+from cordillera.data.ranking.datasets import DataConfig, prepare, raw_rows
+from cordillera.data.ranking.logs import movielens
+from cordillera.data.ranking.logs.movielens import HISTORY, PAST, with_past
 from cordillera.errors import DataError
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.packing import Document, Iteration, Packer, PackingConfig, global_batches
+from cordillera.data.packing.packer import Document, Iteration, Packer, PackingConfig, global_batches
+from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
 
@@ -218,8 +218,8 @@ def test_a_state_that_is_anothers_or_damaged_is_refused(change: dict[str, object
 def test_plans_do_not_depend_on_the_seed_of_hashes() -> None:
     program = """
 import random
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.packing import Packer, PackingConfig
+from cordillera.data.packing.work import DocumentWork
+from cordillera.data.packing.packer import Packer, PackingConfig
 chance = random.Random(0)
 packer = Packer(PackingConfig(microbatches=4, bound=900, thresholds=(200, 400)), DocumentWork.of_break_even(100))
 for _ in range(20):

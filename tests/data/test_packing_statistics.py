@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.packing import Document, Iteration, Microbatch, PackingConfig, global_batches
-from cordillera.data.packing_baselines import exactly, fixed_length, in_arrival_order
-from cordillera.data.packing_statistics import PackingStatistics, choose_thresholds, packed, tune
+from cordillera.data.packing.baselines import exactly, fixed_length, in_arrival_order
+from cordillera.data.packing.packer import Document, Iteration, Microbatch, PackingConfig, global_batches
+from cordillera.data.packing.statistics import PackingStatistics, choose_thresholds, packed, tune
+from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 
 WORK = DocumentWork.of_break_even(50)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cordillera.data.language.batches import BatchConfig, TextBatches, TextIteration
 from cordillera.data.prefetch import PrefetchedBatches
-from cordillera.data.text_batches import BatchConfig, TextBatches, TextIteration
 from cordillera.errors import DataError
 from tests.data.test_text_batches import batches, shown
 

@@ -8,8 +8,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from cordillera.data.datasets import DataConfig, prepare
-from cordillera.data.synthetic import SyntheticConfig, SyntheticLog
+from cordillera.data.ranking.datasets import DataConfig, prepare
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 
 ROWS = 70_000
 

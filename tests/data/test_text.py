@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cordillera.data import text as module
-from cordillera.data.text import TextConfig, prepare_text
-from cordillera.data.text_cleaning import CleaningConfig
-from cordillera.data.text_shards import ShardWriter, TextDataset, token_dtype
-from cordillera.data.tokenizer import load_tokenizer
+from cordillera.data.language import tokenised as module
+from cordillera.data.language.cleaning import CleaningConfig
+from cordillera.data.language.shards import ShardWriter, TextDataset, token_dtype
+from cordillera.data.language.tokenised import TextConfig, prepare_text
+from cordillera.data.tokenizers.tokenizer import load_tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 from tests.fuzzing import flips
@@ -302,7 +302,7 @@ def test_a_full_disk_is_said(config: TextConfig, monkeypatch: pytest.MonkeyPatch
 
 def test_preparation_needs_no_torch() -> None:
     code = (
-        "import sys, cordillera.data.text, cordillera.data.text_stream, cordillera.data.tokenizer_files\n"
+        "import sys, cordillera.data.language.tokenised, cordillera.data.language.stream, cordillera.data.tokenizers.load\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.held_out import held_out_batches
-from cordillera.data.text_batches import BatchConfig, TextBatches, TextIteration
-from cordillera.data.text_corpora import TextDataConfig
+from cordillera.data.language.batches import BatchConfig, TextBatches, TextIteration
+from cordillera.data.language.corpora import TextDataConfig
+from cordillera.data.language.held_out import held_out_batches
+from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 from tests.data.corpora import corpora
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data import text_cleaning as module
-from cordillera.data.documents import Document
-from cordillera.data.text_cleaning import (
+from cordillera.data.language import cleaning as module
+from cordillera.data.language.cleaning import (
     Cleaner,
     CleaningConfig,
     NearDuplicates,
@@ -24,6 +23,7 @@ from cordillera.data.text_cleaning import (
     rows_per_band,
     shingles,
 )
+from cordillera.data.language.documents import Document
 from cordillera.errors import DataError
 
 OFF = {"exact": False, "near_duplicates": None, "line_repeats": None, "repeated_ngrams": {}}

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.text import PYTHON_LIBRARY, text_files
-from cordillera.data.text_batches import BatchConfig, TextBatches
-from cordillera.data.text_corpora import TextCorpora, TextDataConfig, prepare_corpora, text_identity
-from cordillera.data.text_shards import Documents
+from cordillera.data.language.batches import BatchConfig, TextBatches
+from cordillera.data.language.corpora import TextCorpora, TextDataConfig, prepare_corpora, text_identity
+from cordillera.data.language.shards import Documents
+from cordillera.data.language.tokenised import PYTHON_LIBRARY, text_files
+from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.text_shards import ShardWriter, TextDataset
-from cordillera.data.text_stream import DocumentStream, Piece, StreamConfig
+from cordillera.data.language.shards import ShardWriter, TextDataset
+from cordillera.data.language.stream import DocumentStream, Piece, StreamConfig
 from cordillera.errors import DataError
 from tests.data.corpora import MemoryCorpus
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.chat import ChatML, Message
-from cordillera.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
-from cordillera.data.tokenizer_files import MAX_CHARACTERS, MAX_RUN, pieces
+from cordillera.data.tokenizers.chat import ChatML, Message
+from cordillera.data.tokenizers.load import MAX_CHARACTERS, MAX_RUN, pieces
+from cordillera.data.tokenizers.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cordillera.data.byte_pairs import LLAMA3_WORDS
-from cordillera.data.gguf_files import gguf_header
-from cordillera.data.tokenizer import Tokenizer, load_tokenizer
-from cordillera.data.tokenizer_rules import _problem
+from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS
+from cordillera.data.tokenizers.gguf import gguf_header
+from cordillera.data.tokenizers.rules import _problem
+from cordillera.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 from tests.fuzzing import damaged, survives
@@ -133,7 +133,7 @@ def test_what_the_library_does_not_get_through_is_an_error_of_ours(tmp_path: Pat
     class PanicException(BaseException):
         pass
 
-    from cordillera.data.byte_pairs import BytePairs
+    from cordillera.data.tokenizers.byte_pairs import BytePairs
 
     pairs = BytePairs(path, {}, [], {}, {}, None, None, False)
     assert isinstance(pairs._failed(PanicException("retry-limit"), "x"), DataError)
@@ -307,7 +307,7 @@ def test_tensors_that_overlap_or_lie_outside_are_refused(tmp_path: Path) -> None
 def test_sizes_of_tensors_are_those_of_the_library() -> None:
     from gguf import GGML_QUANT_SIZES
 
-    from cordillera.data.gguf_files import _BLOCKS
+    from cordillera.data.tokenizers.gguf import _BLOCKS
 
     theirs = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
     assert all(theirs[kind] == sizes for kind, sizes in _BLOCKS.items())

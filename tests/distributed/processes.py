@@ -16,5 +16,5 @@ needs_gloo = pytest.mark.skipif(
 )
 
 # What most of them would load.
-_LOADED = ("torch._dynamo", "pytest", "hypothesis", "cordillera.training.language")
+_LOADED = ("torch._dynamo", "pytest", "hypothesis", "cordillera.training.language.engine")
 run_processes = partial(_processes.run_processes, preload=_LOADED)

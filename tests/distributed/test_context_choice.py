@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordillera.distributed.context_choice import (
+from cordillera.distributed.context.ring_cost import (
     AttentionShape,
     RingCost,
     Transport,

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cordillera.distributed.context_parallel import ContextParallelAttention, ContextParallelConfig
+from cordillera.distributed.context.attention import ContextParallelAttention, ContextParallelConfig
+from cordillera.distributed.context.shard_plan import SHARDINGS, Chunk, ShardPlan, contiguous, per_document
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.pipeline import PeerError
-from cordillera.distributed.sharding import SHARDINGS, Chunk, ShardPlan, contiguous, per_document
+from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import PlanError
 from tests.distributed.processes import needs_gloo, run_processes
 

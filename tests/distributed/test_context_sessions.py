@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cordillera.data.files import cache_folder
-from cordillera.distributed.context_choice import RingCost
-from cordillera.distributed.context_sessions import ContextCacheConfig
-from cordillera.distributed.pipeline import PeerError
+from cordillera.distributed.context.cache import ContextCacheConfig
+from cordillera.distributed.context.ring_cost import RingCost
+from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import CordilleraError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import Llama, LlamaConfig
-from cordillera.serving.context_sessions import ContextSessions
-from cordillera.serving.sampler import Sampling
+from cordillera.serving.language.context_sessions import ContextSessions
+from cordillera.serving.language.sampler import Sampling
 from tests.distributed.processes import needs_gloo, run_processes
 
 Asked = Literal["auto", "pass_kv", "pass_q"]

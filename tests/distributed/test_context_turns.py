@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.distributed.context_turns import Turn, next_turn
+from cordillera.distributed.context.turns import Turn, next_turn
 from cordillera.errors import PlanError
-from cordillera.kernels.attention_relation import dense_mask
+from cordillera.kernels.attention.relation import dense_mask
 
 lengths = st.sampled_from([0, 0, 1, 1, 2, 3, 5, 8, 17, 40])
 histories = st.integers(1, 3).flatmap(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cordillera.distributed.environment import Place, is_silent, job_key, place_in_job
-from cordillera.distributed.hearts import Beat, Hearts, Verdict
-from cordillera.distributed.job_store import JobStore, StoreError, StoreSilent, within
+from cordillera.distributed.job.environment import Place, is_silent, job_key, place_in_job
+from cordillera.distributed.job.heartbeats import Beat, Hearts, Verdict
+from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent, within
 from cordillera.errors import PlanError
 
 KEY = job_key("job", "a secret")

@@ -25,19 +25,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from cordillera.data.text_batches import PackedTokens
+from cordillera.data.language.batches import PackedTokens
 from cordillera.distributed import tensor_parallel
+from cordillera.distributed.fsdp.traffic import GATHERED, REDUCED, SCATTERED
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.pipeline import PASSED_ON
+from cordillera.distributed.pipeline.runner import PASSED_ON
 from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import EXCHANGED, IGNORED
-from cordillera.distributed.weight_traffic import GATHERED, REDUCED, SCATTERED
 from cordillera.errors import CheckpointError, CordilleraError, PlanError
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.models.language.parallelize import check_fit
 from cordillera.models.language.stages import cut_layers, cut_model
-from cordillera.training import language_gradients
-from cordillera.training.language import AGREED, LanguageConfig, LanguageEngine, next_tokens
+from cordillera.training.language import gradients as language_gradients
+from cordillera.training.language.engine import AGREED, LanguageConfig, LanguageEngine, next_tokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64, context=64)

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.failures import RankTraceback, pack, unpack
-from cordillera.distributed.hearts import RankError
-from cordillera.distributed.job import join_job
-from cordillera.distributed.launch import LaunchConfig, launch, tell
-from cordillera.distributed.pipeline import PeerError
+from cordillera.distributed.job.failures import RankTraceback, pack, unpack
+from cordillera.distributed.job.heartbeats import RankError
+from cordillera.distributed.job.job import join_job
+from cordillera.distributed.job.launch import LaunchConfig, launch, tell
+from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import CordilleraError, DataError, DependencyError, PlanError, RecipeError
 from tests.distributed.processes import needs_gloo
 
@@ -253,7 +253,7 @@ def train(rank: int, folder: str) -> int:
 
 _PROGRAM = """
 import sys
-from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.distributed.job.launch import LaunchConfig, launch
 from tests.distributed.test_launch import train
 if __name__ == "__main__":
     print(launch(train, 2, (sys.argv[1],), config=LaunchConfig(threads=1, deadline_s=60)))
@@ -331,7 +331,7 @@ def test_ranks_end_with_the_one_that_began_them_and_leave_no_files(signals: Any)
 
 _UNPLUGGED = """
 import os, pathlib, signal, subprocess, sys, threading, time
-from cordillera.distributed.launch import LaunchConfig, launch
+from cordillera.distributed.job.launch import LaunchConfig, launch
 from cordillera.errors import CordilleraError
 from tests.distributed.test_launch import train
 folder, deadline_s = pathlib.Path(sys.argv[1]), float(sys.argv[2])
@@ -392,7 +392,7 @@ def test_a_link_that_goes_down_ends_a_job_by_the_deadline_and_ctrl_c_at_once(tmp
 
 _JOINED = """
 import sys, torch, torch.distributed as dist
-from cordillera.distributed.job import join_job
+from cordillera.distributed.job.job import join_job
 with join_job(deadline_s=60) as job:
     total = torch.ones(1)
     work = dist.all_reduce(total, async_op=True)

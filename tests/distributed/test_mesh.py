@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from cordillera.distributed.mesh import DIMENSIONS, ParallelConfig, ranks_of
 from cordillera.errors import PlanError
-from cordillera.planning.mesh import ORDERS, Mesh
-from cordillera.planning.workload import Layout
+from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.mesh import ORDERS, Mesh
 from cordillera.topology import load
 
 SIZES = st.integers(1, 3)

@@ -24,7 +24,7 @@ from _executed_schedules import SleepingPipeline, families, simulated_seconds, t
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cordillera.distributed.pipeline import (
+from cordillera.distributed.pipeline.runner import (
     PeerError,
     PipelineRunner,
     Recording,
@@ -35,14 +35,14 @@ from cordillera.distributed.pipeline import (
     recorded_timeline,
 )
 from cordillera.errors import CordilleraError, PlanError
-from cordillera.planning.schedules import (
+from cordillera.planning.pipeline.schedules import (
     Action,
     Kind,
     Schedule,
     gpipe,
     one_forward_one_backward,
 )
-from cordillera.planning.simulator import StageSeconds, simulate
+from cordillera.planning.pipeline.simulator import StageSeconds, simulate
 from tests.distributed.processes import needs_gloo, run_processes
 
 # Stages on ranks, by the number of ranks; the members are ranks of the pool of four processes.

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.distributed.attention_latency import AnalyticLatency, MeasuredLatency
-from cordillera.distributed.sharding import (
+from cordillera.distributed.context.latency import AnalyticLatency, MeasuredLatency
+from cordillera.distributed.context.shard_plan import (
     SHARDINGS,
     Chunk,
     ShardPlan,

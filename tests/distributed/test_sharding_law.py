@@ -10,8 +10,7 @@ from _fsdp_models import fake_processes, make_stage, track, units_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.distributed.mesh import ParallelConfig
-from cordillera.distributed.sharding_law import (
+from cordillera.distributed.fsdp.sharding_law import (
     Collectives,
     Unit,
     bytes_across_hosts,
@@ -19,9 +18,10 @@ from cordillera.distributed.sharding_law import (
     parameter_memory,
     sent_bytes,
 )
+from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import PRESETS, LlamaConfig
-from cordillera.numerics.precision import Precision
+from cordillera.numerics.formats.precision import Precision
 
 DEBUG = PRESETS["llama-debug"]
 # 4 blocks of 8B, between the stage with the embedding and the one with the head

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from cordillera.distributed.collectives import Links
 from cordillera.distributed.ledger import Ledger
-from cordillera.distributed.links import Links
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.tensor_parallel import TensorRanks
 from cordillera.models.language.llama import LlamaConfig

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cordillera.distributed import watch
-from cordillera.distributed.hearts import Beat, Hearts, RankError, Verdict, named
-from cordillera.distributed.job_store import JobStore
-from cordillera.distributed.pipeline import PeerError
-from cordillera.distributed.watch import ABANDONED, Watch, WatchConfig
+from cordillera.distributed.job import watchdog as watch
+from cordillera.distributed.job.heartbeats import Beat, Hearts, RankError, Verdict, named
+from cordillera.distributed.job.store import JobStore
+from cordillera.distributed.job.watchdog import ABANDONED, Watch, WatchConfig
+from cordillera.distributed.pipeline.runner import PeerError
 from tests.distributed.processes import needs_gloo
 
 pytestmark = needs_gloo
@@ -166,8 +166,8 @@ def test_a_late_message_with_a_known_sender_stays_as_it_is() -> None:
 
 _PROGRAM = """
 import json, os, signal, sys, time, torch, torch.distributed as dist
-from cordillera.distributed.job import join_job
-from cordillera.distributed.hearts import RankError
+from cordillera.distributed.job.job import join_job
+from cordillera.distributed.job.heartbeats import RankError
 how, rank = sys.argv[1], int(os.environ["RANK"])
 try:
     with join_job(deadline_s=8, join_s=4 if "missing" in how else 60) as job:

@@ -11,10 +11,10 @@ from _fsdp_models import make_stage, units_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cordillera.distributed.fsdp.sharding_law import Collectives, bytes_across_hosts, collectives, sent_bytes
+from cordillera.distributed.fsdp.traffic import GATHERED, REDUCED, SCATTERED, record_weight_traffic
 from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
-from cordillera.distributed.sharding_law import Collectives, bytes_across_hosts, collectives, sent_bytes
-from cordillera.distributed.weight_traffic import GATHERED, REDUCED, SCATTERED, record_weight_traffic
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.models.language.parallelize import parallelize, reduce_after

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cordillera.data.features import FeatureSpec, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.embeddings import cache as cache_module
 from cordillera.embeddings.cached_tables import CachedEmbeddingTables, make_tables, require_cpu
 from cordillera.embeddings.row_formats import ROW_FORMATS
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import CheckpointError, DataError, DependencyError, NumericsError, RecipeError, TrainingError
 from cordillera.jagged import JaggedBatch, JaggedTensor
-from cordillera.kernels.cached_rows import EMPTY, WAYS
+from cordillera.kernels.embeddings.cached_rows import EMPTY, WAYS
 from cordillera.models.ranking import MODELS, build
 from cordillera.recipe import load
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.data.features import FeatureSpec, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.embeddings.quantized_tables import QuantizedTables, encoded
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError, NumericsError, TrainingError

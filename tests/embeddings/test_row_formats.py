@@ -143,7 +143,7 @@ def test_random_bits_are_those_of_splitmix64() -> None:
         state = (state + 0x9E3779B97F4A7C15) % 2**64
         outputs.append(mix(state))
     assert outputs == [6457827717110365317, 3203168211198807973]
-    from cordillera.kernels.numba_random import absorb, fraction, seeded
+    from cordillera.kernels.embeddings.numba_random import absorb, fraction, seeded
 
     state = seeded(77)
     for key in (1, 2, 3, 4):

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import CheckpointError, CordilleraError, DataError, DependencyError, TrainingError
 from cordillera.jagged import JaggedBatch, JaggedTensor
-from cordillera.kernels.sparse_update import available_backends
+from cordillera.kernels.embeddings.update import available_backends
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 BACKENDS = tuple(name for name in ("torch", "numba", "fbgemm") if available_backends()[name] is None)
@@ -314,7 +314,7 @@ def test_lookups_from_several_threads_are_right() -> None:
 MEMORY = """
 import torch
 from pathlib import Path
-from cordillera.data.features import FeatureSpec, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, SparseFeature
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.jagged import JaggedBatch
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from cordillera.kernels.dense import block_norm
+from cordillera.kernels.dense.layers import block_norm
 
 from .test_dense import DTYPES, beside_float64, random
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cordillera.kernels import numba_mixed_rows, numba_rows
 from cordillera.kernels.compiling import digest_of_imports
+from cordillera.kernels.embeddings import numba_mixed_rows, numba_rows
 
 CALLEE = """
 from cordillera.kernels.compiling import compiled
@@ -62,5 +62,5 @@ def test_files_count_that_are_imported_through_others(tmp_path: Path) -> None:
 def test_kernels_of_rows_depend_on_how_a_row_is_decoded() -> None:
     kernel = numba_mixed_rows._lookup
     assert kernel._cache._cache_file._source_stamp[1] == digest_of_imports(Path(numba_mixed_rows.__file__))
-    assert "from cordillera.kernels.numba_rows import" in Path(numba_mixed_rows.__file__).read_text()
+    assert "from cordillera.kernels.embeddings.numba_rows import" in Path(numba_mixed_rows.__file__).read_text()
     assert Path(numba_rows.__file__).is_file()

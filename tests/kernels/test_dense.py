@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cordillera.kernels import numba_dense
-from cordillera.kernels.dense import factorization_machine, left_product, linear_relu, stacked_layer_norm
+from cordillera.kernels.dense import numba_layers as numba_dense
+from cordillera.kernels.dense.layers import factorization_machine, left_product, linear_relu, stacked_layer_norm
 
 # Of the largest entry: float32 sums of hundreds of terms; a few roundings to 8 bits in the forward or the backward.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.jagged import offsets_from_lengths
-from cordillera.kernels.document_attention import continued_attention, document_attention
+from cordillera.kernels.attention.documents import continued_attention, document_attention
 
 
 @pytest.fixture(autouse=True)

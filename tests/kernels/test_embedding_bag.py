@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cordillera.kernels.embedding_bag import embedding_bag, linearise
-from cordillera.kernels.sparse_update import available_backends
+from cordillera.kernels.embeddings.lookup import embedding_bag, linearise
+from cordillera.kernels.embeddings.update import available_backends
 
 BACKENDS = tuple(name for name in ("torch", "numba", "fbgemm") if available_backends()[name] is None)
 SIZES = (7, 30, 7)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cordillera.kernels.few_rows import MOST_ROWS, FewRowsLinear, few_rows_linear
+from cordillera.kernels.dense.few_rows import MOST_ROWS, FewRowsLinear, few_rows_linear
 
 
 def _drawn(rows: int, inner: int, outputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:

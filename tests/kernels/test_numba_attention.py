@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cordillera.kernels import numba_attention
-from cordillera.kernels.document_attention import document_attention
+from cordillera.kernels.attention import numba_kernels as numba_attention
+from cordillera.kernels.attention.documents import document_attention
 
 # Around the tile's rows and columns and the block of keys, and below the length from which the kernel is used.
 LENGTHS = st.lists(st.sampled_from([0, 1, 40, 64, 65, 79, 96, 255, 256, 257, 300]), min_size=1, max_size=3).filter(any)

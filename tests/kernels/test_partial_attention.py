@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import CordilleraError, PlanError
-from cordillera.kernels import math_attention, varlen_attention
-from cordillera.kernels.attention_relation import (
+from cordillera.kernels.attention import math as math_attention
+from cordillera.kernels.attention import varlen as varlen_attention
+from cordillera.kernels.attention.partial import attention_backward, choose_backend, merge, partial_attention
+from cordillera.kernels.attention.relation import (
     Block,
     Positions,
     Relation,
@@ -28,7 +30,6 @@ from cordillera.kernels.attention_relation import (
     dense_mask,
     document_blocks,
 )
-from cordillera.kernels.partial_attention import attention_backward, choose_backend, merge, partial_attention
 
 BACKENDS = ["math", "flash", "varlen"]
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -152,7 +153,7 @@ def emulate_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(varlen_attention, "_kernel", kernel)
     monkeypatch.setattr(varlen_attention, "_kernel_backward", kernel_backward)
-    monkeypatch.setattr("cordillera.kernels.partial_attention.choose_backend", lambda q, relation, backend: backend)
+    monkeypatch.setattr("cordillera.kernels.attention.partial.choose_backend", lambda q, relation, backend: backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

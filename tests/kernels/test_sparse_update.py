@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import DependencyError, TrainingError
-from cordillera.kernels.sparse_update import (
+from cordillera.kernels.embeddings.update import (
     SparseOptimizer,
     available_backends,
     choose_backend,
@@ -300,7 +300,7 @@ def test_no_values_change_nothing(backend: str) -> None:
 
 def test_rows_of_very_large_tables_keep_their_numbers() -> None:
     """Row numbers beyond 2**31 share a sort key with their position; three digits and more are sorted."""
-    numba_embeddings = pytest.importorskip("cordillera.kernels.numba_embeddings")
+    numba_embeddings = pytest.importorskip("cordillera.kernels.embeddings.numba_kernels")
     import numpy as np
 
     generator = torch.Generator().manual_seed(0)
@@ -315,7 +315,7 @@ def test_rows_of_very_large_tables_keep_their_numbers() -> None:
 
 THREADS = """
 import torch
-from cordillera.kernels.sparse_update import SparseOptimizer, sparse_update
+from cordillera.kernels.embeddings.update import SparseOptimizer, sparse_update
 torch.set_num_threads(1)
 rows, weight = torch.arange(9000) % 7, torch.zeros(7, 2)
 sparse_update(SparseOptimizer(name="sgd"), weight, {}, rows, None, torch.ones(9000, 2), learning_rate=1.0, step=1)
@@ -367,7 +367,7 @@ def test_a_back_end_that_cannot_is_refused_by_name_and_passed_over_by_auto() -> 
 
 
 def test_an_fbgemm_for_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cordillera.kernels import fbgemm_embeddings
+    from cordillera.kernels.embeddings import fbgemm as fbgemm_embeddings
 
     monkeypatch.setattr(fbgemm_embeddings.importlib.metadata, "version", lambda name: "1.6.0")
     reason = fbgemm_embeddings.unavailable()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordillera.kernels import vnni_linear, vnni_tiles
+from cordillera.kernels.dense import vnni_linear, vnni_tiles
 
 pytestmark = pytest.mark.skipif(not vnni_tiles.available(), reason="this processor has no AVX-512 VNNI")
 seeds = st.integers(0, 2**31)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from cordillera.data.features import FeatureSpec, RankingBatch, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch, SparseFeature
 from cordillera.jagged import JaggedBatch, offsets_from_lengths
 
 MakeFeatures = Callable[..., FeatureSpec]

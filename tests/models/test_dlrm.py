@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.dlrm import DLRM, DLRMConfig

@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.flops import count

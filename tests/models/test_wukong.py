@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.flops import count
 from cordillera.models.ranking.wukong import Wukong, WukongConfig, WukongLayer

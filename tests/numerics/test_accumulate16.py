@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.accumulate16 import (
+from cordillera.numerics.quantization.accumulate16 import (
     LARGEST_DENSITY,
     Accumulation,
     accumulate16,
@@ -18,7 +18,7 @@ from cordillera.numerics.accumulate16 import (
     never_saturates,
     split_outliers,
 )
-from cordillera.numerics.integer_linear import LinearWeight, integer_product, make_weight
+from cordillera.numerics.quantization.integer_linear import LinearWeight, integer_product, make_weight
 
 seeds = st.integers(0, 2**31)
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from cordillera.numerics.accuracy import Accuracy
+from cordillera.numerics.dispatch.accuracy import Accuracy
 
 
 def test_measures_are_their_definitions() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.bit_flips import INT2, INT4, BitLayout, Region, flip, flipped, regions_of, unaliased
+from cordillera.numerics.faults.bit_flips import INT2, INT4, BitLayout, Region, flip, flipped, regions_of, unaliased
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]

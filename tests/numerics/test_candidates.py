@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.candidates import CANDIDATES, Candidate, Kernel, Shape, candidate, chosen
-from cordillera.numerics.linear_engines import saturates
+from cordillera.numerics.dispatch.accuracy import Accuracy
+from cordillera.numerics.dispatch.candidates import CANDIDATES, Candidate, Kernel, Shape, candidate, chosen
+from cordillera.numerics.quantization.engines import saturates
 
 LEAST = {
     "fp32": 120.0,

@@ -18,14 +18,23 @@ from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
 from cordillera.files import sealed_json
-from cordillera.numerics import dispatch
-from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.candidates import CANDIDATES, Candidate, Stored, chosen, load_fp8, then_relu
-from cordillera.numerics.dispatch import DispatchConfig, Product, Trial, apply, choose, forward_products, judge, profile
-from cordillera.numerics.precision_plan import PrecisionPlan, bucket
-from cordillera.numerics.probe import Probe, ProbeConfig
-from cordillera.numerics.training_linear import apply_for_training
-from cordillera.numerics.training_products import TrainedLayer, try_product
+from cordillera.numerics.dispatch import dispatch
+from cordillera.numerics.dispatch.accuracy import Accuracy
+from cordillera.numerics.dispatch.candidates import CANDIDATES, Candidate, Stored, chosen, load_fp8, then_relu
+from cordillera.numerics.dispatch.dispatch import (
+    DispatchConfig,
+    Product,
+    Trial,
+    apply,
+    choose,
+    forward_products,
+    judge,
+    profile,
+)
+from cordillera.numerics.dispatch.plan import PrecisionPlan, bucket
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
+from cordillera.numerics.dispatch.training_linear import apply_for_training
+from cordillera.numerics.dispatch.training_products import TrainedLayer, try_product
 
 QUICK = DispatchConfig(rows=(16,), draws=2, judged_rows=64, rounds=1)
 

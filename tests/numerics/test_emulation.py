@@ -8,10 +8,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.kernels.dense import batched_matmul, factorization_machine, left_product, linear_relu, pairwise_dots
-from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.rounding import Rounding, round_to
+from cordillera.kernels.dense.layers import (
+    batched_matmul,
+    factorization_machine,
+    left_product,
+    linear_relu,
+    pairwise_dots,
+)
+from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.rounding import Rounding, round_to
 
 BF16 = EmulationConfig()
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import FORMATS, INTEGERS, Format, format_named
-from cordillera.numerics.rounding import Rounding, decode, encode, random_bits, round_to
+from cordillera.numerics.formats.formats import FORMATS, INTEGERS, Format, format_named
+from cordillera.numerics.formats.rounding import Rounding, decode, encode, random_bits, round_to
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 gfloat = pytest.importorskip("gfloat")

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.integer_linear import (
+from cordillera.numerics.quantization.engines import (
+    ReferenceEngine,
+    TorchEngine,
+    dynamic_parameters,
+    make_engine,
+    saturates,
+)
+from cordillera.numerics.quantization.integer_linear import (
     UINT8,
     LinearWeight,
     dequantize_product,
@@ -20,14 +27,7 @@ from cordillera.numerics.integer_linear import (
     quantize_weight,
     requantize,
 )
-from cordillera.numerics.linear_engines import (
-    ReferenceEngine,
-    TorchEngine,
-    dynamic_parameters,
-    make_engine,
-    saturates,
-)
-from cordillera.numerics.quantizers import choose_affine
+from cordillera.numerics.quantization.quantizers import choose_affine
 
 needs_kernels = pytest.mark.skipif(
     not {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines), reason="torch has no x86 kernels here"
@@ -142,7 +142,7 @@ def test_seven_bits_are_torchs_reduced_range() -> None:
 @needs_kernels
 def test_where_products_saturate_torchs_kernels_are_taken_for_seven_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _weight(1, 16, 32, True)
-    monkeypatch.setattr("cordillera.numerics.linear_engines.saturates", lambda: True)
+    monkeypatch.setattr("cordillera.numerics.quantization.engines.saturates", lambda: True)
     assert isinstance(make_engine(weight, seven_bits=True), TorchEngine)
     for wide in ({"seven_bits": False}, {"seven_bits": True, "static": True}):
         assert isinstance(make_engine(weight, **wide), ReferenceEngine)

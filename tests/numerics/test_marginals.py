@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import FORMATS, INTEGERS
-from cordillera.numerics.marginals import CAPACITY, QuantileSketch
-from cordillera.numerics.quantizers import choose_symmetric, encode_integers
-from cordillera.numerics.row_statistics import RowStatistics
-from cordillera.numerics.scaling import round_scaled, scale_of
+from cordillera.numerics.dispatch.quantile_sketch import CAPACITY, QuantileSketch
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.emulation.scaling import round_scaled, scale_of
+from cordillera.numerics.formats.formats import FORMATS, INTEGERS
+from cordillera.numerics.quantization.quantizers import choose_symmetric, encode_integers
 
 PROBABILITIES = torch.linspace(0, 1, 41, dtype=torch.float64)
 

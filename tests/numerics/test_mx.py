@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.mx import block_scales, decode_blocks, encode_blocks, round_to_blocks
-from cordillera.numerics.rounding import Rounding, random_bits
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.mx import block_scales, decode_blocks, encode_blocks, round_to_blocks
+from cordillera.numerics.formats.rounding import Rounding, random_bits
 
 ELEMENTS = ["e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1"]
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.integer_linear import quantize_weight
-from cordillera.numerics.packed_weights import HalfWeights, Int4Weights, Int8Weights, WeightOnlyLinear
+from cordillera.numerics.quantization.integer_linear import quantize_weight
+from cordillera.numerics.quantization.weight_only import HalfWeights, Int4Weights, Int8Weights, WeightOnlyLinear
 
 needs_kernels = pytest.mark.skipif(
     not {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines), reason="torch has no x86 kernels here"

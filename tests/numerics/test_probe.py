@@ -12,8 +12,8 @@ from torch import nn
 
 from cordillera.errors import NumericsError
 from cordillera.models.ranking.interactions import MLP
-from cordillera.numerics.probe import Probe, ProbeConfig, Probed
-from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.sites import Recorder, replaced, sites
 from tests.distributed.processes import needs_gloo, run_processes
 

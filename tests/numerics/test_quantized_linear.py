@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.integer_linear import UINT8, integer_product, requantize
-from cordillera.numerics.quantized_files import load_quantized, save_quantized
-from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear
-from cordillera.numerics.quantized_mlp import QuantizedMLP, quantize_mlp
-from cordillera.numerics.quantizers import AffineParameters, choose_affine
+from cordillera.numerics.quantization.integer_linear import UINT8, integer_product, requantize
+from cordillera.numerics.quantization.quantized_files import load_quantized, save_quantized
+from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear
+from cordillera.numerics.quantization.quantized_mlp import QuantizedMLP, quantize_mlp
+from cordillera.numerics.quantization.quantizers import AffineParameters, choose_affine
 
 PLAIN = LinearConfig(float_below=0, estimator="minmax")
 

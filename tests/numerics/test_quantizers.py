@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import FORMATS, INTEGERS
-from cordillera.numerics.quantizers import (
+from cordillera.numerics.formats.formats import FORMATS, INTEGERS
+from cordillera.numerics.formats.rounding import encode
+from cordillera.numerics.quantization.quantizers import (
     SMALL_SCALE,
     AffineParameters,
     Granularity,
@@ -22,7 +23,6 @@ from cordillera.numerics.quantizers import (
     choose_symmetric,
     quantize,
 )
-from cordillera.numerics.rounding import encode
 
 UINT8, INT8 = INTEGERS["uint8"], INTEGERS["int8"]
 floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32)

@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import INTEGERS
-from cordillera.numerics.quantizers import quantize
-from cordillera.numerics.range_estimators import ESTIMATORS, RunningHistogram, estimate, expected_error, minmax
+from cordillera.numerics.formats.formats import INTEGERS
+from cordillera.numerics.quantization.quantizers import quantize
+from cordillera.numerics.quantization.range_estimators import (
+    ESTIMATORS,
+    RunningHistogram,
+    estimate,
+    expected_error,
+    minmax,
+)
 
 seeds = st.integers(0, 2**31)
 

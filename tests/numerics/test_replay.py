@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.bit_flips import INT4, BitLayout, Region, regions_of
-from cordillera.numerics.faults import Component, FaultModel, draw
-from cordillera.numerics.replay import Argmax, Replay, Threshold, Touched
-from cordillera.numerics.vulnerability import Campaign
+from cordillera.numerics.faults.bit_flips import INT4, BitLayout, Region, regions_of
+from cordillera.numerics.faults.fault_model import Component, FaultModel, draw
+from cordillera.numerics.faults.replay import Argmax, Replay, Threshold, Touched
+from cordillera.numerics.faults.vulnerability import Campaign
 
 
 class Attention(nn.Module):
@@ -243,7 +243,7 @@ def test_a_kept_suffix_and_a_lookup_give_the_verdicts_of_the_whole_model() -> No
         return (fused[..., :6].float() - 128) * fused[..., 6:].contiguous().view(torch.float32)
 
     def lookup(region: Region, bits: Tensor) -> Touched:
-        from cordillera.numerics.bit_flips import corrupted
+        from cordillera.numerics.faults.bit_flips import corrupted
 
         places, masks = region.locate(bits)
         width = region.stored.shape[-1]

@@ -14,20 +14,20 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from cordillera import tensor_files
 from cordillera.errors import CheckpointError, CordilleraError, NumericsError
 from cordillera.files import sealed_json
-from cordillera.numerics import tensor_files
-from cordillera.numerics.dispatch import DispatchConfig
+from cordillera.numerics.dispatch.dispatch import DispatchConfig
+from cordillera.numerics.dispatch.plan import Choice, PrecisionPlan, machine
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
 from cordillera.numerics.drift import DriftCheck, DriftReference
-from cordillera.numerics.precision_plan import Choice, PrecisionPlan, machine
-from cordillera.numerics.probe import Probe, ProbeConfig, Probed
-from cordillera.numerics.quantized_files import load_quantized, save_quantized
-from cordillera.numerics.quantized_linear import QuantizedLinear
-from cordillera.numerics.range_estimators import RunningHistogram
-from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.quantization.quantized_files import load_quantized, save_quantized
+from cordillera.numerics.quantization.quantized_linear import QuantizedLinear
+from cordillera.numerics.quantization.range_estimators import RunningHistogram
 from cordillera.numerics.selection import Change, Part, select
-from cordillera.numerics.weight_statistics import WeightStatistics
-from cordillera.serving import quantized_model
+from cordillera.serving.ranking import quantized_model
 from tests.fuzzing import flips, survives
 
 

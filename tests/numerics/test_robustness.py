@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.accumulate16 import choose_accumulation
-from cordillera.numerics.candidates import CANDIDATES
-from cordillera.numerics.dispatch import forward_products, planned
-from cordillera.numerics.formats import INTEGERS
-from cordillera.numerics.integer_linear import quantize_weight
-from cordillera.numerics.packed_weights import WeightOnlyLinear
-from cordillera.numerics.precision_plan import Choice, PrecisionPlan, machine, weights_digest
-from cordillera.numerics.quantized_linear import LinearConfig, QuantizedLinear
-from cordillera.numerics.quantized_mlp import quantize_mlp
-from cordillera.numerics.quantizers import AffineParameters, Granularity, choose_symmetric, quantize
-from cordillera.numerics.row_statistics import RowStatistics, Tier
-from cordillera.numerics.stored_linear import StoredLinear
-from cordillera.numerics.weight_statistics import WeightStatistics
+from cordillera.numerics.dispatch.candidates import CANDIDATES
+from cordillera.numerics.dispatch.dispatch import forward_products, planned
+from cordillera.numerics.dispatch.plan import Choice, PrecisionPlan, machine, weights_digest
+from cordillera.numerics.dispatch.row_statistics import RowStatistics, Tier
+from cordillera.numerics.dispatch.stored_linear import StoredLinear
+from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
+from cordillera.numerics.formats.formats import INTEGERS
+from cordillera.numerics.quantization.accumulate16 import choose_accumulation
+from cordillera.numerics.quantization.integer_linear import quantize_weight
+from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear
+from cordillera.numerics.quantization.quantized_mlp import quantize_mlp
+from cordillera.numerics.quantization.quantizers import AffineParameters, Granularity, choose_symmetric, quantize
+from cordillera.numerics.quantization.weight_only import WeightOnlyLinear
 
 INT8 = INTEGERS["int8"]
 IN_EIGHT_BITS = LinearConfig(float_below=0)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.rounding import Rounding, decode, encode, random_bits, round_to, round_to_integers
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.rounding import Rounding, decode, encode, random_bits, round_to, round_to_integers
 
 ALL = [name for name in FORMATS if name != "fp32"]
 SIGNED = [name for name in ALL if name != "e8m0"]

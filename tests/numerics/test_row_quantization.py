@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.row_quantization import BITS, dequantize_rows, quantize_rows, row_bytes
+from cordillera.numerics.quantization.rows import BITS, dequantize_rows, quantize_rows, row_bytes
 
 QUANTIZED = torch.ops.quantized
 PEERS = {8: QUANTIZED.embedding_bag_byte_prepack, 4: QUANTIZED.embedding_bag_4bit_prepack}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics import row_statistics
-from cordillera.numerics.row_statistics import RowStatistics, Tier, square_root
+from cordillera.numerics.dispatch import row_statistics
+from cordillera.numerics.dispatch.row_statistics import RowStatistics, Tier, square_root
 
 
 def rows_of(count: int, features: int, mean: float = 0.0, spread: float = 1.0, seed: int = 0) -> Tensor:

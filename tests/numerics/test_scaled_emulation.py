@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
-from cordillera.kernels.dense import factorization_machine, linear_relu, pairwise_dots
-from cordillera.numerics.emulation import EmulatedProducts, EmulationConfig
-from cordillera.numerics.formats import FORMATS, Format
-from cordillera.numerics.mx import decode_blocks, encode_blocks
-from cordillera.numerics.rounding import decode, encode, round_to
-from cordillera.numerics.scaling import LossScale, round_scaled, scale_of
-from cordillera.numerics.weight_storage import WeightStorage
+from cordillera.kernels.dense.layers import factorization_machine, linear_relu, pairwise_dots
+from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
+from cordillera.numerics.emulation.scaling import LossScale, round_scaled, scale_of
+from cordillera.numerics.emulation.weight_storage import WeightStorage
+from cordillera.numerics.formats.formats import FORMATS, Format
+from cordillera.numerics.formats.mx import decode_blocks, encode_blocks
+from cordillera.numerics.formats.rounding import decode, encode, round_to
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:

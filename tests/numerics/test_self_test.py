@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cordillera.errors import NumericsError
-from cordillera.numerics import self_test as module
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.rounding import Rounding, round_to
-from cordillera.numerics.self_test import cast_facts, self_test
+from cordillera.numerics.formats import cast_checks as module
+from cordillera.numerics.formats.cast_checks import cast_facts, self_test
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.rounding import Rounding, round_to
 
 
 def test_this_torch_is_known() -> None:
@@ -49,6 +49,6 @@ def test_a_cast_that_flushes_subnormal_numbers_is_noticed_and_not_used(monkeypat
     wrong = dataclasses.replace(cast_facts(), bf16_exact=False, fp16_exact=False)
     x = torch.cat([torch.randn(1000), torch.randn(1000) * 1e-39, torch.randn(1000) * 1e-7])
     native = [round_to(x, FORMATS[name]) for name in ("bf16", "fp16")]
-    monkeypatch.setattr("cordillera.numerics.rounding.cast_facts", lambda device: wrong)
+    monkeypatch.setattr("cordillera.numerics.formats.rounding.cast_facts", lambda device: wrong)
     for name, expected in zip(("bf16", "fp16"), native, strict=True):
         assert torch.equal(round_to(x, FORMATS[name], Rounding.nearest_even), expected)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from cordillera.errors import NumericsError
 from cordillera.files import sealed_json
 from cordillera.models.ranking.interactions import MLP
-from cordillera.numerics import training_products
-from cordillera.numerics.candidates import CANDIDATES
-from cordillera.numerics.dispatch import DispatchConfig, apply
-from cordillera.numerics.precision_plan import PASSES, Choice, Pass, PrecisionPlan, machine
-from cordillera.numerics.probe import Probe, ProbeConfig, Probed
-from cordillera.numerics.row_statistics import RowStatistics
-from cordillera.numerics.training_linear import TrainedLinear, apply_for_training
-from cordillera.numerics.training_products import by_kernel, exact, profile_training, trained_layers
+from cordillera.numerics.dispatch import training_products
+from cordillera.numerics.dispatch.candidates import CANDIDATES
+from cordillera.numerics.dispatch.dispatch import DispatchConfig, apply
+from cordillera.numerics.dispatch.plan import PASSES, Choice, Pass, PrecisionPlan, machine
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.training_linear import TrainedLinear, apply_for_training
+from cordillera.numerics.dispatch.training_products import by_kernel, exact, profile_training, trained_layers
 
 QUICK = DispatchConfig(rows=(64,), draws=2, judged_rows=64, rounds=1)
 ROWS = 64

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics import weight_statistics
-from cordillera.numerics.weight_statistics import WeightStatistics
+from cordillera.numerics.dispatch import weight_statistics
+from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
 
 ROWS, COLUMNS = 24, 16
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cordillera.errors import CheckpointError, NumericsError
-from cordillera.numerics.emulation import EmulationConfig
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.rounding import Rounding, random_bits, round_to
-from cordillera.numerics.weight_storage import WeightStorage, join, split
+from cordillera.numerics.emulation.emulation import EmulationConfig
+from cordillera.numerics.emulation.weight_storage import WeightStorage, join, split
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.rounding import Rounding, random_bits, round_to
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 

@@ -10,11 +10,12 @@ import pytest
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning import calibration, workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import interleaved
-from cordillera.planning.workload import Layout, activation_bytes
+from cordillera.planning import calibration
+from cordillera.planning.language import workload
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.workload import Layout, activation_bytes
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import interleaved
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 needs_measurements = pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.collective_cost import (
+from cordillera.planning.network.collective_cost import (
     ALGORITHMS,
     DomainNetwork,
     bidirectional_ring_seconds,
@@ -27,7 +27,7 @@ from cordillera.planning.collective_cost import (
     ring_seconds,
     tree_seconds,
 )
-from cordillera.planning.collective_plans import (
+from cordillera.planning.network.collective_plans import (
     CollectivePlan,
     chain_broadcast,
     direct_all_gather,
@@ -48,7 +48,7 @@ from cordillera.planning.collective_plans import (
     tree_all_reduce,
     tree_broadcast,
 )
-from cordillera.planning.flows import Link
+from cordillera.planning.network.flows import Link
 
 INNER, CROSS = Link(5e-6, 50e9), Link(150e-6, 17.86e9)
 GIBIBYTE = 2.0**30

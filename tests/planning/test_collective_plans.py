@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.collective_plans import (
+from cordillera.planning.network.collective_plans import (
     Chunk,
     CollectivePlan,
     Transfer,
@@ -41,7 +41,7 @@ from cordillera.planning.collective_plans import (
     tree_broadcast,
     verify,
 )
-from cordillera.planning.flows import Link
+from cordillera.planning.network.flows import Link
 
 MAKERS: dict[str, Callable[[int], CollectivePlan]] = {
     "ring all-gather": ring_all_gather,

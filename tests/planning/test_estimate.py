@@ -8,13 +8,13 @@ import pytest
 
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
-from cordillera.planning import workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.explorer import production_network, tuned_network
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import one_forward_one_backward
-from cordillera.planning.step import simulate_step
-from cordillera.planning.workload import BYTES, Layout
+from cordillera.planning.language import workload
+from cordillera.planning.language.explorer import production_network, tuned_network
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.step import simulate_step
+from cordillera.planning.language.workload import BYTES, Layout
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import one_forward_one_backward
 
 CLUSTER = topology.load("two-buildings").changed({"building.members": 1, "pod.members": 16})  # 512 devices
 COST = CostModel(CLUSTER.device, calibration_for(CLUSTER.device))

@@ -10,13 +10,14 @@ import pytest
 
 from cordillera import topology
 from cordillera.errors import PlanError
-from cordillera.planning import commands, workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.explorer import ALL, Explorer
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import Schedule, one_forward_one_backward
-from cordillera.planning.step import families, held, simulate_step
-from cordillera.planning.workload import Layout
+from cordillera.planning.language import workload
+from cordillera.planning.language.explorer import ALL, Explorer
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.step import families, held, simulate_step
+from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import Schedule, one_forward_one_backward
+from cordillera.workflows import planning as commands
 
 MANY = {"region.distance_km": 1500.0}
 

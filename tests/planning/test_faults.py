@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from cordillera import topology
 from cordillera.errors import PlanError
-from cordillera.planning import faults, workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.explorer import Explorer, Plan, tuned_network
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.schedules import (
+from cordillera.planning.language import what_if as faults
+from cordillera.planning.language import workload
+from cordillera.planning.language.explorer import Explorer, Plan, tuned_network
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.step import families, simulate_step
+from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import (
     Schedule,
     breadth_first,
     dual_pipe_v,
@@ -28,9 +31,7 @@ from cordillera.planning.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from cordillera.planning.simulator import StageSeconds, Way, simulate, simulate_late
-from cordillera.planning.step import families, simulate_step
-from cordillera.planning.workload import Layout
+from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate, simulate_late
 from cordillera.topology import Topology
 
 SCHEDULES: list[Callable[[int, int], Schedule]] = [

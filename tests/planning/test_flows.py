@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from cordillera.errors import PlanError
-from cordillera.planning.flows import (
+from cordillera.planning.network.flows import (
     FifoLinks,
     Flow,
     Link,

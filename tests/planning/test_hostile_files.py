@@ -12,15 +12,15 @@ import pytest
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
 from cordillera.errors import CordilleraError
-from cordillera.planning import workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.explorer import production_network, tuned_network
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.recommender import Recommender
-from cordillera.planning.recommender_explorer import RecommenderExplorer
-from cordillera.planning.recommender_step import TableLayout, TableSchedule
-from cordillera.planning.schedules import Schedule, interleaved
-from cordillera.planning.workload import Layout
+from cordillera.planning.language import workload
+from cordillera.planning.language.explorer import production_network, tuned_network
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.pipeline.schedules import Schedule, interleaved
+from cordillera.planning.ranking.explorer import RecommenderExplorer
+from cordillera.planning.ranking.step import TableLayout, TableSchedule
+from cordillera.planning.ranking.workload import Recommender
 from cordillera.topology import Topology
 from tests.fuzzing import damaged, survives
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordillera.planning.network import NetworkSettings, fullest, recovered, tuned
+from cordillera.planning.network.settings import NetworkSettings, fullest, recovered, tuned
 
 CLEAN = NetworkSettings(balance="spray", recovery="selective")
 

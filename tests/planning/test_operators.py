@@ -7,10 +7,11 @@ import pytest
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, Products
 from cordillera.errors import PlanError
-from cordillera.planning import commands, explorer, operators, workload
-from cordillera.planning.estimate import Job
-from cordillera.planning.mesh import Mesh
-from cordillera.planning.workload import Layout
+from cordillera.planning.language import explorer, operators, workload
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.mesh import Mesh
+from cordillera.workflows import planning as commands
 
 NODE = topology.load("a100-node")
 PLAIN = CostModel(NODE.device, Calibration())

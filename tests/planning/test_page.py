@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import tomlkit
 
-from cordillera.planning import workload
+from cordillera.planning.language import workload
 
 HEADINGS = [
     "The plan",

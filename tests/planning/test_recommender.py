@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning import commands, workload
-from cordillera.planning.explorer import ALL, production_network, tuned_network
-from cordillera.planning.recommender import Cross, Recommender, Tables, deal
-from cordillera.planning.recommender_explorer import SCHEDULES, RecommenderExplorer, group_sizes
-from cordillera.planning.recommender_step import (
+from cordillera.planning.language import workload
+from cordillera.planning.language.explorer import ALL, production_network, tuned_network
+from cordillera.planning.ranking.explorer import SCHEDULES, RecommenderExplorer, group_sizes
+from cordillera.planning.ranking.step import (
     INSIDE,
     Exchange,
     Operation,
@@ -31,7 +30,9 @@ from cordillera.planning.recommender_step import (
     exposed,
     run,
 )
+from cordillera.planning.ranking.workload import Cross, Recommender, Tables, deal
 from cordillera.topology import Topology
+from cordillera.workflows import planning as commands
 
 SMALL = Recommender(
     tables=(Tables(count=4, rows=1_000_000, dim=64, lookups=10), Tables(count=2, rows=100, dim=64)),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import PlanError
-from cordillera.planning.schedules import (
+from cordillera.planning.pipeline.schedules import (
     Action,
     Kind,
     Schedule,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cordillera.cost import Calibration, Products
-from cordillera.data.document_work import DocumentWork
-from cordillera.distributed.attention_latency import MeasuredLatency
+from cordillera.data.packing.work import DocumentWork
+from cordillera.distributed.context.latency import MeasuredLatency
 from cordillera.errors import CordilleraError
 from cordillera.files import sealed_json
-from cordillera.planning import commands
+from cordillera.workflows import planning as commands
 from tests.fuzzing import flips, survives
 
 SMALL = """

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import PlanError
-from cordillera.planning.flows import Flow, finish_times, max_min_rates
-from cordillera.planning.schedules import (
+from cordillera.planning.network.flows import Flow, finish_times, max_min_rates
+from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
     breadth_first,
@@ -25,7 +25,7 @@ from cordillera.planning.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from cordillera.planning.simulator import StageSeconds, Way, simulate
+from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
 
 P, M = 4, 16
 

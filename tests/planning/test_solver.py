@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import DependencyError, PlanError
-from cordillera.planning.problem import Problem
-from cordillera.planning.schedules import (
+from cordillera.planning.pipeline.problem import Problem
+from cordillera.planning.pipeline.schedules import (
     Action,
     Kind,
     Schedule,
@@ -26,9 +26,9 @@ from cordillera.planning.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from cordillera.planning.simulator import StageSeconds, Way, simulate
-from cordillera.planning.solver import optimal
-from cordillera.planning.tuning import Numbered, tuned
+from cordillera.planning.pipeline.simulator import StageSeconds, Way, simulate
+from cordillera.planning.pipeline.solver import optimal
+from cordillera.planning.pipeline.tuning import Numbered, tuned
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
 
@@ -164,7 +164,7 @@ def test_rules_stay_within_three_percent_of_the_best_there_is(case: Small) -> No
 def test_the_compiled_search_counts_time_and_memory_as_the_simulator_does(
     rank_of: tuple[int, ...], occupied: float, split: bool
 ) -> None:
-    from cordillera.kernels.numba_schedules import improve
+    from cordillera.planning.pipeline.local_search import improve
 
     times = [1.0 + stage / 4 for stage in range(len(rank_of))]
     seconds, ways = StageSeconds(times, times[::-1], times), boundaries(1.5, 1.5, occupied=occupied)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.planning import workload
-from cordillera.planning.workload import Layout, layers_of_stages
+from cordillera.planning.language import workload
+from cordillera.planning.language.workload import Layout, layers_of_stages
 
 
 @pytest.mark.parametrize(

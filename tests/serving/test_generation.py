@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import DataError
-from cordillera.kernels.few_rows import FewRowsLinear
+from cordillera.kernels.dense.few_rows import FewRowsLinear
 from cordillera.models.language.llama import Llama, LlamaConfig
-from cordillera.serving.generation import Generated, for_decoding, generate
-from cordillera.serving.sampler import Sampling, sample
+from cordillera.serving.language.generation import Generated, for_decoding, generate
+from cordillera.serving.language.sampler import Sampling, sample
 
 GREEDY = Sampling(temperature=0)
 CONTEXT = 24

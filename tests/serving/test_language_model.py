@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import cordillera
-from cordillera.data.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.tokenizer import load_tokenizer
 from cordillera.errors import CheckpointError, DataError
-from cordillera.serving.language_model import LanguageModel
+from cordillera.serving.language.language_model import LanguageModel
 from tests.serving.small_models import greedy, write_model
 
 GREEDY = cordillera.Sampling(temperature=0)
@@ -60,7 +60,7 @@ def test_weights_are_read_when_they_are_needed(folder: Path, monkeypatch: pytest
     def broken(*_: object) -> None:
         raise CheckpointError("weights are read")
 
-    monkeypatch.setattr("cordillera.serving.language_model.read_model", broken)
+    monkeypatch.setattr("cordillera.serving.language.language_model.read_model", broken)
     model = LanguageModel(folder)
     stream = model.stream("the")
     with pytest.raises(CheckpointError, match="weights are read"):

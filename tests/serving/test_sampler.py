@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cordillera.errors import DataError
-from cordillera.serving.sampler import Sampling, probabilities, sample
+from cordillera.serving.language.sampler import Sampling, probabilities, sample
 
 _LOGITS = st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size=12).filter(
     lambda row: max(row) > -math.inf

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cordillera.data.features import FeatureSpec, RankingBatch, SparseFeature
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch, SparseFeature
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.jagged import JaggedBatch, JaggedTensor
 from cordillera.models.ranking import MODELS, build
 from cordillera.run import Run
-from cordillera.training.trainer import Trainer, TrainingConfig
+from cordillera.training.ranking.trainer import Trainer, TrainingConfig
 
 FEATURES = FeatureSpec(
     dense=("a", "b"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cordillera.training.isoflop import IsoFlopRun
+from cordillera.training.scaling.isoflop import IsoFlopRun
 
 # Hoffmann et al. 2022, section 3.3.
 CHINCHILLA = {"floor": 1.69, "scale_n": 406.4, "scale_d": 410.7, "a": 0.34, "b": 0.28}

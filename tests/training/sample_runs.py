@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cordillera.data.features import RankingBatch
+from cordillera.data.ranking.features import RankingBatch
 from cordillera.jagged import JaggedBatch
 from cordillera.run import Run
-from cordillera.training.evaluation import Evaluation, evaluate
+from cordillera.training.ranking.evaluation import Evaluation, evaluate
 
 RECIPE = """name = "{name}"
 description = "{description}"

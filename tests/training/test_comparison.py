@@ -12,9 +12,9 @@ from rich.console import Console
 from scipy import stats
 
 from cordillera.errors import DataError
+from cordillera.reports.ranking.comparison import compare, mean_interval
 from cordillera.run import Run
-from cordillera.training.comparison import compare, mean_interval
-from cordillera.training.evaluation import Evaluation, evaluate
+from cordillera.training.ranking.evaluation import Evaluation, evaluate
 from tests.training.sample_runs import batches, click_data, make_run
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from cordillera import workflows
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CordilleraError
-from cordillera.kernels.document_attention import document_attention
+from cordillera.kernels.attention.documents import document_attention
 from cordillera.models.language.llama import PRESETS, LlamaConfig
 from cordillera.models.language.plain_attention import plain_attention
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.rounding import round_to
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.rounding import round_to
 from cordillera.recipe import LanguageRecipe, validate
 from cordillera.run import Run, RunError
 from cordillera.training.checkpoints import folder_of, steps
-from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 SMALL = LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocabulary=64, context=64, tied=True)

@@ -8,11 +8,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from cordillera.errors import NumericsError, RecipeError
-from cordillera.numerics.formats import FORMATS
-from cordillera.numerics.rounding import Rounding, round_to
+from cordillera.numerics.formats.formats import FORMATS
+from cordillera.numerics.formats.rounding import Rounding, round_to
 from cordillera.recipe import dump, load
 from cordillera.training import checkpoints
-from cordillera.training.trainer import Trainer, TrainingConfig
+from cordillera.training.ranking.trainer import Trainer, TrainingConfig
 
 from .conftest import MemoryLoader
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from scipy import stats
 
-from cordillera.data.features import RankingBatch
+from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
-from cordillera.training.evaluation import Evaluation, calibration_table, evaluate, score_histogram
-from cordillera.training.intervals import auc_influence, metric_intervals, wilson_interval
-from cordillera.training.metrics import RankingMetrics, sigmoid
+from cordillera.training.ranking.evaluation import Evaluation, calibration_table, evaluate, score_histogram
+from cordillera.training.ranking.metric_intervals import auc_influence, metric_intervals, wilson_interval
+from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
 from tests.training.sample_runs import batches, click_data, make_evaluation, no_sparse
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from cordillera.numerics.bit_flips import Region
-from cordillera.numerics.faults import Component
-from cordillera.numerics.vulnerability import Campaign, Verdicts
-from cordillera.training.charts import heat_map
-from cordillera.training.injection_report import advice, injection_page
+from cordillera.numerics.faults.bit_flips import Region
+from cordillera.numerics.faults.fault_model import Component
+from cordillera.numerics.faults.vulnerability import Campaign, Verdicts
+from cordillera.reports.charts import heat_map
+from cordillera.reports.ranking.injection import advice, injection_page
 
 
 def found(name: str, numbers: int, harm: dict[int, float], detected: float = 0.0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cordillera.errors import DataError
 from cordillera.run import Run, RunError
-from cordillera.training.isoflop import IsoFlopRun, amount, isoflops, measure_language, power
+from cordillera.training.scaling.isoflop import IsoFlopRun, amount, isoflops, measure_language, power
 from tests.training.loss_surface import CHINCHILLA, best_parameters, surface_runs
 
 BUDGETS = [6e18, 6e19, 6e20, 6e21]

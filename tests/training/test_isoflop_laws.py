@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import DataError
-from cordillera.training.isoflop import IsoFlopRun, isoflops
-from cordillera.training.isoflop_chart import plot
-from cordillera.training.isoflop_laws import fit_laws, study
+from cordillera.training.scaling.isoflop import IsoFlopRun, isoflops
+from cordillera.training.scaling.isoflop_chart import plot
+from cordillera.training.scaling.isoflop_laws import fit_laws, study
 from tests.training.loss_surface import CHINCHILLA, best_parameters, surface_runs
 
 BUDGETS = [6e18, 6e19, 6e20, 6e21]

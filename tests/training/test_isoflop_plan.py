@@ -16,8 +16,8 @@ from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
 from cordillera.models.language.llama import PRESETS, LlamaConfig, parameter_count
 from cordillera.recipe import parse_override
 from cordillera.run import Run, RunError
-from cordillera.training.isoflop_laws import study
-from cordillera.training.isoflop_plan import (
+from cordillera.training.scaling.isoflop_laws import study
+from cordillera.training.scaling.isoflop_plan import (
     IsoFlopOutcome,
     PlannedRun,
     expected_tokens,

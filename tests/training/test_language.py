@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 MODEL = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocabulary=32, context=64, tied=True)

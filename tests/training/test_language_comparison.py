@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from cordillera.errors import DataError
+from cordillera.reports.language.comparison import compare_language
 from cordillera.run import Run, RunError
-from cordillera.training.language_comparison import compare_language
 from tests.training.sample_language_runs import make_evaluation, make_language_run, make_model, make_records
 
 

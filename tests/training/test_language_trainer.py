@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cordillera import workflows
-from cordillera.data.text_batches import TextBatches
+from cordillera.data.language.batches import TextBatches
 from cordillera.errors import (
     CheckpointError,
     CordilleraError,
@@ -30,9 +30,9 @@ from cordillera.errors import (
 from cordillera.recipe import LanguageRecipe, dump, load, validate
 from cordillera.run import Run, RunError
 from cordillera.training.checkpoints import steps
-from cordillera.training.isoflop_plan import PlannedRun
-from cordillera.training.language import LanguageEngine
-from cordillera.training.language_trainer import LanguageProgress, LanguageTrainer, peak_memory
+from cordillera.training.language.engine import LanguageEngine
+from cordillera.training.language.trainer import LanguageProgress, LanguageTrainer, peak_memory
+from cordillera.training.scaling.isoflop_plan import PlannedRun
 from cordillera.workflows import scaling
 from tests.distributed.processes import needs_gloo
 

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cordillera.errors import CheckpointError, DataError, TrainingError
-from cordillera.training.exact_sum import ExactSum
-from cordillera.training.metrics import ProgressiveMetrics, RankingMetrics, binary_entropy, cross_entropy, sigmoid
+from cordillera.training.ranking.exact_sum import ExactSum
+from cordillera.training.ranking.metrics import (
+    ProgressiveMetrics,
+    RankingMetrics,
+    binary_entropy,
+    cross_entropy,
+    sigmoid,
+)
 
 ROW = st.tuples(
     st.floats(-40, 40, width=32) | st.sampled_from([0.0, -0.0, 1.0, -1.0]),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cordillera.errors import DataError
-from cordillera.training.paired import relative_change
+from cordillera.training.ranking.paired_change import relative_change
 
 
 def test_the_estimate_is_the_ratio_of_sums() -> None:

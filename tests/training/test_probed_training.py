@@ -6,10 +6,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cordillera.numerics.probe import Probed
-from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.probe import Probed
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.sites import Recorder, sites
-from cordillera.training.trainer import TRAINING_PROBE, Trainer, TrainingConfig
+from cordillera.training.ranking.trainer import TRAINING_PROBE, Trainer, TrainingConfig
 
 
 def gathered(trainer: Trainer) -> Probed:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cordillera.training.quantization_report import quantization_page
+from cordillera.reports.ranking.quantization import quantization_page
 
 
 def _change(mean: float | None, low: float | None = None, high: float | None = None) -> dict[str, Any]:

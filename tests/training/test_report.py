@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cordillera.errors import DataError
+from cordillera.reports.charts import Chart, compact, nice_ticks, padded
+from cordillera.reports.ranking.run import render, write_report
 from cordillera.run import Run
-from cordillera.training.charts import Chart, compact, nice_ticks, padded
-from cordillera.training.evaluation import evaluate
-from cordillera.training.report import render, write_report
+from cordillera.training.ranking.evaluation import evaluate
 from tests.training.sample_runs import batches, click_data, make_evaluation, make_run
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

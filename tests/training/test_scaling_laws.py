@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cordillera.errors import DataError
-from cordillera.training.scaling_laws import Measurement, fit_power_law, measure, plot, study
+from cordillera.training.scaling.power_law import Measurement, fit_power_law, measure, plot, study
 from tests.training.sample_runs import make_run
 
 # Wukong, Table 5: GFLOP an example and relative log loss in percent, first task.

@@ -26,9 +26,9 @@ from cordillera.models.language.checkpoints import load
 from cordillera.models.language.checkpoints.sharded import describe_parts
 from cordillera.models.language.llama import LlamaConfig
 from cordillera.run import RunError
-from cordillera.training import sharded_checkpoints
-from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
-from cordillera.training.sharded_checkpoints import ShardedCheckpoints
+from cordillera.training.language import checkpoints as sharded_checkpoints
+from cordillera.training.language.checkpoints import ShardedCheckpoints
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo
 from tests.fuzzing import flips
 from tests.models.language.sharded_folders import seal

@@ -27,9 +27,9 @@ from cordillera.distributed.tensor_parallel import local
 from cordillera.errors import CordilleraError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.training import sharded_checkpoints
-from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
-from cordillera.training.sharded_checkpoints import ShardedCheckpoints
+from cordillera.training.language import checkpoints as sharded_checkpoints
+from cordillera.training.language.checkpoints import ShardedCheckpoints
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 # Numbers of rows that ranks do not divide, and fewer rows than ranks.

@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cordillera.cli._terminal import Terminal
-from cordillera.distributed.environment import is_silent
+from cordillera.distributed.job.environment import is_silent
 from cordillera.errors import printable
 
 if TYPE_CHECKING:
-    from cordillera.numerics.dispatch import Profile
-    from cordillera.training.evaluation import Evaluation
-    from cordillera.training.language_trainer import LanguageEvaluation, LanguageProgress
-    from cordillera.training.trainer import Progress as TrainingProgress
+    from cordillera.numerics.dispatch.dispatch import Profile
+    from cordillera.training.language.trainer import LanguageEvaluation, LanguageProgress
+    from cordillera.training.ranking.evaluation import Evaluation
+    from cordillera.training.ranking.trainer import Progress as TrainingProgress
     from cordillera.workflows.quantization import Quantized
 
 

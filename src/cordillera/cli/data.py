@@ -14,7 +14,7 @@ from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
     from cordillera.data.assets import Asset
-    from cordillera.data.cache import Splits
+    from cordillera.data.ranking.cache import Splits
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -26,7 +26,7 @@ _Path = Annotated[list[str] | None, typer.Option("--path", help="A file of a dat
 def list_() -> None:
     """The data sets, models and tokenizers that have names."""
     from cordillera.data.assets import ASSETS
-    from cordillera.data.datasets import DATASETS
+    from cordillera.data.ranking.datasets import DATASETS
 
     table = Table("name", "kind", "what it is", "source", "terms", box=None, pad_edge=False)
     for name, entry in DATASETS.items():
@@ -48,9 +48,9 @@ def get(
 ) -> None:
     """Fetch a data set and prepare it for training, or fetch a model or a tokenizer."""
     from cordillera.data.assets import ASSETS, fetch_asset
-    from cordillera.data.cache import SPLITS
-    from cordillera.data.datasets import configure, prepare
-    from cordillera.data.exports import export
+    from cordillera.data.ranking.cache import SPLITS
+    from cordillera.data.ranking.datasets import configure, prepare
+    from cordillera.data.ranking.exports import export
 
     out = console()
     if name in ASSETS:
@@ -75,7 +75,7 @@ def get(
 def describe(name: _Name, path: _Path = None) -> None:
     """Rows, labels, features and their gaps; of a model or a tokenizer, its sizes and special tokens."""
     from cordillera.data.assets import ASSETS, fetch_asset
-    from cordillera.data.datasets import configure, prepare
+    from cordillera.data.ranking.datasets import configure, prepare
 
     if name in ASSETS:
         file = fetch_asset(name)
@@ -127,7 +127,7 @@ def _time(seconds: int) -> str:
 
 
 def _split_table(splits: Splits) -> Table:
-    from cordillera.data.cache import SPLITS
+    from cordillera.data.ranking.cache import SPLITS
 
     facts: dict[str, Any] = splits.facts
     tasks = list(facts["positives"]["train"])

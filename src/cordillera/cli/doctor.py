@@ -342,7 +342,7 @@ def _update_backends() -> Finding:
     name = "sparse update"
     worked, text = _probe(
         "import json\n"
-        "from cordillera.kernels.sparse_update import available_backends\n"
+        "from cordillera.kernels.embeddings.update import available_backends\n"
         "print(json.dumps(available_backends()))"
     )
     if not worked:

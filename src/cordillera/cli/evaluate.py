@@ -29,7 +29,7 @@ def evaluate(
         from cordillera import workflows
         from cordillera.cli._show import console, echo, evaluation_table, language_line
         from cordillera.run import Run
-        from cordillera.training.evaluation import Evaluation
+        from cordillera.training.ranking.evaluation import Evaluation
 
         evaluation = workflows.evaluate(run, split, tokens=tokens)
         status = Run(run).status()

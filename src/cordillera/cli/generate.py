@@ -14,7 +14,7 @@ from cordillera.errors import DataError
 from cordillera.files import read_text
 
 if TYPE_CHECKING:
-    from cordillera.serving.language_model import Completion
+    from cordillera.serving.language.language_model import Completion
 
 # Text of a model is no business of the terminal's: all control characters but tab and line end.
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)], "\ufffd")
@@ -44,8 +44,8 @@ def generate(
 ) -> None:
     """Let a language model answer prompts, or continue them: a single one as it comes, several in order."""
     texts = _prompts(prompt or [], file or [], lines)
-    from cordillera.serving.language_model import Completion, LanguageModel
-    from cordillera.serving.sampler import make_sampling
+    from cordillera.serving.language.language_model import Completion, LanguageModel
+    from cordillera.serving.language.sampler import make_sampling
 
     sampling = make_sampling(temperature=temperature, top_p=top_p, seed=seed)
     opened = LanguageModel(model, dtype=dtype, device=device, tokenizer=tokenizer)

@@ -36,7 +36,7 @@ def inject(
     """Flip bits in a run's weights and report what they do: which parts and bits are worth protecting."""
     from cordillera.cli._show import console, echo, injection_progress, injection_table
     from cordillera.files import read_json
-    from cordillera.numerics.faults import FaultModel
+    from cordillera.numerics.faults.fault_model import FaultModel
     from cordillera.workflows.injection import InjectionConfig, inject
 
     config = InjectionConfig(

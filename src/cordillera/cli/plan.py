@@ -65,8 +65,8 @@ def plan(
 
     Writes plan.json (mesh, schedule and settings that a run can take), plan.html and trace.json.
     """
-    from cordillera.planning import commands
     from cordillera.topology import check_writable
+    from cordillera.workflows import planning as commands
 
     if list_:
         _list(commands.shipped())
@@ -141,8 +141,9 @@ def _show(out: object, planned: object) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from cordillera.planning import export, recommender_export
-    from cordillera.planning.commands import Planned, PlannedRecommender
+    from cordillera.reports.language import plan as export
+    from cordillera.reports.ranking import plan as recommender_export
+    from cordillera.workflows.planning import Planned, PlannedRecommender
 
     assert isinstance(out, Console)
     assert isinstance(planned, Planned | PlannedRecommender)
@@ -179,7 +180,7 @@ def _show(out: object, planned: object) -> None:
 def _list_layouts(table: object, planned: object) -> None:
     from rich.table import Table
 
-    from cordillera.planning.commands import Planned
+    from cordillera.workflows.planning import Planned
 
     assert isinstance(table, Table)
     assert isinstance(planned, Planned)
@@ -202,7 +203,7 @@ def _list_layouts(table: object, planned: object) -> None:
 def _list_tables(table: object, planned: object) -> None:
     from rich.table import Table
 
-    from cordillera.planning.commands import PlannedRecommender
+    from cordillera.workflows.planning import PlannedRecommender
 
     assert isinstance(table, Table)
     assert isinstance(planned, PlannedRecommender)
@@ -225,7 +226,7 @@ def _calibrate(fitted: object) -> None:
     from rich.table import Table
 
     from cordillera.cli._show import console
-    from cordillera.planning.commands import Calibrated
+    from cordillera.workflows.planning import Calibrated
 
     assert isinstance(fitted, Calibrated)
     out, quality = console(), fitted.accuracy

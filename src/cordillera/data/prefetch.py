@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from cordillera.data.text_batches import TextBatches, TextIteration
+from cordillera.data.language.batches import TextBatches, TextIteration
 from cordillera.errors import DataError
 
 _POLL_S = 0.1

@@ -1,7 +1,7 @@
 """Processes as a mesh: which of them share a layer's matrices, a sequence, the layers, the weights, the data.
 
 A job's processes are numbered along an order of the dimensions, innermost first, as the planner numbers a cluster's
-devices (:mod:`cordillera.planning.mesh`). Llama 3's order is tensor, context, pipeline, data: what communicates most
+devices (:mod:`cordillera.planning.network.mesh`). Llama 3's order is tensor, context, pipeline, data: what communicates most
 lies closest together. Copies of the model are sharded in groups of ``shard`` and replicated over ``replicate`` of such
 groups (Zhao et al. 2023, section 3.2.2); ranks that share a sequence hold different parts of the weights as well.
 
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
-from cordillera.distributed.links import all_gather_single
-from cordillera.distributed.pipeline import PeerError
+from cordillera.distributed.collectives import all_gather_single
+from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import PlanError
-from cordillera.planning.schedules import (
+from cordillera.planning.pipeline.schedules import (
     Schedule,
     breadth_first,
     dual_pipe_v,
@@ -71,13 +71,13 @@ class ParallelConfig(BaseModel):
         tensor: Ranks over which every layer's matrices are cut.
         pipeline: Ranks over which layers are cut.
         order: Dimensions on the ranks, innermost first; ``data`` is shard, and around it replicate.
-        schedule: Family of the pipeline's schedules (:mod:`cordillera.planning.schedules`).
+        schedule: Family of the pipeline's schedules (:mod:`cordillera.planning.pipeline.schedules`).
         chunks: Stages that one pipeline rank holds, for ``interleaved`` and ``breadth_first``, None for 2; the
             V-shaped have 2.
         reshard_after_forward: Whether a block's gathered weights are freed between forward and backward; None for yes
             without a pipeline and no with one, where they would be gathered again for every microbatch.
-        sharding: Strategy that divides sequences among the context ranks (:mod:`cordillera.distributed.sharding`).
-        transport: Transport of keys and values between them (:mod:`cordillera.distributed.context_parallel`).
+        sharding: Strategy that divides sequences among the context ranks (:mod:`cordillera.distributed.context.shard_plan`).
+        transport: Transport of keys and values between them (:mod:`cordillera.distributed.context.attention`).
         sequence: Whether activations between cut matrices are cut along their tokens over the tensor ranks (sequence
             parallelism); else each of these has all of them.
         recompute: Parts that a backward computes again instead of storing: none, feed-forward nets or whole blocks.

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from cordillera.distributed.links import Links
+from cordillera.distributed.collectives import Links
 
 SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "activations scattered"
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cordillera.distributed.links import Links
-from cordillera.numerics.emulation import computing_gradients
+from cordillera.distributed.collectives import Links
+from cordillera.numerics.emulation.emulation import computing_gradients
 
 IGNORED = -100  # the label of a row without a target, as in torch
 EXCHANGED = "sums of logits"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.errors import CheckpointError
-from cordillera.kernels.cached_rows import EMPTY, EVENTS, WAYS
+from cordillera.kernels.embeddings.cached_rows import EMPTY, EVENTS, WAYS
 
 CachePolicy = Literal["lru", "lfu"]
 

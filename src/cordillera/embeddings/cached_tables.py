@@ -17,14 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cache import RowCache
 from cordillera.embeddings.row_formats import ROW_FORMATS, encode_rows
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig, draw_rows, on_huge_pages
 from cordillera.errors import DependencyError, NumericsError, TrainingError
-from cordillera.kernels.cached_rows import FORMATS, WAYS, CachedRows
-from cordillera.kernels.embedding_bag import Lookup
-from cordillera.kernels.sparse_update import Update, available_backends
+from cordillera.kernels.embeddings.cached_rows import FORMATS, WAYS, CachedRows
+from cordillera.kernels.embeddings.lookup import Lookup
+from cordillera.kernels.embeddings.update import Update, available_backends
 
 _CHUNK = 1 << 14  # rows that are in float32 at a time while tables are made; whole blocks of torch's generator
 _MOST_ROWS = 2**31 - 1

@@ -8,14 +8,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.row_formats import SERVED_FORMATS, ServedKind, decode_rows
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import NumericsError, TrainingError
-from cordillera.kernels.cached_rows import FORMATS
-from cordillera.kernels.embedding_bag import Lookup
-from cordillera.kernels.numba_mixed_rows import MixedRows, lookup
-from cordillera.numerics.row_quantization import quantize_rows
+from cordillera.kernels.embeddings.cached_rows import FORMATS
+from cordillera.kernels.embeddings.lookup import Lookup
+from cordillera.kernels.embeddings.numba_mixed_rows import MixedRows, lookup
+from cordillera.numerics.quantization.rows import quantize_rows
 
 _ALIGNMENT = 64
 _LARGEST_FP16 = 65504.0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.kernels.cached_rows import FORMATS, NOT_FINITE, ROUNDINGS
+from cordillera.kernels.embeddings.cached_rows import FORMATS, NOT_FINITE, ROUNDINGS
 
 RowKind = Literal["fp32", "fp16", "int8", "int4"]
 ServedKind = Literal["fp32", "fp16", "int8", "int4", "int2"]
@@ -87,7 +87,7 @@ def encode_rows(
     """Encode rows that lie one after another in a table.
 
     Random numbers depend on ``seed`` and on table, row, column and update alone
-    (:mod:`cordillera.kernels.numba_random`).
+    (:mod:`cordillera.kernels.embeddings.numba_random`).
 
     Args:
         rows: ``float32 [N, D]`` on the CPU.
@@ -110,7 +110,7 @@ def encode_rows(
     target = torch.empty(count, form.row_bytes(dim), dtype=torch.uint8)
     if not rows.numel():
         return target.zero_()
-    from cordillera.kernels.numba_rows import encode_block  # a CPU's kernels are loaded where they are used
+    from cordillera.kernels.embeddings.numba_rows import encode_block  # a CPU's kernels are loaded where they are used
     from cordillera.kernels.numba_support import pool, threads_for
 
     threads = threads_for(rows.numel())
@@ -153,7 +153,7 @@ def decode_rows(payload: Tensor, form: RowFormat, dim: int) -> Tensor:
         )
     target = torch.empty(payload.shape[0], dim)
     if target.numel():
-        from cordillera.kernels.numba_rows import decode_block
+        from cordillera.kernels.embeddings.numba_rows import decode_block
         from cordillera.kernels.numba_support import pool, threads_for
 
         threads = threads_for(target.numel())

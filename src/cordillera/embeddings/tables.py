@@ -1,7 +1,7 @@
 """Embedding tables that live in one flat weight, are looked up together and updated by one fused exact kernel.
 
 No dense gradient is ever made. The backward pass only keeps the gradient of the output; ``update`` then reduces it to
-one gradient a distinct row and applies the optimizer to these rows, in place (``cordillera.kernels.sparse_update``).
+one gradient a distinct row and applies the optimizer to these rows, in place (``cordillera.kernels.embeddings.update``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cache import CachePolicy
 from cordillera.embeddings.row_formats import RowKind, RowRounding
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.jagged import JaggedBatch
-from cordillera.kernels.embedding_bag import Lookup, embedding_bag
-from cordillera.kernels.sparse_update import Backend, SparseOptimizer, choose_backend, init_state, sparse_update
+from cordillera.kernels.embeddings.lookup import Lookup, embedding_bag
+from cordillera.kernels.embeddings.update import Backend, SparseOptimizer, choose_backend, init_state, sparse_update
 
 _HUGE_PAGE = 2 * 1024 * 1024
 

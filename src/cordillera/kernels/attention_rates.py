@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cordillera.kernels.attention_relation import Block
-from cordillera.kernels.partial_attention import attention_backward, partial_attention
+from cordillera.kernels.attention.partial import attention_backward, partial_attention
+from cordillera.kernels.attention.relation import Block
 
 
 def measure(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cordillera.data.features import RankingBatch
+from cordillera.data.ranking.features import RankingBatch
 from cordillera.models.ranking.base import RankingModel
 
 

@@ -24,7 +24,7 @@ from scipy.special import gammaln
 from torch import Tensor
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.row_statistics import RowStatistics, Tier
+from cordillera.numerics.dispatch.row_statistics import RowStatistics, Tier
 
 QUANTILES = (0.0, 0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 0.995, 0.999, 1.0)
 """Quantiles of the reference at which samples are counted."""

@@ -14,14 +14,14 @@ from typing import Any
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
 from cordillera.recipe import LanguageRecipe, Recipe
+from cordillera.reports.language.comparison import LanguageComparison, compare_language
+from cordillera.reports.language.run import write_language_report
+from cordillera.reports.ranking.comparison import Comparison
+from cordillera.reports.ranking.comparison import compare as compare_ranking
+from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, RunError
-from cordillera.training.comparison import Comparison
-from cordillera.training.comparison import compare as compare_ranking
-from cordillera.training.evaluation import Evaluation
-from cordillera.training.language_comparison import LanguageComparison, compare_language
-from cordillera.training.language_report import write_language_report
-from cordillera.training.language_trainer import LanguageEvaluation
-from cordillera.training.report import write_report
+from cordillera.training.language.trainer import LanguageEvaluation
+from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.workflows import language, ranking
 from cordillera.workflows.language import LanguageOutcome
 from cordillera.workflows.ranking import Outcome, Sweep, load_model, model_of, predict, sweep

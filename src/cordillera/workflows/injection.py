@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.data.features import RankingBatch
-from cordillera.distributed.job import stopped_by_signals
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.distributed.job.job import stopped_by_signals
 from cordillera.embeddings.cached_tables import CachedEmbeddingTables
 from cordillera.errors import DataError, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.models.ranking.dlrm import DLRM
-from cordillera.numerics.bit_flips import INT4, BitLayout, Region, corrupted, regions_of
-from cordillera.numerics.faults import Component, FaultModel
-from cordillera.numerics.replay import Replay, Threshold, Touched
-from cordillera.numerics.vulnerability import Campaign, Vulnerability
+from cordillera.numerics.faults.bit_flips import INT4, BitLayout, Region, corrupted, regions_of
+from cordillera.numerics.faults.fault_model import Component, FaultModel
+from cordillera.numerics.faults.replay import Replay, Threshold, Touched
+from cordillera.numerics.faults.vulnerability import Campaign, Vulnerability
+from cordillera.reports.ranking.injection import advice, injection_page
 from cordillera.run import Run, write_atomically
-from cordillera.training.injection_report import advice, injection_page
 from cordillera.workflows.ranking import load_model, recipe_of, splits_of, with_threads
 
 INJECTIONS = 8192

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from cordillera import recipe as recipes
-from cordillera.data.document_work import DocumentWork
-from cordillera.data.held_out import held_out_batches
-from cordillera.data.text_batches import TextBatches
-from cordillera.data.text_corpora import TextCorpora, prepare_corpora, text_identity
-from cordillera.distributed.environment import place_in_job
-from cordillera.distributed.job import Job, join_job
-from cordillera.distributed.launch import LaunchConfig, launch, tell
+from cordillera.data.language.batches import TextBatches
+from cordillera.data.language.corpora import TextCorpora, prepare_corpora, text_identity
+from cordillera.data.language.held_out import held_out_batches
+from cordillera.data.packing.work import DocumentWork
+from cordillera.distributed.job.environment import place_in_job
+from cordillera.distributed.job.job import Job, join_job
+from cordillera.distributed.job.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
@@ -36,14 +36,15 @@ from cordillera.models.language.checkpoints.source import Source
 from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
-from cordillera.numerics.precision import compute_dtype
+from cordillera.numerics.formats.precision import compute_dtype
 from cordillera.recipe import LanguageRecipe
+from cordillera.reports.language.run import write_language_report
 from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
-from cordillera.serving.language_model import find_model
+from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
-from cordillera.training.language import LanguageEngine, check_emulated
-from cordillera.training.language_report import write_language_report
-from cordillera.training.language_trainer import (
+from cordillera.training.language.checkpoints import ShardedCheckpoints
+from cordillera.training.language.engine import LanguageEngine, check_emulated
+from cordillera.training.language.trainer import (
     LanguageEvaluation,
     LanguageProgress,
     LanguageReport,
@@ -51,8 +52,7 @@ from cordillera.training.language_trainer import (
     LanguageWatcher,
     write_evaluation,
 )
-from cordillera.training.sharded_checkpoints import ShardedCheckpoints
-from cordillera.training.trainer import select_device
+from cordillera.training.ranking.trainer import select_device
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 

@@ -13,16 +13,16 @@ import torch
 
 from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.dispatch import DispatchConfig, Profile, apply, forward_products, planned, profile
-from cordillera.numerics.precision_plan import Choice, PrecisionPlan
-from cordillera.numerics.probe import Probe, ProbeConfig, Probed
-from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.dispatch import DispatchConfig, Profile, apply, forward_products, planned, profile
+from cordillera.numerics.dispatch.plan import Choice, PrecisionPlan
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.training_products import profile_training, trained_layers
+from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.selection import Change, check_budget
-from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import replaced, sites
-from cordillera.numerics.training_products import profile_training, trained_layers
 from cordillera.run import Run, disk_errors
-from cordillera.training.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
+from cordillera.training.ranking.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
 from cordillera.workflows.quantization import BUDGET, say_skipped
 from cordillera.workflows.ranking import load_model, recipe_of, splits_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from cordillera.data.cache import Splits
-from cordillera.data.datasets import read_rows
-from cordillera.data.encoding import Encoder
-from cordillera.data.features import RankingBatch
-from cordillera.data.loader import Loader
+from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.datasets import read_rows
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.quantized_tables import QuantizedTables, encoded
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, NumericsError
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.accuracy import Accuracy
-from cordillera.numerics.candidates import CANDIDATES, chosen
-from cordillera.numerics.dispatch import (
+from cordillera.numerics.dispatch.accuracy import Accuracy
+from cordillera.numerics.dispatch.candidates import CANDIDATES, chosen
+from cordillera.numerics.dispatch.dispatch import (
     DispatchConfig,
     Trial,
     forward_products,
@@ -33,20 +33,20 @@ from cordillera.numerics.dispatch import (
     skipped_layers,
     try_all,
 )
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.drift import Alarm, DriftCheck, check_false_alarms
-from cordillera.numerics.precision import Precision
-from cordillera.numerics.probe import Probe, ProbeConfig
-from cordillera.numerics.row_statistics import RowStatistics
+from cordillera.numerics.formats.cast_checks import self_test
+from cordillera.numerics.formats.precision import Precision
 from cordillera.numerics.selection import Change, Part, Selection, check_budget, select, sweep_evaluations
-from cordillera.numerics.self_test import self_test
 from cordillera.numerics.sites import Recorder, replaced, sites
-from cordillera.numerics.stored_linear import StoredLinear
 from cordillera.recipe import Recipe
+from cordillera.reports.ranking.quantization import quantization_page
 from cordillera.run import Run, write_atomically
-from cordillera.serving import quantized_model
-from cordillera.serving.observation import Observer
-from cordillera.training.quantization_report import quantization_page
-from cordillera.training.trainer import autocast, scorer, select_device
+from cordillera.serving.ranking import quantized_model
+from cordillera.serving.ranking.observation import Observer
+from cordillera.training.ranking.trainer import autocast, scorer, select_device
 from cordillera.workflows.ranking import load_model, model_of, recipe_of, splits_of, with_threads
 from cordillera.workflows.scores import check_weights, scored, some_batches
 

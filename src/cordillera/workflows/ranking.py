@@ -20,28 +20,37 @@ import pyarrow.parquet
 import torch
 
 from cordillera import recipe as recipes
-from cordillera.data.cache import ClickDataset, Splits
-from cordillera.data.datasets import prepare, read_rows
-from cordillera.data.encoding import Encoder
-from cordillera.data.features import FeatureSpec
-from cordillera.data.loader import Loader
-from cordillera.data.unseen import UnseenCount, warn_of_split
+from cordillera.data.ranking.cache import ClickDataset, Splits
+from cordillera.data.ranking.datasets import prepare, read_rows
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import FeatureSpec
+from cordillera.data.ranking.loader import Loader
+from cordillera.data.ranking.unseen import UnseenCount, warn_of_split
 from cordillera.embeddings.cached_tables import require_cpu
 from cordillera.errors import DataError, Interrupted, NumericsError
 from cordillera.models import flops
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.precision_plan import PrecisionPlan
-from cordillera.numerics.training_linear import Applied, apply_for_training
+from cordillera.numerics.dispatch.plan import PrecisionPlan
+from cordillera.numerics.dispatch.training_linear import Applied, apply_for_training
 from cordillera.recipe import Recipe
+from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, RunError, check_recipe, disk_errors, next_folder, write_atomically
-from cordillera.serving import quantized_model
-from cordillera.training import checkpoints, scaling_laws
-from cordillera.training.evaluation import Evaluation
-from cordillera.training.evaluation import evaluate as evaluate_split
-from cordillera.training.report import write_report
-from cordillera.training.scaling_laws import ScalingStudy
-from cordillera.training.trainer import Report, Trainer, Watcher, best_checkpoint, load_weights, scorer, select_device
+from cordillera.serving.ranking import quantized_model
+from cordillera.training import checkpoints
+from cordillera.training.ranking.evaluation import Evaluation
+from cordillera.training.ranking.evaluation import evaluate as evaluate_split
+from cordillera.training.ranking.trainer import (
+    Report,
+    Trainer,
+    Watcher,
+    best_checkpoint,
+    load_weights,
+    scorer,
+    select_device,
+)
+from cordillera.training.scaling import power_law as scaling_laws
+from cordillera.training.scaling.power_law import ScalingStudy
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 
@@ -136,7 +145,7 @@ def train(
         recipe: Recipe to train.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Continue the run in ``folder`` from its newest checkpoint; the recipe is the one that stands in it.
-        watch: Called after every step; see :class:`~cordillera.training.trainer.Trainer`.
+        watch: Called after every step; see :class:`~cordillera.training.ranking.trainer.Trainer`.
         say: Called with one line of text at each stage.
 
     Raises:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cordillera import recipe as recipes
-from cordillera.data.text_corpora import prepare_corpora
-from cordillera.distributed.environment import place_in_job
+from cordillera.data.language.corpora import prepare_corpora
+from cordillera.distributed.job.environment import place_in_job
 from cordillera.errors import PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import Run
-from cordillera.training.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
-from cordillera.training.language_trainer import LanguageWatcher
+from cordillera.training.language.trainer import LanguageWatcher
+from cordillera.training.scaling.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
 from cordillera.workflows import language
 
 _SAMPLE = 50  # iterations whose documents tell what attention costs

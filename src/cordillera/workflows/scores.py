@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cordillera.data.cache import ClickDataset, Splits
-from cordillera.data.features import RankingBatch
-from cordillera.data.loader import Loader
+from cordillera.data.ranking.cache import ClickDataset, Splits
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.data.ranking.loader import Loader
 from cordillera.errors import DataError, NumericsError
 from cordillera.models.ranking.base import RankingModel
-from cordillera.numerics.precision import Precision
-from cordillera.numerics.quantizers import check_finite
+from cordillera.numerics.formats.precision import Precision
+from cordillera.numerics.quantization.quantizers import check_finite
 from cordillera.numerics.selection import Change
 from cordillera.recipe import Recipe
-from cordillera.training.metrics import cross_entropy
-from cordillera.training.paired import relative_change
-from cordillera.training.trainer import scorer
+from cordillera.training.ranking.metrics import cross_entropy
+from cordillera.training.ranking.paired_change import relative_change
+from cordillera.training.ranking.trainer import scorer
 
 
 @dataclass(frozen=True)

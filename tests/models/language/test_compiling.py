@@ -12,7 +12,7 @@ from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.errors import PlanError
 from cordillera.models.language.compiling import check_compiler
 from cordillera.models.language.llama import LlamaConfig
-from cordillera.training.language import LanguageConfig, LanguageEngine, PackedTokens
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine, PackedTokens
 from tests.distributed.processes import needs_gloo, run_processes
 
 MODEL = LlamaConfig(layers=3, hidden=16, heads=2, kv_heads=1, ffn=24, vocabulary=32, context=128)

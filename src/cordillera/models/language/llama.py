@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cordillera.kernels.document_attention import document_attention
+from cordillera.kernels.attention.documents import document_attention
 
 Count = Annotated[int, Field(ge=1, le=2**30)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

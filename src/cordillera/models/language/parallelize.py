@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from cordillera.distributed.collectives import Links
+from cordillera.distributed.fsdp.traffic import record_weight_traffic
 from cordillera.distributed.ledger import Ledger
-from cordillera.distributed.links import Links
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.tensor_parallel import (
     TensorRanks,
@@ -29,11 +30,10 @@ from cordillera.distributed.tensor_parallel import (
     sum_over_ranks,
 )
 from cordillera.distributed.vocabulary_loss import IGNORED
-from cordillera.distributed.weight_traffic import record_weight_traffic
 from cordillera.errors import PlanError
 from cordillera.models.language.llama import Core, LlamaConfig
 from cordillera.models.language.stages import LlamaStage
-from cordillera.numerics.precision import Precision, compute_dtype
+from cordillera.numerics.formats.precision import Precision, compute_dtype
 
 
 def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cordillera.distributed.links import Links
+from cordillera.distributed.collectives import Links
 from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import summed_cross_entropy
 from cordillera.errors import CheckpointError

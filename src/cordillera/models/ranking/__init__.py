@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import DeepConfig, RankingModel
 from cordillera.models.ranking.dcn import DCN, DCNConfig

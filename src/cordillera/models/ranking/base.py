@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec, RankingBatch
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.embeddings.cached_tables import make_tables
 from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Sizes
 from cordillera.models.ranking.interactions import MLP, CrossNetwork, Norm

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Size, Sizes

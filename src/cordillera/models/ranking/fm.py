@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from cordillera.data.features import FeatureSpec
+from cordillera.data.ranking.features import FeatureSpec
 from cordillera.embeddings.cached_tables import make_tables
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, RankingModel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cordillera.kernels.dense import (
+from cordillera.kernels.dense.layers import (
     batched_matmul,
     factorization_machine,
     for_batched_matmul,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
-from cordillera.kernels.dense import block_norm
+from cordillera.kernels.dense.layers import block_norm
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import EmbeddingCross, LinearCompression, StackedLayerNorm
 from cordillera.numerics.sites import replace

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cordillera.data.gguf_files import GGUFTensor, gguf_header
+from cordillera.data.tokenizers.gguf import GGUFTensor, gguf_header
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints.source import (
     Names,

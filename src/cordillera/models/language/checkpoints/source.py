@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cordillera.data.files import folder_beside
 from cordillera.errors import CheckpointError
-from cordillera.mistakes import explain
 from cordillera.models.language.llama import Llama, LlamaConfig
+from cordillera.toml_files import explain
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -1,0 +1,211 @@
+"""The text that a language model learns from: corpora and their shares, and the documents that are held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cordillera.data.language.cleaning import CleaningConfig
+from cordillera.data.language.shards import ChosenDocuments, Documents, TextDataset
+from cordillera.data.language.tokenised import TextConfig, prepare_text
+from cordillera.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from cordillera.errors import DataError
+
+HELD_OUT = 0.01
+"""The part of documents that is held out where nothing else is said."""
+
+
+class TextSourceConfig(BaseModel):
+    """One corpus of a mixture; what it leaves out is as in ``[data]``.
+
+    Attributes:
+        path: File, folder or pattern, or several; or ``python-library``.
+        weight: Its share of the tokens, beside the other weights. All sources have one, or none: then each by its size.
+        text_field: Key or column of the text.
+        unit: What a document is in a plain text file.
+        cleaning: What is dropped.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str | tuple[str, ...]
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    text_field: str | None = None
+    unit: Literal["file", "line"] | None = None
+    cleaning: CleaningConfig | None = None
+
+
+class TextDataConfig(BaseModel):
+    """Which text a language model learns from; the section ``[data]`` of its recipe.
+
+    Attributes:
+        path: File, folder or pattern, or several, read as one corpus; ``python-library`` is the source of the running
+            Python's standard library, which every machine has. Or ``sources`` instead.
+        sources: Corpora of a mixture, each with its ``path`` and ``weight``.
+        tokenizer: A file or folder; or ``bytes``, or the name of an asset, as ``smollm2``.
+        text_field: Key or column of the text in JSON lines and Parquet.
+        unit: What a document is in a plain text file: the ``file``, or every ``line``.
+        bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
+        eos: Whether they end with the end-of-text token.
+        cleaning: What is dropped. Default: empty documents only.
+        held_out: The part of the documents that is not learnt from, but evaluated on: those whose text has the lowest
+            hashes, so the same ones in any order or mixture and with any tokenizer. At least one if there are two; 0
+            for none. Default: 0.01, and none where ``validation`` is given.
+        validation: File, folder or pattern, or several, to evaluate on instead.
+        epochs: How often each source is gone through. Default: for ever.
+        shuffle: Whether every epoch has an order of its own; else that of the files.
+        max_length: Most tokens of a document. Default: the context; none where rows are cut anyway.
+        long_documents: What is done with longer ones: ``cut`` (into parts that do not see each other), ``drop`` or
+            ``refuse``.
+        shard_tokens: A shard of the prepared corpus is closed once it holds so many.
+        processes: That tokenise; 0 does it in the caller's.
+        cache_dir: Where the corpora are kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str | tuple[str, ...] | None = None
+    sources: tuple[TextSourceConfig, ...] = ()
+    tokenizer: str = "bytes"
+    text_field: str = "text"
+    unit: Literal["file", "line"] = "file"
+    bos: bool | None = None
+    eos: bool = True
+    cleaning: CleaningConfig | None = None
+    held_out: float | None = Field(None, ge=0, lt=1)
+    validation: str | tuple[str, ...] | None = None
+    epochs: int | None = Field(None, ge=1)
+    shuffle: bool = True
+    max_length: int | None = Field(None, ge=2)
+    long_documents: Literal["cut", "drop", "refuse"] = "cut"
+    shard_tokens: int = Field(1 << 27, ge=1)
+    processes: int = Field(0, ge=0)
+    cache_dir: str | None = None
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> TextDataConfig:
+        if bool(self.path) == bool(self.sources):
+            raise ValueError("name either path or sources, for example path = 'python-library'")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("sources: give every source a weight, or none")
+        if self.validation and self.held_out:
+            raise ValueError("held_out and validation are two ways to say on what is evaluated; keep one")
+        return self
+
+    @property
+    def label(self) -> str:
+        """What messages call this text."""
+        paths = [source.path for source in self.sources] or [self.path or ""]
+        return ", ".join(path if isinstance(path, str) else ", ".join(path) for path in paths)
+
+    def corpora(self) -> list[TextConfig]:
+        """What is prepared for each source."""
+        common: dict[str, Any] = {
+            name: getattr(self, name) for name in TextConfig.model_fields if name in type(self).model_fields
+        }
+        if not self.sources:
+            return [TextConfig(**common)]
+        own = [source.model_dump(exclude_none=True, exclude={"weight"}) for source in self.sources]
+        return [TextConfig(**common | one) for one in own]
+
+
+@dataclass(frozen=True)
+class TextCorpora:
+    """Prepared text.
+
+    Attributes:
+        training: Documents of each source that are learnt from.
+        held_out: Documents that are evaluated on; may be none.
+        weights: Shares of the sources; None for each by its size.
+        tokenizer: Of all of them.
+        facts: What a run writes down about its data; fit for JSON.
+    """
+
+    training: tuple[Documents, ...]
+    held_out: tuple[Documents, ...]
+    weights: tuple[float, ...] | None
+    tokenizer: Tokenizer
+    facts: dict[str, Any]
+
+
+def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpora:
+    """Read, clean and tokenise all text of a recipe, once, and hold documents out of it.
+
+    Args:
+        config: Which text.
+        wait_s: The most seconds to wait for another process that prepares the same text: of many that are started at
+            once, one prepares it and the others find it in the cache.
+
+    Raises:
+        DataError: bad input; no document is left to learn from; another process is preparing the same text.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    configs = config.corpora()
+    datasets = [prepare_text(one, wait_s=wait_s) for one in configs]
+    validation: TextDataset | None = None
+    if config.validation:
+        common = config.model_copy(update={"path": config.validation, "sources": ()}).corpora()[0]
+        validation = prepare_text(common, wait_s=wait_s)
+    part = config.held_out if config.held_out is not None else 0.0 if validation else HELD_OUT
+    limit = _limit([dataset.hashes for dataset in datasets], part)
+    chosen = [dataset.hashes < limit for dataset in datasets]
+    for one, held in zip(configs, chosen, strict=True):
+        if held.all():
+            raise DataError(
+                f"no document is left to learn from: all {len(held)} are held out",
+                where=f"data, {one.path}",
+                remedy="lower data.held_out, or give data.validation a text of its own",
+            )
+    training = [
+        ChosenDocuments(dataset, ~held) if held.any() else dataset
+        for dataset, held in zip(datasets, chosen, strict=True)
+    ]
+    held_out: list[Documents] = [validation] if validation is not None else []
+    held_out += [ChosenDocuments(dataset, held) for dataset, held in zip(datasets, chosen, strict=True) if held.any()]
+    weights = tuple(source.weight for source in config.sources if source.weight is not None) or None
+    facts = {
+        "label": config.label,
+        "tokenizer": {
+            "name": config.tokenizer,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "sources": [
+            {"path": one.path, **_describe(documents), "report": dataset.facts["report"]}
+            for one, documents, dataset in zip(configs, training, datasets, strict=True)
+        ],
+        "weights": weights,
+        "held_out": [_describe(documents) for documents in held_out],
+    }
+    return TextCorpora(tuple(training), tuple(held_out), weights, tokenizer, facts)
+
+
+def _describe(documents: Documents) -> dict[str, Any]:
+    return {
+        "folder": str(documents.folder),
+        "fingerprint": documents.fingerprint,
+        "documents": len(documents),
+        "tokens": int(documents.offsets[-1]),
+    }
+
+
+def text_identity(facts: dict[str, Any]) -> list[Any]:
+    """What is equal where the same tokens are seen, wherever files and caches lie.
+
+    Args:
+        facts: Of :class:`TextCorpora`, or as they were read from a file.
+    """
+    texts = [[part["fingerprint"] for part in facts[name]] for name in ("sources", "held_out")]
+    return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]
+
+
+def _limit(hashes: list[np.ndarray], part: float) -> np.uint64:
+    """Documents with lower hashes are held out; copies of a text share its hash, so all of them or none are."""
+    limit = np.uint64(min(int(part * 2.0**64), 2**64 - 1))
+    if not part or any((one < limit).any() for one in hashes):
+        return limit
+    least = np.uint64(min(int(one.min()) for one in hashes) + 1)
+    return limit if any((one < least).all() for one in hashes) else least

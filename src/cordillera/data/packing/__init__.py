@@ -1,0 +1,1 @@
+"""Packing of documents into micro-batches."""

@@ -1,0 +1,144 @@
+"""What variable-length packing with delay is compared with: arrival order, windows of fixed length, the exact optimum.
+
+All give iterations like :class:`cordillera.data.packing.packer.Packer`, over a stream of document lengths in tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from cordillera.data.packing.packer import Document, Iteration, Microbatch, global_batches
+from cordillera.data.packing.work import DocumentWork
+from cordillera.errors import DataError
+from cordillera.partition import NOWHERE, Bins, exact, longest_processing_time
+
+
+def in_arrival_order(lengths: Iterable[int], microbatches: int, context: int, cut: bool = False) -> Iterator[Iteration]:
+    """Sequences filled one after another.
+
+    Args:
+        lengths: Of the stream, in tokens.
+        microbatches: Sequences of an iteration.
+        context: Tokens of a sequence.
+        cut: Whether a document that does not fit goes on in the next sequence, so that all are full. Its parts share
+            its number and do not see each other: this computes less than packing whole documents does, and trains on
+            shorter ones. Otherwise it begins the next sequence.
+
+    Raises:
+        DataError: For a whole document that is longer than the context.
+    """
+    sequences = _sequences(lengths, context, cut)
+    for number in itertools.count():
+        some = list(itertools.islice(sequences, microbatches))
+        if not some:
+            return
+        some += [[]] * (microbatches - len(some))
+        yield Iteration(number, tuple(Microbatch(Document(*part, number) for part in one) for one in some))
+
+
+def _sequences(lengths: Iterable[int], context: int, cut: bool) -> Iterator[list[tuple[int, int]]]:
+    """Number and length of the documents, or of their parts, in each sequence."""
+    parts: list[tuple[int, int]] = []
+    room = context
+    for number, length in enumerate(lengths):
+        left = length
+        if left > room and not cut:
+            if left > context:
+                raise DataError(f"{left} tokens do not fit into {context}", where=f"document {number}")
+            yield parts
+            parts, room = [], context
+        while left:
+            taken = min(left, room)
+            parts.append((number, taken))
+            left, room = left - taken, room - taken
+            if not room:
+                yield parts
+                parts, room = [], context
+    if parts:
+        yield parts
+
+
+def fixed_length(
+    lengths: Iterable[int], microbatches: int, context: int, window: int, workload: DocumentWork
+) -> Iterator[Iteration]:
+    """Whole documents into sequences of at most the context, the heaviest first, over windows of global batches.
+
+    What does not fit is packed with the next window; sequences of like work share an iteration.
+
+    Source: Fixed-4D of the WLB-LLM paper, section 3.2.
+
+    Args:
+        lengths: Of the stream, in tokens.
+        microbatches: Sequences of an iteration.
+        context: The most tokens of a sequence.
+        window: Global batches that are packed together; the longer, the less random is the order of the documents.
+        workload: Work of a document.
+
+    Raises:
+        DataError: For a document that is longer than the context, and for a window below 1.
+    """
+    if window < 1:
+        raise DataError(f"{window} batches are no window", where="window", remedy="at least 1")
+    bins, number = window * microbatches, 0
+    left: list[Document] = []
+    batches = enumerate(_documents(lengths, microbatches, context))
+    while True:
+        new = [document for _, batch in itertools.islice(batches, window) for document in batch]
+        if not new and not left:
+            return
+        documents = left + new
+        sizes = [document.length for document in documents]
+        if max(sizes) > context:
+            raise DataError(f"{max(sizes)} tokens do not fit into {context}", where="lengths")
+        work = list(map(workload, sizes))
+        packed, left = _apart(documents, longest_processing_time(work, bins, sizes, context), bins)
+        packed.sort(key=lambda sequence: -workload.of(sequence.lengths))
+        for first in range(0, bins, microbatches):
+            yield Iteration(number, tuple(packed[first : first + microbatches]))
+            number += 1
+
+
+def exactly(
+    lengths: Iterable[int],
+    microbatches: int,
+    context: int,
+    bound: int,
+    workload: DocumentWork,
+    seconds: float = 60.0,
+    gap: float = 1e-3,
+) -> Iterator[Iteration]:
+    """Every global batch for itself, the heaviest microbatch as light as can be: nothing is delayed.
+
+    Args:
+        lengths: Of the stream, in tokens.
+        microbatches: Of an iteration.
+        context: Tokens of a global batch for each microbatch.
+        bound: The most tokens of a microbatch.
+        workload: Work of a document.
+        seconds: For each batch.
+        gap: The part by which the heaviest microbatch may be above the proven bound.
+
+    Raises:
+        DataError: If the documents of a batch do not fit, or the time was too short.
+    """
+    for number, documents in enumerate(_documents(lengths, microbatches, context)):
+        sizes = [document.length for document in documents]
+        places = exact(list(map(workload, sizes)), microbatches, sizes, bound, seconds, gap)
+        yield Iteration(number, tuple(_apart(documents, places, microbatches)[0]))
+
+
+def _documents(lengths: Iterable[int], microbatches: int, context: int) -> Iterator[list[Document]]:
+    first = 0
+    for number, batch in enumerate(global_batches(lengths, microbatches * context)):
+        yield [Document(first + i, length, number) for i, length in enumerate(batch)]
+        first += len(batch)
+
+
+def _apart(documents: Sequence[Document], places: Bins, bins: int) -> tuple[list[Microbatch], list[Document]]:
+    """The documents of each bin, and those that are in none."""
+    packed: list[list[Document]] = [[] for _ in range(bins)]
+    left: list[Document] = []
+    for document, place in zip(documents, places.tolist(), strict=True):
+        (left if place == NOWHERE else packed[place]).append(document)
+    return list(map(Microbatch, packed)), left

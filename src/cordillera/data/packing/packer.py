@@ -1,0 +1,269 @@
+"""Documents into microbatches of equal work: variable-length packing with outlier delay (WLB-LLM, Wang et al. 2025).
+
+Microbatches of equally many tokens differ in work, because attention under a document mask costs the sum of squared
+lengths, and the slowest holds up the pipeline. So they are packed by predicted work and may differ in tokens, and the
+longest documents, which no packing can balance, wait in queues until there is one for every microbatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from cordillera.data.packing.work import DocumentWork
+from cordillera.errors import DataError
+from cordillera.partition import NOWHERE, two_key_greedy
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Document(NamedTuple):
+    """A document that is packed.
+
+    Attributes:
+        number: Its place in the stream, from 0; by it a loader finds the tokens.
+        length: In tokens.
+        arrival: The iteration whose global batch it came with, from 0.
+    """
+
+    number: int
+    length: int
+    arrival: int
+
+
+class Microbatch(tuple[Document, ...]):
+    """Documents that are computed together, each under its own mask."""
+
+    __slots__ = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of its documents, in tokens."""
+        return [document.length for document in self]
+
+    @property
+    def tokens(self) -> int:
+        """Sum of the lengths."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one optimizer step computes.
+
+    Attributes:
+        number: From 0.
+        microbatches: As many as were asked for; some are empty where documents are few.
+    """
+
+    number: int
+    microbatches: tuple[Microbatch, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of all microbatches. They differ from step to step: a loss is divided by those of its own step."""
+        return sum(microbatch.tokens for microbatch in self.microbatches)
+
+    @property
+    def documents(self) -> list[Document]:
+        """Of all microbatches."""
+        return [document for microbatch in self.microbatches for document in microbatch]
+
+
+class PackingConfig(BaseModel):
+    """How documents are packed.
+
+    Attributes:
+        microbatches: Of an iteration, over all pipelines: ``PP x DP`` in the paper.
+        bound: The most tokens of a microbatch, by the memory of a device; longer than the context lets short documents
+            make up for the attention of long ones.
+        thresholds: ``L_1 < L_2 < ...``: documents from ``L_i`` tokens on, and shorter than ``L_{i+1}``, wait in queue
+            ``i``. Empty for no queues.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    microbatches: Count
+    bound: Count
+    thresholds: tuple[Count, ...] = ()
+
+    @field_validator("thresholds")
+    @classmethod
+    def rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        """Refuse thresholds that do not rise.
+
+        Args:
+            value: As given.
+        """
+        if any(a >= b for a, b in itertools.pairwise(value)):
+            raise ValueError(f"{list(value)} does not rise")
+        return value
+
+
+class Packer:
+    """Packs one global batch after another; a pure function of what it was given, equal on all ranks.
+
+    Args:
+        config: How.
+        workload: Work of a document.
+
+    Attributes:
+        config: As given.
+        workload: As given.
+    """
+
+    def __init__(self, config: PackingConfig, workload: DocumentWork) -> None:
+        self.config, self.workload = config, workload
+        self._iteration = self._arrived = 0
+        self._queues: list[deque[Document]] = [deque() for _ in config.thresholds]
+        self._remained: list[Document] = []
+
+    @property
+    def waiting(self) -> list[Document]:
+        """Documents that have arrived and are in no iteration yet, in the order of their arrival."""
+        return sorted(itertools.chain(self._remained, *self._queues))
+
+    @property
+    def arrived(self) -> int:
+        """Documents that have arrived: the number of the next one."""
+        return self._arrived
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of the documents that found no room in the last iteration; those in queues do not count."""
+        return sum(document.length for document in self._remained)
+
+    def pack(self, lengths: Iterable[int]) -> Iteration:
+        """Take a global batch in and give an iteration out (algorithm 1).
+
+        Args:
+            lengths: Of the documents that come next in the stream, in tokens.
+
+        Raises:
+            DataError: For a document that is empty or longer than the bound; nothing is taken in then.
+        """
+        new: list[Document] = []
+        for document in self._received(lengths):
+            queue = sum(document.length >= threshold for threshold in self.config.thresholds)
+            (self._queues[queue - 1] if queue else new).append(document)
+        for waiting in self._queues:
+            # One for each microbatch. More rounds than one only where a queue would grow without end.
+            ready = len(waiting) // self.config.microbatches * self.config.microbatches
+            new += [waiting.popleft() for _ in range(ready)]
+        return self._emitted(new)
+
+    def drain(self) -> Iterator[Iteration]:
+        """Iterations of all that still waits, at the end of the stream; these can be unbalanced or partly empty."""
+        new = list(itertools.chain(*self._queues))
+        for waiting in self._queues:
+            waiting.clear()
+        while new or self._remained:
+            yield self._emitted(new)
+            new = []
+
+    def _received(self, lengths: Iterable[int]) -> list[Document]:
+        documents = []
+        for number, value in enumerate(lengths, self._arrived):
+            try:
+                length = index(value)
+            except TypeError:
+                raise DataError(f"{value!r} is not a number of tokens", where=f"document {number}") from None
+            if not 1 <= length <= self.config.bound:
+                raise DataError(
+                    f"{length} tokens do not fit into microbatches of 1 to {self.config.bound}",
+                    where=f"document {number}",
+                    remedy="leave empty documents out; cut long ones, or raise the bound",
+                )
+            documents.append(Document(number, length, self._iteration))
+        self._arrived += len(documents)
+        return documents
+
+    def _emitted(self, new: list[Document]) -> Iteration:
+        new.sort(key=lambda document: (-document.length, document.number))
+        documents = self._remained + new
+        lengths = [document.length for document in documents]
+        work = list(map(self.workload, lengths))
+        places = two_key_greedy(work, lengths, self.config.microbatches, self.config.bound).tolist()
+        packed: list[list[Document]] = [[] for _ in range(self.config.microbatches)]
+        for document, place in zip(documents, places, strict=True):
+            if place != NOWHERE:
+                packed[place].append(document)
+        # The oldest goes first into an empty microbatch, where it fits: nothing remains for ever.
+        self._remained = sorted(d for d, place in zip(documents, places, strict=True) if place == NOWHERE)
+        self._iteration += 1
+        return Iteration(self._iteration - 1, tuple(map(Microbatch, packed)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that :meth:`load_state_dict` needs to go on with the same iterations; can be written as JSON."""
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "workload": self.workload.model_dump(mode="json"),
+            "iteration": self._iteration,
+            "arrived": self._arrived,
+            "queues": [[list(document) for document in queue] for queue in self._queues],
+            "remained": [list(document) for document in self._remained],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another packer was.
+
+        The stream must go on with document ``state["arrived"]``; tokens of those that wait are read again by number.
+
+        Args:
+            state: Of a packer with the same configuration and workload.
+
+        Raises:
+            DataError: It is another packer's state, or none; this packer is then as it was.
+        """
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise DataError(f"keys are {', '.join(map(str, state))}", where="state of a packer",
+                            remedy=f"they must be {', '.join(own)}")  # fmt: skip
+        for name in ("config", "workload"):
+            if state[name] != own[name]:
+                raise DataError(
+                    f"{name} was {state[name]}, now it is {own[name]}", where="state of a packer",
+                    remedy="resume with the same, or drain the packer before it is changed",
+                )  # fmt: skip
+        try:
+            queues = [deque(Document(*map(int, one)) for one in queue) for queue in state["queues"]]
+            remained = [Document(*map(int, one)) for one in state["remained"]]
+            iteration, arrived = int(state["iteration"]), int(state["arrived"])
+        except (TypeError, ValueError) as error:
+            raise DataError(f"is damaged: {error}", where="state of a packer") from error
+        numbers = [document.number for document in itertools.chain(remained, *queues)]
+        if len(queues) != len(self._queues) or len(set(numbers)) != len(numbers) or max(numbers, default=-1) >= arrived:
+            raise DataError("is damaged: documents are twice in it, or never arrived", where="state of a packer")
+        self._queues, self._remained = queues, remained
+        self._iteration, self._arrived = iteration, arrived
+
+
+def global_batches(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
+    """Cut a stream of documents into batches of about so many tokens; the last may be short.
+
+    A batch is full with the document that reaches its end, counted from the beginning of the stream: batches differ by
+    a document, their mean does not.
+
+    Args:
+        lengths: In tokens.
+        tokens: Of a batch: microbatches times context.
+    """
+    if tokens < 1:
+        raise DataError(f"{tokens} tokens are no batch", where="tokens", remedy="at least 1")
+    batch: list[int] = []
+    taken, end = 0, tokens
+    for length in lengths:
+        batch.append(length)
+        taken += length
+        if taken >= end:
+            yield batch
+            batch = []
+            end = (taken // tokens + 1) * tokens
+    if batch:
+        yield batch

@@ -1,0 +1,149 @@
+"""How well a stream was packed, and the thresholds that pack it best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from cordillera.data.packing.packer import Iteration, Packer, PackingConfig
+from cordillera.data.packing.work import DocumentWork
+from cordillera.errors import DataError
+from cordillera.partition import imbalance
+
+
+@dataclass(frozen=True)
+class PackingStatistics:
+    """How balanced iterations are, and what that costs in randomness.
+
+    Attributes:
+        iterations: How many.
+        tokens: Of all of them.
+        imbalance: Mean over the iterations of the heaviest microbatch's work over the mean microbatch's: the part of
+            the pipeline's time that balance could save (WLB-LLM, section 7.4: ``max latency x PP / total latency``).
+        imbalance_p95: In one iteration of twenty it is worse.
+        delay: Iterations between a token's arrival and its use, or its use and its arrival where a window brings it
+            forward; mean over tokens.
+        longest: Tokens of the longest microbatch, which the memory must hold.
+    """
+
+    iterations: int
+    tokens: int
+    imbalance: float
+    imbalance_p95: float
+    delay: float
+    longest: int
+
+    @classmethod
+    def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
+        """Of at least one iteration with documents.
+
+        Args:
+            iterations: Also those of a drain: else documents that waited longest do not count.
+            workload: By which work is measured.
+        """
+        moved = [(abs(one.number - d.arrival) * d.length, d.length) for one in iterations for d in one.documents]
+        if not moved:
+            raise DataError("hold no documents", where="iterations")
+        degrees = [imbalance([workload.of(m.lengths) for m in one.microbatches]) for one in iterations]
+        distance, tokens = map(sum, zip(*moved, strict=True))
+        return cls(
+            len(iterations),
+            tokens,
+            float(np.mean(degrees)),
+            float(np.quantile(degrees, 0.95)),
+            distance / tokens,
+            max(m.tokens for one in iterations for m in one.microbatches),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dictionary."""
+        return asdict(self)
+
+
+def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: DocumentWork) -> list[Iteration]:
+    """All iterations of a stream, those of the drain too.
+
+    Args:
+        batches: Global batches: lengths of documents, in tokens.
+        config: How to pack.
+        workload: Work of a document.
+    """
+    packer = Packer(config, workload)
+    return [*map(packer.pack, batches), *packer.drain()]
+
+
+def tune(
+    batches: Sequence[Sequence[int]],
+    config: PackingConfig,
+    workload: DocumentWork,
+    queues: int = 2,
+    delay: float = 0.6,
+    candidates: Sequence[int] | None = None,
+) -> PackingConfig:
+    """The thresholds that balance a sample of the stream best, among those that delay its tokens little enough.
+
+    Args:
+        batches: Of the sample; its drain counts, so it should be a hundred batches or longer.
+        config: Its thresholds are replaced.
+        workload: Work of a document.
+        queues: How many thresholds; 0 for none.
+        delay: The most that tokens may wait, in iterations, on average.
+        candidates: For thresholds, in tokens; None for ten, from a sixteenth of the bound to half of it.
+
+    Raises:
+        DataError: If no thresholds keep the delay.
+    """
+    lengths = sorted({*candidates} if candidates is not None else _candidates(config.bound))
+    best: tuple[float, PackingConfig] | None = None
+    for thresholds in itertools.combinations(lengths, queues):
+        trial = PackingConfig(microbatches=config.microbatches, bound=config.bound, thresholds=thresholds)
+        found = PackingStatistics.of(packed(batches, trial, workload), workload)
+        if found.delay <= delay and (best is None or found.imbalance < best[0]):
+            best = found.imbalance, trial
+    if best is None:
+        raise DataError(
+            f"no {queues} thresholds of {lengths} keep the mean delay below {delay:g} iterations",
+            where="thresholds", remedy="allow more delay, fewer queues, or a longer bound",
+        )  # fmt: skip
+    return best[1]
+
+
+def choose_thresholds(
+    batches: Sequence[Sequence[int]], config: PackingConfig, workload: DocumentWork, queues: int = 2, delay: float = 0.6
+) -> tuple[int, ...]:
+    """Thresholds for text of which nothing is known: at most so many, fewer or none where queues do not help.
+
+    Queues are for the few longest documents. Where most tokens would wait, iterations would differ widely in size.
+
+    Args:
+        batches: Of a sample of the stream, as for :func:`tune`.
+        config: Its thresholds are not used.
+        workload: Work of a document.
+        queues: The most thresholds.
+        delay: The most that tokens may wait, in iterations, on average.
+    """
+    lengths = np.sort(np.concatenate([np.array(batch, np.int64) for batch in batches]))
+    candidates = [
+        threshold
+        for threshold in _candidates(config.bound, steps=6)
+        if 2 * lengths[lengths.searchsorted(threshold) :].sum() <= lengths.sum()
+    ]
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for count in range(queues + 1):
+        try:
+            found = tune(batches, config, workload, count, delay, candidates)
+        except DataError:  # all of them delay tokens more than is allowed
+            continue
+        statistics = PackingStatistics.of(packed(batches, found, workload), workload)
+        best = min(best, (statistics.imbalance, found.thresholds))
+    return best[1]
+
+
+def _candidates(bound: int, steps: int = 10) -> list[int]:
+    """Lengths from a sixteenth of the bound to half of it, in steps of like ratio."""
+    return sorted({max(1, round(bound / 16 * 2 ** (3 * step / (steps - 1)))) for step in range(steps)})

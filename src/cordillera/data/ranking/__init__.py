@@ -1,0 +1,1 @@
+"""Click logs for ranking models."""

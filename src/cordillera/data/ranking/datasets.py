@@ -1,0 +1,627 @@
+"""From a name or a file to three memory-mapped splits, once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from polars.exceptions import PolarsError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cordillera.data.files import cache_folder, expand_paths, folder_beside
+from cordillera.data.ranking.cache import FORMAT, SPLITS, CacheWriter, Splits, open_splits
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.logs import adult, movielens
+from cordillera.data.ranking.logs.click_logs import (
+    CRITEO_COLUMNS,
+    Chunk,
+    ClickLog,
+    FileLog,
+    Format,
+    avazu_schema,
+    avazu_times,
+    criteo_schema,
+    guess_format,
+    log_times,
+)
+from cordillera.data.ranking.logs.columns import Place, splitmix64, timestamps_of
+from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
+from cordillera.errors import DataError
+
+Split = Literal["time", "order", "random"]
+
+
+class DataConfig(BaseModel):
+    """Which data a run reads, how it is split, and how it is cut into batches: the recipe's ``[data]`` section.
+
+    Attributes:
+        dataset: A data set by name (``cordillera data list``); left out for logs of one's own.
+        path: File, folder or pattern, or several: one's own logs, or a downloaded Criteo or Avazu log.
+        format: Format of the files. Default: the format that their names tell.
+        schema_: Which column is what (``schema`` in a recipe). Needed without ``dataset``.
+        split: ``time`` (by timestamp: training before validation before test; rows of one second stay together),
+            ``order`` (by position), ``random`` (by a hash of position and ``split_seed``). Default: the data set's own;
+            for one's own logs ``time`` if the schema has a timestamp, else ``random``.
+        fractions: Shares of training, validation and test rows.
+        split_seed: Seed of the random split.
+        unordered: Treatment of rows that are earlier than the row before, in a split by time: ``refuse`` (an error that
+            names the line) or ``sort`` (each split is brought into time order).
+        tasks: Labels to learn. Default: all.
+        batch_size: Rows a training batch.
+        evaluation_batch_size: Rows a batch of validation and test.
+        shuffle: Order of training batches: ``none``, ``blocks``, ``global`` (see ``Loader``).
+        prefetch: Batches that are read ahead.
+        cache_dir: Folder of prepared data. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        synthetic: Settings of the made log.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    dataset: str | None = None
+    path: str | tuple[str, ...] | None = None
+    format: Format | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    split: Split | None = None
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    split_seed: int = Field(0, ge=0, lt=2**64)
+    unordered: Literal["refuse", "sort"] = "refuse"
+    tasks: tuple[str, ...] | None = None
+    batch_size: int = Field(1024, ge=1, le=2**26)
+    evaluation_batch_size: int = Field(8192, ge=1, le=2**26)
+    shuffle: Literal["none", "blocks", "global"] = "global"
+    prefetch: int = Field(1, ge=0, le=1024)
+    cache_dir: str | None = None
+    synthetic: SyntheticConfig = SyntheticConfig()
+
+    @property
+    def label(self) -> str:
+        """What people call it: the data set's name, or the path of their own logs."""
+        return self.dataset or str(self.path)
+
+    @field_validator("fractions")
+    @classmethod
+    def _fractions_add_up(cls, value: tuple[float, float, float]) -> tuple[float, float, float]:
+        if not (min(value) >= 0 and value[0] > 0 and abs(sum(value) - 1) <= 1e-9):
+            raise ValueError(f"fractions must be at least 0, of training more than 0, and add up to 1, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _source_is_one(self) -> DataConfig:
+        if self.dataset is None:
+            if self.path is None or self.schema_ is None:
+                raise ValueError("name a dataset, or give path and schema of your own logs")
+            return self
+        if self.dataset not in DATASETS:
+            raise ValueError(f"unknown dataset '{self.dataset}', choose one of {list(DATASETS)}")
+        entry = DATASETS[self.dataset]
+        if self.schema_ is not None and not entry.needs_files:
+            raise ValueError(f"dataset '{self.dataset}' brings its own schema; leave dataset out for logs of your own")
+        if self.path is not None and not entry.needs_files:
+            raise ValueError(f"dataset '{self.dataset}' brings its own rows; leave dataset out for logs of your own")
+        if self.path is None and entry.needs_files:
+            raise ValueError(f"dataset '{self.dataset}' cannot be fetched: download it and set path ({entry.source})")
+        return self
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An entry of the list of data sets.
+
+    Attributes:
+        summary: One line.
+        source: Origin of the rows.
+        terms: Terms of use.
+        open: Gives the rows; fetches them if need be.
+        split: Split that is used if a recipe names none.
+        needs_files: Whether a person must download it and give its path.
+    """
+
+    summary: str
+    source: str
+    terms: str
+    open: Callable[[DataConfig, Path], ClickLog]
+    split: Split
+    needs_files: bool = False
+
+
+def _paths(config: DataConfig) -> tuple[Path, ...]:
+    assert config.path is not None
+    return expand_paths(config.path)
+
+
+def _open_criteo(config: DataConfig, cache: Path) -> ClickLog:
+    schema = config.schema_ or criteo_schema()
+    return FileLog(schema, _paths(config), config.format or "tsv", CRITEO_COLUMNS, facts=_own_facts("criteo"))
+
+
+def _open_avazu(config: DataConfig, cache: Path) -> ClickLog:
+    schema = config.schema_ or avazu_schema()
+    return FileLog(schema, _paths(config), config.format or "csv", prepare=avazu_times, facts=_own_facts("avazu"))
+
+
+def _own_facts(name: str) -> dict[str, Any]:
+    return {"source": DATASETS[name].source, "terms": DATASETS[name].terms}
+
+
+def _open_own(config: DataConfig) -> ClickLog:
+    paths = _paths(config)
+    assert config.schema_ is not None
+    kind = config.format or guess_format(paths[0])
+    return FileLog(config.schema_, paths, kind, facts={"source": "files of one's own", "terms": "one's own"})
+
+
+DATASETS: dict[str, Dataset] = {
+    "movielens-100k": Dataset(
+        "100,000 film ratings; likes to predict, with histories, in time order",
+        movielens.SOURCE,
+        movielens.TERMS,
+        lambda config, cache: movielens.load(cache),
+        "time",
+    ),
+    "adult": Dataset(
+        "48,842 people of a census; income, marital status and hours of work to predict",
+        adult.SOURCE,
+        adult.TERMS,
+        lambda config, cache: adult.load(cache),
+        "random",
+    ),
+    "synthetic": Dataset(
+        "a made click log of any size, whose best possible normalised entropy is known",
+        "made",
+        "none: the rows are made",
+        lambda config, cache: SyntheticLog(config.synthetic),
+        "order",
+    ),
+    "criteo": Dataset(
+        "45 million ad impressions: 13 counts, 26 ids (train.txt of the display advertising challenge)",
+        "Criteo Labs; download it and give its path",
+        "Criteo: non-commercial use; read the terms where you download it",
+        _open_criteo,
+        "order",
+        needs_files=True,
+    ),
+    "avazu": Dataset(
+        "40 million ad impressions of ten days: 21 ids (train.gz of the click-through challenge)",
+        "Avazu on Kaggle; download it and give its path",
+        "the competition's rules; read them where you download it",
+        _open_avazu,
+        "time",
+        needs_files=True,
+    ),
+}
+"""Data sets by name."""
+
+
+def open_log(config: DataConfig) -> ClickLog:
+    """The raw rows of a configuration; fetches them if need be.
+
+    Raises:
+        DataError: no network, no such file, an empty file.
+    """
+    cache = cache_folder(config.cache_dir)
+    return _open_own(config) if config.dataset is None else DATASETS[config.dataset].open(config, cache)
+
+
+def _split_kind(config: DataConfig, schema: Schema) -> Split:
+    if config.split is not None:
+        return config.split
+    if config.dataset is not None:
+        return DATASETS[config.dataset].split
+    return "time" if schema.timestamp is not None else "random"
+
+
+class _Splitter:
+    """Says to which split every row belongs, chunk after chunk in order."""
+
+    def __init__(self, config: DataConfig, log: ClickLog) -> None:
+        self.config, self.kind = config, _split_kind(config, log.schema)
+        self.position = 0
+        self.bounds: tuple[int, int] = (0, 0)
+        self.column = log.schema.timestamp or ""
+        if self.kind == "time":
+            if log.schema.timestamp is None:
+                raise DataError(
+                    "a split by time needs timestamps",
+                    where="data.split",
+                    remedy='name the timestamp column in the schema, or set split to "order" or "random"',
+                )
+            self.bounds = self._times(log)
+        elif self.kind == "order":
+            column = log.schema.timestamp or log.schema.labels[0]
+            rows = sum(len(frame) for frame, _ in log.chunks([column]))
+            train, validation, _ = config.fractions
+            self.bounds = (round(train * rows), round((train + validation) * rows))
+
+    def _times(self, log: ClickLog) -> tuple[int, int]:
+        parts: list[pl.DataFrame] = []
+        latest = None
+        for times, place in log_times(log):
+            if self.config.unordered == "refuse" and len(times):
+                series = times.to_numpy()
+                before = np.concatenate([[series[0] if latest is None else latest], series[:-1]])
+                earlier = series < before
+                if earlier.any():
+                    row = int(earlier.argmax())
+                    raise DataError(
+                        f"timestamp {series[row]} is earlier than that of the row before, {before[row]}",
+                        where=place.at(row, self.column),
+                        remedy='sort the file by time, or set data.unordered = "sort"',
+                    )
+                latest = series[-1]
+            parts.append(times.to_frame("time").group_by("time").len(name="rows"))
+            if len(parts) >= 16:
+                parts = [pl.concat(parts).group_by("time").agg(pl.col("rows").sum())]
+        if not parts:
+            raise DataError("there are no rows", where="data")
+        total = pl.concat(parts).group_by("time").agg(pl.col("rows").sum()).sort("time")
+        ends = np.cumsum(total["rows"].to_numpy().astype(np.int64))
+        train, validation, _ = self.config.fractions
+        stamps = total["time"].to_numpy()
+
+        def bound(share: float) -> int:
+            # The first timestamp that is no longer inside: whole seconds, as near to the share as they come.
+            inside = int(np.argmin(np.abs(np.concatenate([[0], ends]) - share * ends[-1])))
+            return int(stamps[inside]) if inside < len(stamps) else int(stamps[-1]) + 1
+
+        return bound(train), bound(train + validation) if validation else bound(train)
+
+    def __call__(self, frame: pl.DataFrame, timestamps: np.ndarray | None) -> np.ndarray:
+        """Split numbers ``[N]`` of the next rows: 0 for training, 1 for validation, 2 for test."""
+        first, self.position = self.position, self.position + len(frame)
+        if self.kind == "time":
+            keys = timestamps
+            assert keys is not None
+        elif self.kind == "order":
+            keys = np.arange(first, first + len(frame))
+        else:
+            mixed = splitmix64(
+                splitmix64(np.array([self.config.split_seed], dtype=np.uint64))
+                + np.arange(first, first + len(frame), dtype=np.uint64)
+            )
+            keys = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+            train, validation, _ = self.config.fractions
+            return (keys >= train).astype(np.int8) + (keys >= train + validation) * (validation + train < 1)
+        # Only the largest 64-bit integer has no successor; then no row lies beyond the bound.
+        splits = [keys >= bound if bound < 2**63 else np.zeros(len(keys), dtype=bool) for bound in self.bounds]
+        return splits[0].astype(np.int8) + splits[1].astype(np.int8)
+
+    def of(self, frame: pl.DataFrame, place: Place) -> np.ndarray:
+        """The same, reading the timestamps from the frame."""
+        times = timestamps_of(frame[self.column], self.column, place) if self.kind == "time" else None
+        return self(frame, times)
+
+    def restart(self) -> None:
+        """Begin again with the first row."""
+        self.position = 0
+
+
+def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
+    choices = {
+        "format": format,
+        "log": log.fingerprint(),
+        "schema": log.schema.model_dump(mode="json"),
+        "split": _split_kind(config, log.schema),
+        "fractions": config.fractions,
+        "seed": config.split_seed,
+        "unordered": config.unordered,
+    }
+    return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def prepare(config: DataConfig, *, progress: bool = True, verify: bool = True) -> Splits:
+    """Fetch, split, encode and cache a data set; the second call finds it in the cache.
+
+    The encoder is fitted on the training rows alone, in a first pass; a second writes the columns. Memory is bounded by
+    the vocabularies, not by the rows.
+
+    Args:
+        config: Which data, and how it is split.
+        progress: Show what is done on standard error.
+        verify: See :func:`~cordillera.data.ranking.cache.open_splits`.
+
+    Raises:
+        DataError: whatever is wrong with the data, with file, row, column and remedy; nothing is left half written.
+    """
+    log = _CachedLog(config)
+    folders, name = cache_folder(config.cache_dir) / "prepared", config.dataset or "own"
+    folder = folders / f"{name}-{log.key()}"
+    if not (folder / "meta.json").exists():
+        earlier = folders / f"{name}-{log.key(FORMAT - 1)}"
+        if earlier.exists():
+            warnings.warn(
+                f"{config.label}: is prepared anew, as an earlier version read rows less strictly; its copy in "
+                f"{earlier} can be deleted",
+                stacklevel=2,
+            )
+        _build(config, log.open(), folder, progress)
+    return open_splits(folder, config.tasks, verify=verify)
+
+
+class _CachedLog:
+    """Opens a log at most once, and not at all where its key is known without it."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.log: ClickLog | None = None
+
+    def open(self) -> ClickLog:
+        if self.log is None:
+            self.log = open_log(self.config)
+        return self.log
+
+    def key(self, format: int = FORMAT) -> str:
+        module = {"movielens-100k": movielens, "adult": adult}.get(self.config.dataset or "")
+        if module is None:
+            return _key(self.config, self.open(), format)
+        # Described by its version alone, so that a prepared set opens without reading the rows.
+        return _key(self.config, module.described(), format)
+
+
+def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> None:
+    console = Console(stderr=True, quiet=not progress)
+    name = config.dataset or "your files"
+    if config.dataset is not None and config.dataset != "synthetic":
+        console.print(f"{name}: {log.facts.get('source')}\nterms: {log.facts.get('terms')}", highlight=False)
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("{task.completed:,.0f} rows"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not (progress and sys.stderr.isatty()),
+    )
+    with bar:
+        before = log.fingerprint()
+        splitter = _Splitter(config, log)
+        columns = [*log.schema.columns, *((log.probability,) if log.probability else ())]
+        encoder = Encoder.fit(log.schema, ())
+        if Encoder.needs_fit(log.schema):
+            task = bar.add_task(f"fitting {name}", total=None)
+
+            def training_rows() -> Iterator[Chunk]:
+                for frame, place in log.chunks(columns):
+                    bar.advance(task, len(frame))
+                    _require(frame, log.schema, place.source)
+                    inside = np.flatnonzero(splitter.of(frame, place) == 0)
+                    if len(inside):
+                        yield frame[inside], place.of_rows(inside)
+
+            encoder = Encoder.fit(log.schema, training_rows())
+            splitter.restart()
+        with folder_beside(folder) as beside:
+            writer = CacheWriter(beside, encoder)
+            try:
+                task = bar.add_task(f"writing {name}", total=None)
+                truth = _Truth() if log.probability else None
+                for frame, place in log.chunks(columns):
+                    _require(frame, log.schema, place.source)
+                    rows = encoder.encode(frame, where=place)
+                    membership = splitter(frame, rows.timestamps)
+                    for number, split in enumerate(SPLITS):
+                        chosen = np.flatnonzero(membership == number)
+                        if not len(chosen):
+                            continue
+                        part = rows if len(chosen) == len(frame) else rows.take(chosen)
+                        writer.append(split, part)
+                        if truth is not None and log.probability and part.labels is not None:
+                            truth.update(split, frame[log.probability].to_numpy()[chosen], part.labels[:, 0])
+                    writer.add_blanks(rows.blanks)
+                    bar.advance(task, len(frame))
+                if log.fingerprint() != before:
+                    raise DataError(
+                        "the files changed while they were read", where=config.label, remedy="wait until they are whole"
+                    )
+                _check(config, writer, name)
+                facts = {**log.facts, "name": name, "split": splitter.kind, "warnings": _warnings(writer)}
+                if truth is not None:
+                    facts |= truth.facts()
+                writer.finish(facts)
+            except BaseException:
+                writer.abandon()
+                raise
+    for warning in facts["warnings"]:
+        warnings.warn(f"{name}: {warning}", stacklevel=3)
+
+
+def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
+    missing = [column for column in schema.columns if column not in frame.columns]
+    if missing:
+        raise DataError(
+            f"column '{missing[0]}' is missing; there are {frame.columns}",
+            where=source,
+            remedy="name the column in the file, or take it out of the schema",
+        )
+
+
+class _Truth:
+    """Normalised entropy of the true probabilities, by split."""
+
+    def __init__(self) -> None:
+        self.sums = {split: np.zeros(4) for split in SPLITS}
+
+    def update(self, split: str, probability: np.ndarray, labels: np.ndarray) -> None:
+        p = np.clip(probability.astype(np.float64), 1e-15, 1 - 1e-15)
+        loss = -np.where(labels == 1, np.log(p), np.log1p(-p)).sum()
+        expected = -(p * np.log(p) + (1 - p) * np.log1p(-p)).sum()
+        self.sums[split] += [len(labels), float(labels.sum()), loss, expected]
+
+    def facts(self) -> dict[str, Any]:
+        def entropy(split: str, which: int) -> float | None:
+            rows, positives, *losses = self.sums[split]
+            rate = positives / rows if rows else 0.0
+            if not 0 < rate < 1:
+                return None
+            return float(losses[which] / rows / -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
+
+        return {
+            "bayes_ne": entropy("test", 0),
+            "bayes_ne_expected": entropy("test", 1),
+            "bayes_ne_by_split": {split: entropy(split, 0) for split in SPLITS},
+        }
+
+
+def _check(config: DataConfig, writer: CacheWriter, name: str) -> None:
+    for split, fraction in zip(SPLITS, config.fractions, strict=True):
+        if fraction > 0 and writer.rows[split] == 0:
+            raise DataError(
+                f"the {split} split is empty ({sum(writer.rows.values())} rows in all)",
+                where=name,
+                remedy="give more rows, other fractions, or another split: a split by time needs several timestamps",
+            )
+    if writer.weighted is not None and writer.weighted == 0:
+        raise DataError(
+            f"all {writer.rows['train']} training weights of '{writer.encoder.schema.weight}' are 0",
+            where=name,
+            remedy="give rows weights above 0, or take the weight out of the schema",
+        )
+    for task, positives in zip(writer.encoder.schema.labels, writer.positives["train"], strict=True):
+        if positives in (0, writer.rows["train"]):
+            raise DataError(
+                f"all {writer.rows['train']} training labels of '{task}' are {int(positives > 0)}: one class only",
+                where=name,
+                remedy="check how the label is made, or how the rows are split; a model needs both classes",
+            )
+
+
+def _warnings(writer: CacheWriter) -> list[str]:
+    return [
+        f"feature '{feature}' has one value in all training rows and tells nothing; take it out of the schema"
+        for feature in writer.constant_features()
+    ] + [
+        f"list feature '{feature}' is empty in all training rows and tells nothing; take it out of the schema"
+        for feature in writer.empty_lists()
+    ]
+
+
+def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -> Iterator[pl.DataFrame]:
+    """The rows of a split as they were before encoding, in the order of the split.
+
+    Args:
+        config: Which data, and how it is split.
+        split: ``train``, ``validation`` or ``test``.
+        rows: The first so many. Default: all.
+
+    Yields:
+        Frames with the columns of the schema: ids, features, labels, bookkeeping.
+    """
+    if split not in SPLITS:
+        raise DataError(f"unknown split '{split}'", remedy=f"choose one of {list(SPLITS)}")
+    log = open_log(config)
+    splitter, number = _Splitter(config, log), SPLITS.index(split)
+    columns = list(dict.fromkeys((*log.schema.ids, *log.schema.columns)))
+    sort = splitter.kind == "time" and config.unordered == "sort"
+    left, held = rows, []
+    for frame, place in log.chunks(columns):
+        chosen = frame.select(columns).filter(pl.Series(splitter.of(frame, place) == number))
+        if sort:
+            held.append(chosen)
+            continue
+        chosen = chosen if left is None else chosen.head(left)
+        if len(chosen):
+            yield chosen
+        if left is not None:
+            left -= len(chosen)
+            if left == 0:
+                return
+    if held:
+        try:
+            joined = pl.concat(held, how="vertical_relaxed")
+        except PolarsError as error:
+            raise DataError(
+                f"the files of the log hold a column in several types ({error})",
+                where=config.label,
+                remedy="write the column in one type",
+            ) from error
+        times = timestamps_of(joined[splitter.column], splitter.column, Place(config.label))
+        joined = joined[np.argsort(times, kind="stable")]
+        yield joined if rows is None else joined.head(rows)
+
+
+def open_schema(config: DataConfig) -> Schema:
+    """The schema of a configuration's rows, without reading them."""
+    if config.schema_ is not None:
+        return config.schema_
+    made: dict[str | None, Callable[[], Schema]] = {
+        "movielens-100k": movielens.schema,
+        "adult": adult.schema,
+        "synthetic": config.synthetic.log_schema,
+        "criteo": criteo_schema,
+        "avazu": avazu_schema,
+    }
+    return made[config.dataset]()
+
+
+def read_rows(
+    path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: Format | None = None
+) -> Iterator[Chunk]:
+    """Rows of a file to predict on, chunk by chunk, with their places.
+
+    Args:
+        path: One or several files, folders or patterns.
+        config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
+            label; other files by their column names.
+        schema: Schema of the trained model. Default: the schema of ``config``.
+        format: Format of the files. Default: the format that their names tell.
+
+    Returns:
+        Frames with all columns of the file, for ``Encoder.encode(frame, where=place, labels=False)``.
+
+    Raises:
+        DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
+    """
+    paths = expand_paths(path)
+    kind = format or guess_format(paths[0])
+    schema = schema or open_schema(config)
+    header: tuple[str, ...] | None = None
+    prepare_frame = None
+    if config.dataset == "criteo" and kind == "tsv":
+        header = CRITEO_COLUMNS if _fields(paths[0]) == len(CRITEO_COLUMNS) else CRITEO_COLUMNS[1:]
+    if config.dataset == "avazu":
+        prepare_frame = lambda frame, place: frame if "timestamp" in frame.columns else avazu_times(frame, place)  # noqa: E731
+    for frame, place in FileLog(schema, paths, kind, header, prepare_frame).chunks():
+        needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
+        absent = [name for name in needed if name not in frame.columns]
+        if absent:
+            raise DataError(
+                f"column '{absent[0]}' is missing; there are {frame.columns}",
+                where=place.source,
+                remedy="the file must have every feature that the model was trained on",
+            )
+        yield frame, place
+
+
+def _fields(path: Path) -> int:
+    with pa.input_stream(str(path), compression="detect") as stream:
+        return stream.read(1 << 16).split(b"\n", 1)[0].count(b"\t") + 1
+
+
+def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
+    """The default configuration of a data set.
+
+    Args:
+        name: Name in ``DATASETS``.
+        path: Files, of a data set that a person downloads.
+
+    Raises:
+        DataError: an unknown name, or a path where none belongs or none where one does.
+    """
+    try:
+        return DataConfig(dataset=name, path=tuple(path) if path else None)
+    except ValidationError as error:
+        message = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
+        raise DataError(message, where=f"data set '{name}'", remedy="see 'cordillera data list'") from None

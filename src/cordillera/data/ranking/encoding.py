@@ -1,0 +1,566 @@
+"""From the columns of a log to the numbers that models read: vocabularies, hashes, dense transforms.
+
+An ``Encoder`` is fitted on the training rows and on nothing else, holds everything that it learnt as plain arrays, and
+is saved as JSON and Parquet with checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from cordillera.data.files import checksum, disk_errors, write_bytes
+from cordillera.data.ranking.features import (
+    CategoricalFeature,
+    DenseFeature,
+    FeatureSpec,
+    RankingBatch,
+    Schema,
+    SparseFeature,
+)
+from cordillera.data.ranking.logs.columns import (
+    WHOLE,
+    Place,
+    column_of,
+    dense_of,
+    first_of,
+    flatten,
+    groups_of,
+    hash_strings,
+    ids_of,
+    labels_of,
+    refuse_large,
+    splitmix64,
+    timestamps_of,
+    weights_of,
+    without_point,
+)
+from cordillera.errors import DataError
+from cordillera.files import read_sealed, sealed_json
+from cordillera.jagged import JaggedBatch
+
+_REMEDY = "delete the folder and prepare the data again"
+QUANTILES = 1024
+"""Quantiles that a ``quantile`` transform keeps."""
+
+SAMPLE = 200_000
+"""Rows from which quantiles are computed; all of them when there are fewer."""
+
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Encoded rows in memory, one array a kind; what a cache stores and a batch is made of.
+
+    Attributes:
+        features: Names, sizes and order.
+        dense: ``float32 [N, num_dense]``.
+        ids: ``int64 [N, single ids]``, table-local rows, in the order of the spec's features that are not lists.
+        lists: For each list feature ``int64 [T]`` values and ``int64 [N + 1]`` offsets.
+        labels: ``uint8 [N, tasks]``, or None.
+        weights: ``float32 [N]``, or None.
+        groups: ``int64 [N]``, or None.
+        timestamps: ``int64 [N]``, or None.
+        blanks: Blank values a column.
+    """
+
+    features: FeatureSpec
+    dense: np.ndarray
+    ids: np.ndarray
+    lists: tuple[tuple[np.ndarray, np.ndarray], ...]
+    labels: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    groups: np.ndarray | None = None
+    timestamps: np.ndarray | None = None
+    blanks: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    def take(self, rows: np.ndarray) -> EncodedRows:
+        """The rows at these positions, in this order."""
+        lists = []
+        for values, offsets in self.lists:
+            lengths = np.diff(offsets)[rows]
+            lists.append((values[ragged_positions(offsets[rows], lengths)], offsets_of(lengths)))
+
+        def some(column: np.ndarray | None) -> np.ndarray | None:
+            return None if column is None else column[rows]
+
+        return EncodedRows(
+            self.features,
+            self.dense[rows],
+            self.ids[rows],
+            tuple(lists),
+            some(self.labels),
+            some(self.weights),
+            some(self.groups),
+            some(self.timestamps),
+        )
+
+    def batch(self) -> RankingBatch:
+        """All rows as one batch."""
+        lists = [(values, np.diff(offsets)) for values, offsets in self.lists]
+        return assemble(
+            self.features, self.dense, self.ids, lists, self.labels, self.weights, self.groups, self.timestamps
+        )
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """``int64 [N + 1]``: zero, then the running sum of ``lengths``."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Positions of the entries of bags that begin at ``starts`` and hold ``lengths`` entries, bag after bag."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+_one_hot_offsets: dict[int, torch.Tensor] = {}
+
+
+def _offsets_of_ones(count: int) -> torch.Tensor:
+    if count not in _one_hot_offsets:
+        if len(_one_hot_offsets) > 16:
+            _one_hot_offsets.clear()
+        _one_hot_offsets[count] = torch.arange(count + 1)
+    return _one_hot_offsets[count]
+
+
+def assemble(
+    features: FeatureSpec,
+    dense: np.ndarray,
+    ids: np.ndarray,
+    lists: Sequence[tuple[np.ndarray, np.ndarray]],
+    labels: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    timestamps: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+) -> RankingBatch:
+    """Make a batch of arrays; everything is copied, so the arrays may be memory maps.
+
+    Args:
+        features: Names and order.
+        dense: ``[B, num_dense]``.
+        ids: Integers ``[B, single ids]``.
+        lists: For each list feature integer values ``[T]`` and lengths ``[B]``.
+        labels: ``[B, tasks]``.
+        weights: ``[B]``.
+        groups: ``[B]``.
+        timestamps: ``[B]``.
+        rows: ``[B]``.
+    """
+    size, singles = ids.shape
+    total = size * singles + sum(len(values) for values, _ in lists)
+    values = np.empty(total, dtype=np.int64)
+    # Sample-major on disk, where a shuffled batch then touches few pages; feature-major in the batch.
+    values[: size * singles].reshape(singles, size)[...] = ids.T
+    at = size * singles
+    for entries, _ in lists:
+        values[at : at + len(entries)] = entries
+        at += len(entries)
+    if lists:
+        lengths = np.concatenate([np.ones(size * singles, dtype=np.int64), *(counts for _, counts in lists)])
+        offsets = torch.from_numpy(offsets_of(lengths))
+    else:
+        offsets = _offsets_of_ones(size * singles)
+    keys = tuple(feature.name for feature in features.sparse)
+
+    def tensor(column: np.ndarray | None, kind: type) -> torch.Tensor | None:
+        return None if column is None else torch.from_numpy(np.array(column, dtype=kind))
+
+    return RankingBatch(
+        dense=torch.from_numpy(np.array(dense, dtype=np.float32)),
+        sparse=JaggedBatch(keys, torch.from_numpy(values), offsets, one_hot=not lists),
+        labels=tensor(labels, np.float32),
+        weights=tensor(weights, np.float32),
+        groups=tensor(groups, np.int64),
+        timestamps=tensor(timestamps, np.int64),
+        rows=tensor(rows, np.int64),
+    )
+
+
+def _transformed(values: np.ndarray, transform: str) -> np.ndarray:
+    return np.sign(values) * np.log1p(np.abs(values)) if transform == "log" else values
+
+
+class _DenseFit:
+    """Streaming mean and variance (Chan et al. 1983), and for quantiles the rows whose mixed number is smallest."""
+
+    def __init__(self, feature: DenseFeature) -> None:
+        self.feature, self.seen, self.rows = feature, 0, 0
+        self.mean, self.squares = 0.0, 0.0
+        self.sample = np.empty(0)
+        self.keys = np.empty(0, dtype=np.uint64)
+
+    def update(self, values: np.ndarray, blank: np.ndarray) -> None:
+        keys = splitmix64(np.arange(self.rows, self.rows + len(values), dtype=np.uint64))
+        self.rows += len(values)
+        present = _transformed(values[~blank], self.feature.transform)
+        if len(present):
+            count, mean = len(present), float(present.mean())
+            squares = float(((present - mean) ** 2).sum())
+            delta, total = mean - self.mean, self.seen + count
+            self.squares += squares + delta * delta * self.seen * count / total
+            self.mean += delta * count / total
+            self.seen = total
+        if self.feature.transform == "quantile":
+            self.sample = np.concatenate([self.sample, values[~blank]])
+            self.keys = np.concatenate([self.keys, keys[~blank]])
+            if len(self.keys) > SAMPLE:
+                kept = np.argpartition(self.keys, SAMPLE)[:SAMPLE]
+                self.sample, self.keys = self.sample[kept], self.keys[kept]
+
+    def result(self) -> dict[str, Any]:
+        transform, state = self.feature.transform, {}
+        if transform in ("log", "standardise"):
+            deviation = (self.squares / self.seen) ** 0.5 if self.seen else 0.0
+            # A column with one value has no scale; it becomes zeros.
+            state = {"mean": self.mean, "scale": deviation if deviation > 1e-12 * max(1.0, abs(self.mean)) else 1.0}
+            mean = 0.0
+        elif transform == "quantile":
+            points = np.linspace(0, 1, QUANTILES)
+            quantiles = np.quantile(np.sort(self.sample), points) if len(self.sample) else np.zeros(1)
+            state, mean = {"quantiles": quantiles.tolist()}, 0.5
+        else:
+            mean = self.mean
+        return {**state, "fill": mean if self.feature.missing == "mean" else 0.0}
+
+
+class _Counts:
+    """How often each value of a table was seen; small chunks are merged now and then, not one by one."""
+
+    def __init__(self) -> None:
+        self.parts: list[pl.DataFrame] = []
+
+    def update(self, values: pl.Series) -> None:
+        counts = pl.DataFrame({"value": values}).drop_nulls().group_by("value").len(name="count")
+        self.parts.append(counts.with_columns(pl.col("count").cast(pl.Int64)))
+        if len(self.parts) >= 16:
+            self.parts = [self.total()]
+
+    def total(self) -> pl.DataFrame:
+        return pl.concat(self.parts).group_by("value").agg(pl.col("count").sum())
+
+    def vocabulary(self, min_count: int, limit: int | None) -> tuple[pl.Series, bool]:
+        """Values that are kept, in order of falling count, and whether all values seen are whole numbers."""
+        if not self.parts:
+            return pl.Series("value", [], dtype=pl.String), False
+        total = self.total()
+        plain = without_point(total["value"])
+        whole = bool(plain.str.contains(WHOLE).all())
+        if whole:
+            total = total.with_columns(plain).group_by("value").agg(pl.col("count").sum())
+        often = total.filter(pl.col("count") >= min_count)
+        values = often.sort(["count", "value"], descending=[True, False])["value"]
+        return values if limit is None else values.head(max(limit - 1, 0)), whole
+
+
+class Encoder:
+    """Converts rows of a log to numbers, with vocabularies and transforms fitted on the training rows.
+
+    Attributes:
+        schema: Roles of the columns.
+        features: Names and table sizes, as models need them.
+        vocabularies: Values of each table that has a vocabulary; the value at position ``i`` has row ``i + 1``.
+        dense_state: Numbers of each dense feature's transform, and ``fill``, the value that replaces a blank.
+        rows: Number of training rows that the encoder was fitted on.
+        whole: Names of the tables whose ids were whole numbers in all training rows, and of all tables without a
+            vocabulary; text such as ``42.0`` is the id ``42`` there.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        vocabularies: dict[str, pl.Series],
+        dense_state: dict[str, dict[str, Any]],
+        rows: int,
+        whole: Iterable[str],
+    ) -> None:
+        self.schema, self.vocabularies, self.dense_state, self.rows = schema, vocabularies, dense_state, rows
+        self.whole = frozenset(whole)
+        tables: dict[str, int] = {}
+        for feature in (*schema.categorical, *schema.lists):
+            name = feature.table or feature.name
+            if feature.encoding == "vocabulary":
+                tables[name] = len(vocabularies[name]) + 1
+            else:
+                assert feature.num_embeddings is not None  # the schema's own validation says so
+                tables[name] = feature.num_embeddings
+        sparse = [SparseFeature(f.name, f.table or f.name) for f in schema.categorical]
+        sparse += [SparseFeature(f.name, f.table or f.name, f.pooling, is_list=True) for f in schema.lists]
+        self.features = FeatureSpec(tuple(f.name for f in schema.dense), tuple(sparse), tables, schema.labels)
+        self._lookup = {
+            name: pl.DataFrame({"value": values, "row": np.arange(1, len(values) + 1, dtype=np.int64)})
+            for name, values in vocabularies.items()
+        }
+        self._quantiles = {
+            name: np.asarray(state["quantiles"]) for name, state in dense_state.items() if "quantiles" in state
+        }
+
+    @staticmethod
+    def needs_fit(schema: Schema) -> bool:
+        """Whether anything must be learnt from rows (a vocabulary, a scale, the mean that fills blanks)."""
+        return any(f.encoding == "vocabulary" for f in (*schema.categorical, *schema.lists)) or any(
+            f.transform != "none" or f.missing == "mean" for f in schema.dense
+        )
+
+    @classmethod
+    def fit(cls, schema: Schema, chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, Place]]) -> Encoder:
+        """Learn vocabularies and scales from the training rows, in one pass and bounded memory.
+
+        Args:
+            schema: Which column is what.
+            chunks: Training rows, as frames or as frames with their places (for errors).
+
+        Raises:
+            DataError: a missing column, a wrong type, an infinite value; with file, row and column.
+        """
+        dense = {feature.name: _DenseFit(feature) for feature in schema.dense}
+        counts: dict[str, _Counts] = {}
+        singles = {f.table or f.name for f in schema.categorical}
+        rows = 0
+        for chunk in chunks:
+            frame, place = chunk if isinstance(chunk, tuple) else (chunk, Place("training rows", rows + 1))
+            for number in schema.dense:
+                dense[number.name].update(*dense_of(column_of(frame, number.name, place), number, place))
+            for single in schema.categorical:
+                if single.encoding == "vocabulary":
+                    values = ids_of(column_of(frame, single.name, place), single.name, place)
+                    counts.setdefault(single.table or single.name, _Counts()).update(values)
+            for entries in schema.lists:
+                name = entries.table or entries.name
+                if entries.encoding == "vocabulary" and name not in singles:
+                    flat, _ = flatten(column_of(frame, entries.name, place), entries, place)
+                    counts.setdefault(name, _Counts()).update(flat)
+            rows += len(frame)
+        vocabularies, whole = {}, set()
+        for feature in (*schema.categorical, *schema.lists):
+            name = feature.table or feature.name
+            if feature.encoding != "vocabulary":
+                whole.add(name)
+            elif name not in vocabularies:
+                seen = counts.get(name, _Counts())
+                vocabularies[name], numbers = seen.vocabulary(feature.min_count, feature.num_embeddings)
+                whole |= {name} if numbers else set()
+        return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)
+
+    def encode(
+        self,
+        frame: pl.DataFrame,
+        *,
+        where: str | Place = "rows",
+        labels: bool = True,
+    ) -> EncodedRows:
+        """Encode rows.
+
+        Args:
+            frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
+            where: Name of the file or data set, or the place of the rows, for errors.
+            labels: Whether to read labels and weights. If False, as for predictions, groups and timestamps are read
+                only if the frame holds them.
+
+        Raises:
+            DataError: a column is missing or of a wrong type, a label is neither 0 nor 1, a dense value is infinite, or
+                an id or a weight is out of range; file, row and column are named.
+        """
+        place = Place(where) if isinstance(where, str) else where
+        schema, blanks = self.schema, {}
+        dense = np.empty((len(frame), len(schema.dense)), dtype=np.float32)
+        for index, number in enumerate(schema.dense):
+            values, blank = dense_of(column_of(frame, number.name, place), number, place)
+            blanks[number.name] = int(blank.sum())
+            dense[:, index] = self._dense_values(number, values, blank, place)
+        ids = np.empty((len(frame), len(schema.categorical)), dtype=np.int64)
+        for index, single in enumerate(schema.categorical):
+            series = column_of(frame, single.name, place)
+            ids[:, index], blanks[single.name] = self._rows(series, single, place)
+        lists = []
+        for feature in schema.lists:
+            flat, lengths = flatten(
+                column_of(frame, feature.name, place), feature, place, (feature.table or feature.name) in self.whole
+            )
+            blanks[feature.name] = int((lengths == 0).sum())
+            entry_rows = np.repeat(np.arange(len(frame)), lengths)
+            lists.append((self._rows(flat, feature, place, entry_rows)[0], offsets_of(lengths)))
+        targets = weights = groups = timestamps = None
+        if labels:
+            targets = np.empty((len(frame), len(schema.labels)), dtype=np.uint8)
+            for index, label in enumerate(schema.labels):
+                targets[:, index] = labels_of(column_of(frame, label, place), label, place)
+            if schema.weight is not None:
+                weights = weights_of(column_of(frame, schema.weight, place), schema.weight, place)
+        if schema.group is not None and (labels or schema.group in frame.columns):
+            groups = groups_of(column_of(frame, schema.group, place), schema.group, place)
+        if schema.timestamp is not None and (labels or schema.timestamp in frame.columns):
+            timestamps = timestamps_of(column_of(frame, schema.timestamp, place), schema.timestamp, place)
+        return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
+
+    def gives_same_rows(self, other: Encoder) -> bool:
+        """Whether weights that were trained with this encoder's numbers mean the same with those of another.
+
+        Args:
+            other: Fitted on rows that may be others.
+        """
+        return (
+            self.features.tables == other.features.tables
+            and self.vocabularies.keys() == other.vocabularies.keys()
+            and self.dense_state.keys() == other.dense_state.keys()
+            and all(values.equals(other.vocabularies[name]) for name, values in self.vocabularies.items())
+            and all(
+                state.keys() == other.dense_state[name].keys()
+                and all(np.allclose(value, other.dense_state[name][key], 1e-9, 0) for key, value in state.items())
+                for name, state in self.dense_state.items()
+            )
+        )
+
+    def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
+        """Count the ids that are blank or not in their vocabulary, which share row 0 of the table.
+
+        Args:
+            rows: Encoded rows.
+
+        Returns:
+            Number of such ids and number of all ids, by name of each feature with a vocabulary; blank entries of lists
+            are not counted.
+        """
+        found = {}
+        singles = [feature for feature in self.features.sparse if not feature.is_list]
+        for index, single in enumerate(singles):
+            if single.table in self.vocabularies:
+                found[single.name] = (int((rows.ids[:, index] == 0).sum()), len(rows))
+        lists = [feature for feature in self.features.sparse if feature.is_list]
+        for feature, (values, _) in zip(lists, rows.lists, strict=True):
+            if feature.table in self.vocabularies:
+                found[feature.name] = (int((values == 0).sum()), len(values))
+        return found
+
+    def _dense_values(self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: Place) -> np.ndarray:
+        state = self.dense_state[feature.name]
+        if feature.transform == "quantile":
+            quantiles = self._quantiles[feature.name]
+            left = np.searchsorted(quantiles, values, side="left")
+            right = np.searchsorted(quantiles, values, side="right")
+            result = (left + right) / (2.0 * len(quantiles))
+        else:
+            result = _transformed(values, feature.transform)
+            if feature.transform != "none":
+                result = (result - state["mean"]) / state["scale"]
+        result = np.where(blank, state["fill"], result)
+        refuse_large(result, values, feature.name, place)
+        return result
+
+    def _rows(
+        self, series: pl.Series, feature: CategoricalFeature, place: Place, entry_rows: np.ndarray | None = None
+    ) -> tuple[np.ndarray, int]:
+        """Table rows ``int64 [N]`` of one column's values, and how many were blank."""
+        table = feature.table or feature.name
+        if feature.encoding == "identity":
+            return self._identity(series, feature, place, entry_rows), 0
+        text = ids_of(series, feature.name, place, entry_rows, whole=table in self.whole)
+        if feature.encoding == "vocabulary":
+            joined = text.to_frame("value").join(self._lookup[table], on="value", how="left", maintain_order="left")
+            return joined["row"].fill_null(0).to_numpy(), text.null_count()
+        size = self.features.tables[table]
+        present = text.is_not_null().to_numpy()
+        rows = np.zeros(len(text), dtype=np.int64)
+        if size > 1:
+            hashed = hash_strings(text.drop_nulls(), table) % np.uint64(size - 1)
+            rows[present] = hashed.astype(np.int64) + 1
+        return rows, text.null_count()
+
+    def _identity(
+        self, series: pl.Series, feature: CategoricalFeature, place: Place, entry_rows: np.ndarray | None
+    ) -> np.ndarray:
+        def at(entry: int) -> str:
+            return place.at(entry if entry_rows is None else entry_rows[entry], feature.name)
+
+        size = self.features.tables[feature.table or feature.name]
+        remedy = f'ids must be whole numbers from 0 to {size - 1}; raise num_embeddings or use encoding = "vocabulary"'
+        if not series.dtype.is_integer():
+            text = without_point(ids_of(series, feature.name, place, entry_rows).str.strip_chars())
+            series = text.cast(pl.Int64, strict=False)
+            wrong = (series.is_null() & text.is_not_null()).to_numpy()
+            if wrong.any():
+                row = first_of(wrong)
+                raise DataError(f"{text[row]!r} is not a whole number", where=at(row), remedy=remedy)
+        blank = series.is_null().to_numpy()
+        if blank.any():
+            raise DataError("an id is blank", where=at(first_of(blank)), remedy=remedy)
+        values = series.to_numpy()
+        outside = (values < 0) | (values >= size)
+        if outside.any():
+            row = first_of(outside)
+            raise DataError(f"id {values[row]} is outside the table of {size} rows", where=at(row), remedy=remedy)
+        return values.astype(np.int64)
+
+    def names(self, feature: str) -> list[str]:
+        """What the rows of a feature's table stand for, row by row; row 0 of a vocabulary is ``<other>``."""
+        table = next((f.table for f in self.features.sparse if f.name == feature), None)
+        if table is None:
+            names = [f.name for f in self.features.sparse]
+            raise DataError(f"'{feature}' is not an embedded feature", remedy=f"choose one of {names}")
+        if table in self.vocabularies:
+            return ["<other>", *self.vocabularies[table].to_list()]
+        return [str(row) for row in range(self.features.tables[table])]
+
+    def save(self, folder: Path) -> None:
+        """Write ``encoder.json`` and ``vocabularies.parquet`` into ``folder``, which must exist.
+
+        Raises:
+            DataError: the folder cannot be written.
+        """
+        path = folder / "vocabularies.parquet"
+        tables = [name for name, values in self.vocabularies.items() for _ in range(len(values))]
+        values = pl.concat([pl.Series("value", [], dtype=pl.String), *self.vocabularies.values()])
+        with disk_errors(path):
+            pl.DataFrame({"table": pl.Series(tables, dtype=pl.String), "value": values}).write_parquet(path)
+        content = {
+            "format": _FORMAT,
+            "schema": self.schema.model_dump(mode="json"),
+            "rows": self.rows,
+            "dense": self.dense_state,
+            "tables": list(self.vocabularies),
+            "whole": sorted(self.whole),
+            "vocabularies_sha256": checksum(path),
+        }
+        write_bytes(folder / "encoder.json", sealed_json(content).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Encoder:
+        """Read what :meth:`save` wrote, and verify it.
+
+        Raises:
+            DataError: a file is missing, of another version, or does not fit its checksum.
+        """
+        content = read_sealed(folder / "encoder.json", required=True, remedy=_REMEDY)
+        path = folder / "vocabularies.parquet"
+        if content.get("format") not in (1, _FORMAT):
+            raise DataError(f"encoder format {content.get('format')}, this version reads {_FORMAT}", where=str(folder))
+        if not path.exists() or checksum(path) != content["vocabularies_sha256"]:
+            raise DataError(
+                "the vocabularies are missing or damaged: checksum does not fit",
+                where=str(path),
+                remedy=_REMEDY,
+            )
+        frame = pl.read_parquet(path, glob=False)
+        vocabularies = {name: frame.filter(pl.col("table") == name)["value"] for name in content["tables"]}
+        # Format 1 did not say which tables hold whole numbers.
+        whole = (
+            content["whole"]
+            if "whole" in content
+            else [name for name, values in vocabularies.items() if len(values) and values.str.contains(WHOLE).all()]
+        )
+        return cls(Schema.model_validate(content["schema"]), vocabularies, content["dense"], content["rows"], whole)

@@ -1,0 +1,90 @@
+"""Export of a split's raw rows to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from cordillera.data.files import disk_errors
+from cordillera.data.ranking.datasets import DataConfig, open_schema, raw_rows
+from cordillera.data.ranking.features import Schema
+from cordillera.errors import DataError
+
+
+def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | None = None) -> int:
+    """Write raw rows of a split to a file that ``cordillera predict`` can read.
+
+    Args:
+        config: Data and the way it is split.
+        path: Path of the file, ending in ``.csv`` or ``.parquet``. In CSV, list entries are joined by the feature's
+            separator.
+        split: Name of the split.
+        rows: Largest number of rows to write, from the first. Default: all.
+
+    Returns:
+        Number of rows written.
+
+    Raises:
+        DataError: the path has another ending, or the file cannot be written.
+    """
+    kind = path.suffix.lower()
+    if kind not in (".csv", ".parquet"):
+        raise DataError(f"cannot write '{kind}' files", where=str(path), remedy="end the name in .csv or .parquet")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    writer: Any = None
+    table: pa.Table | None = None
+    count = 0
+    try:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        for frame in raw_rows(config, split, rows):
+            if kind == ".csv":
+                frame = _with_joined_lists(frame, open_schema(config), config)
+            try:
+                # Files of one log may differ in the type of a column; the first file decides.
+                table = frame.to_arrow() if table is None else frame.to_arrow().cast(table.schema)
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"the files of the log hold a column in several types ({error})",
+                    where=config.label,
+                    remedy="write the column in one type",
+                ) from error
+            with disk_errors(path):
+                if writer is None:
+                    make = pa.csv.CSVWriter if kind == ".csv" else pa.parquet.ParquetWriter
+                    writer = make(str(beside), table.schema)
+                writer.write_table(table)
+            count += len(frame)
+        if writer is None:
+            raise DataError(f"the {split} split holds no rows", where=str(path))
+        with disk_errors(path):
+            writer.close()
+            os.replace(beside, path)
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
+        beside.unlink(missing_ok=True)
+    return count
+
+
+def _with_joined_lists(frame: pl.DataFrame, schema: Schema, config: DataConfig) -> pl.DataFrame:
+    lists = [f for f in schema.lists if isinstance(frame.schema[f.name], pl.List)]
+    for feature in lists:
+        entries = frame[feature.name].explode().drop_nulls().cast(pl.String)
+        held = entries.filter(entries.str.contains(feature.separator, literal=True))
+        if len(held):
+            raise DataError(
+                f"an entry of list '{feature.name}' holds the separator: {held[0]!r}",
+                where=config.label,
+                remedy="export to a .parquet file, or choose another separator in the schema",
+            )
+    return frame.with_columns(pl.col(f.name).cast(pl.List(pl.String)).list.join(f.separator) for f in lists)

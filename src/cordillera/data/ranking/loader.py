@@ -1,0 +1,157 @@
+"""Batches in a stated order, read ahead by a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from cordillera.data.ranking.cache import ClickDataset
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.errors import DataError
+
+BLOCK = 1024
+"""Contiguous rows that shuffle ``blocks`` reads together."""
+
+WINDOW = 256
+"""Blocks whose rows shuffle ``blocks`` mixes with each other."""
+
+_DEADLINE_S = 30.0
+
+
+class Loader:
+    """Cuts a split into batches.
+
+    The order of an epoch is a pure function of ``seed`` and the epoch's number, so any epoch can be entered at
+    any batch.
+
+    Args:
+        dataset: The split.
+        batch_size: Rows a batch.
+        shuffle: ``none`` (as on disk, that is in time order after a time split), ``global`` (a permutation of all rows;
+            8 bytes of memory a row), or ``blocks`` (for data larger than memory: blocks of 1,024 neighbours in random
+            order, rows mixed within windows of 256 blocks; reads stay sequential in the large).
+        seed: Of the shuffles.
+        drop_last: Leave out a last batch that is not full.
+        prefetch: Batches that a thread reads ahead; 0 reads in the caller's thread.
+
+    Raises:
+        DataError: a batch size below 1 or an unknown shuffle.
+    """
+
+    def __init__(
+        self,
+        dataset: ClickDataset,
+        batch_size: int,
+        *,
+        shuffle: str = "none",
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch: int = 1,
+    ) -> None:
+        if batch_size < 1 or prefetch < 0:
+            raise DataError(f"batch_size must be at least 1 and prefetch at least 0, got {batch_size} and {prefetch}")
+        if shuffle not in ("none", "blocks", "global"):
+            raise DataError(f"unknown shuffle '{shuffle}'", remedy="choose none, blocks or global")
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
+        self.drop_last, self.prefetch = drop_last, prefetch
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    def order(self, epoch: int = 0) -> Iterator[np.ndarray | slice]:
+        """The rows of every batch of an epoch."""
+        return self._order(epoch, 0)
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Its number.
+            start: Number of the first batch to give; ``epoch(e, k)`` gives what ``epoch(e)`` gives after ``k`` batches.
+
+        Raises:
+            DataError: ``start`` is negative or beyond the epoch's end.
+        """
+        if not 0 <= start <= len(self):
+            raise DataError(f"an epoch has {len(self)} batches, cannot start at {start}", where="Loader.epoch")
+        return self._ahead(epoch, start) if self.prefetch else self._read(epoch, start)
+
+    def _read(self, epoch: int, start: int) -> Iterator[RankingBatch]:
+        for rows in self._order(epoch, start):
+            yield self.dataset.batch(rows)
+
+    def _order(self, epoch: int, start: int) -> Iterator[np.ndarray | slice]:
+        rows, size = len(self.dataset), self.batch_size
+        if self.shuffle == "blocks":
+            yield from self._blocks(epoch, start)
+            return
+        permutation = None
+        if self.shuffle == "global":
+            permutation = np.random.default_rng([self.seed, epoch]).permutation(rows)
+        for index in range(start, len(self)):
+            chosen = slice(index * size, min((index + 1) * size, rows))
+            yield chosen if permutation is None else permutation[chosen]
+
+    def _blocks(self, epoch: int, start: int) -> Iterator[np.ndarray]:
+        rows, size = len(self.dataset), self.batch_size
+        count = -(-rows // BLOCK)
+        order = np.random.default_rng([self.seed, epoch]).permutation(count)
+        lengths = np.where(order == count - 1, rows - (count - 1) * BLOCK, BLOCK) if count else order
+        skip, waiting, index = start * size, np.empty(0, dtype=np.int64), start
+        for window in range(0, count, WINDOW):
+            blocks = order[window : window + WINDOW]
+            inside = int(lengths[window : window + WINDOW].sum())
+            if skip >= inside:
+                skip -= inside
+                continue
+            mixed = np.concatenate([np.arange(b * BLOCK, min((b + 1) * BLOCK, rows), dtype=np.int64) for b in blocks])
+            np.random.default_rng([self.seed, epoch, window]).shuffle(mixed)
+            waiting = np.concatenate([waiting, mixed[skip:]])
+            skip = 0
+            while len(waiting) >= size and index < len(self):
+                yield waiting[:size]
+                waiting, index = waiting[size:], index + 1
+        if len(waiting) and index < len(self):
+            yield waiting
+
+    def _ahead(self, epoch: int, start: int) -> Iterator[RankingBatch]:
+        """Read in a thread that ends with the iteration, whether that runs out, is closed or fails."""
+        ready: queue.Queue[RankingBatch | BaseException | None] = queue.Queue(maxsize=self.prefetch)
+        stop = threading.Event()
+
+        def put(item: RankingBatch | BaseException | None) -> bool:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def read() -> None:
+            try:
+                for batch in self._read(epoch, start):
+                    if not put(batch):
+                        return
+                put(None)
+            except BaseException as error:  # carried over to the caller's thread
+                put(error)
+
+        thread = threading.Thread(target=read, name="cordillera-loader", daemon=True)
+        thread.start()
+        try:
+            while True:
+                item = ready.get()
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stop.set()
+            thread.join(_DEADLINE_S)

@@ -1,0 +1,356 @@
+"""Logs of clicks as chunks of rows: CSV, TSV and Parquet files of any size, and the layouts of Criteo and Avazu."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet
+from polars.exceptions import PolarsError
+
+from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema
+from cordillera.data.ranking.logs.columns import Place, ids_of, timestamps_of
+from cordillera.data.ranking.logs.delimited import DelimitedFile
+from cordillera.errors import DataError
+
+CHUNK_ROWS = 262_144
+"""Rows of a Parquet or in-memory chunk."""
+
+_DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, MemoryError, PolarsError)
+
+Format = Literal["csv", "tsv", "parquet"]
+Chunk = tuple[pl.DataFrame, Place]
+
+
+class ClickLog(Protocol):
+    """Rows that can be read again and again, chunk by chunk.
+
+    Attributes:
+        schema: Which column is what.
+        facts: Facts known in advance, such as source and terms.
+        probability: Column of the true probability of the first label, in made data; not part of the schema.
+    """
+
+    schema: Schema
+    facts: dict[str, Any]
+    probability: str | None
+
+    def fingerprint(self) -> str:
+        """Text that changes when the rows change."""
+        ...
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """Frames in order, with their places; at least the given columns."""
+        ...
+
+
+@dataclass
+class FrameLog:
+    """Rows that are in memory."""
+
+    schema: Schema
+    frame: pl.DataFrame
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    version: str = ""
+    probability: str | None = None
+
+    def fingerprint(self) -> str:
+        """The name and version."""
+        return f"{self.name} {self.version}"
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """Slices of the frame."""
+        frame = self.frame if columns is None else self.frame.select(columns)
+        for start in range(0, len(frame), CHUNK_ROWS):
+            yield frame.slice(start, CHUNK_ROWS), Place(self.name, start + 1)
+
+
+@dataclass
+class FileLog:
+    """Rows in files, read as a stream.
+
+    Text files are read as text; columns that the schema declares as numbers are converted later, so that errors name
+    the line.
+
+    Attributes:
+        schema: Roles of the columns.
+        paths: Paths of the files, in order.
+        format: Format of all files.
+        header: Column names of files without a header; None if the first line names them.
+        prepare: Function applied to every frame before anything else reads it.
+    """
+
+    schema: Schema
+    paths: tuple[Path, ...]
+    format: Format
+    header: tuple[str, ...] | None = None
+    prepare: Callable[[pl.DataFrame, Place], pl.DataFrame] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    probability: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise DataError("no file was given", where="data.path")
+        for path in self.paths:
+            try:
+                size = None
+                if path.is_file():
+                    with open(path, "rb") as file:
+                        size = file.seek(0, os.SEEK_END)
+            except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+                reason = getattr(error, "strerror", None) or error
+                raise DataError(f"cannot be read ({reason})", where=str(path), remedy="correct data.path") from error
+            if size is None:
+                raise DataError("there is no such file", where=str(path), remedy="correct data.path")
+            if size == 0:
+                raise DataError("the file is empty", where=str(path), remedy="give a file that holds rows")
+
+    def fingerprint(self) -> str:
+        """Names, sizes, modification times and the first and last megabyte of the files."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            state = path.stat()
+            digest.update(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}\n".encode())
+            with open(path, "rb") as file:
+                digest.update(file.read(1 << 20))
+                file.seek(max(0, state.st_size - (1 << 20)))
+                digest.update(file.read())
+        return digest.hexdigest()
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        """Frames in the order of the files.
+
+        Raises:
+            DataError: a file is not of the format, a row has too many or too few fields, a quotation mark is not closed
+                in its line, or a column is missing or of a type that cannot be read.
+        """
+        # What prepare makes of other columns is not known here, so with it every column is read.
+        wanted = None if self.prepare is not None or columns is None else list(columns)
+        for path in self.paths:
+            any_rows = False
+            read = self._parquet if self.format == "parquet" else self._text
+            for frame, place in read(path, wanted):
+                if self.prepare is not None:
+                    frame = self.prepare(frame, place)
+                any_rows |= len(frame) > 0
+                if len(frame):
+                    yield frame, place
+            if not any_rows:
+                raise DataError("the file holds no rows", where=str(path), remedy="give a file that holds rows")
+
+    def _missing(self, path: Path, wanted: Sequence[str], there: Sequence[str]) -> None:
+        absent = [name for name in wanted if name not in there]
+        if absent:
+            raise DataError(
+                f"column '{absent[0]}' is missing; there are {list(there)}",
+                where=str(path),
+                remedy="name the column in the file, or take it out of the schema",
+            )
+
+    def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
+        row = 1
+        try:
+            with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+                columns = self._parquet_columns(path, file.schema_arrow, wanted)
+                for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
+                    # Metadata or text that is not UTF-8, and offsets out of range, would end the process.
+                    batch = pa.RecordBatch.from_arrays(batch.select(columns).columns, names=columns)
+                    batch.validate(full=True)
+                    frame = pl.from_arrow(batch)
+                    assert isinstance(frame, pl.DataFrame)
+                    yield frame, Place(str(path), row)
+                    row += len(frame)
+                rows = file.metadata.num_rows
+        except _DAMAGE as error:
+            if row == 1:
+                raise DataError(
+                    f"this is not a whole Parquet file ({error})", where=str(path), remedy="write it again"
+                ) from error
+            raise DataError(
+                f"the Parquet file is damaged after row {row - 1} ({error})", where=str(path), remedy="write it again"
+            ) from error
+        if row - 1 != rows:
+            raise DataError(
+                f"the Parquet file holds {row - 1} rows, its own count is {rows}",
+                where=str(path),
+                remedy="write it again",
+            )
+
+    def _parquet_columns(self, path: Path, schema: pa.Schema, wanted: list[str] | None) -> list[str]:
+        names: list[str] = schema.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=str(path))
+        self._missing(path, wanted or (), names)
+        kinds = {name: schema.field(name).type for name in names}
+        # Raises UnicodeDecodeError for names within types that are not UTF-8.
+        str(kinds)
+        needed = wanted if wanted is not None else [*self.schema.columns, *self.schema.ids]
+        for name in needed:
+            if name in kinds and not _is_readable(kinds[name]):
+                raise DataError(
+                    f"column '{name}' holds {kinds[name]}, which cannot be read",
+                    where=str(path),
+                    remedy="convert it to numbers of at most 64 bits, text, dates, or lists of these",
+                )
+        return wanted if wanted is not None else [name for name in names if _is_readable(kinds[name])]
+
+    def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
+        # Published logs without a header hold raw text, in which a quotation mark means itself.
+        file = DelimitedFile(path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header)
+        self._missing(path, wanted or (), file.names)
+        yield from file.frames(wanted)
+
+
+def _is_readable(kind: pa.DataType) -> bool:
+    """Whether an Arrow type can be read as numbers, text, dates or lists of these."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _is_readable(kind.value_type)
+    if pa.types.is_dictionary(kind):
+        return _is_readable(kind.value_type) and not pa.types.is_nested(kind.value_type)
+    if pa.types.is_decimal(kind):
+        return bool(kind.bit_width <= 128)
+    simple = (
+        pa.types.is_boolean,
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_fixed_size_binary,
+        pa.types.is_date,
+        pa.types.is_timestamp,
+        pa.types.is_time,
+        pa.types.is_null,
+    )
+    return any(fits(kind) for fits in simple)
+
+
+def guess_format(path: Path) -> Format:
+    """The format that a file's name tells.
+
+    Raises:
+        DataError: it tells none.
+    """
+    name = path.name.lower()
+    for suffix in (".gz", ".zst"):
+        name = name.removesuffix(suffix)
+    endings: dict[str, Format] = {".csv": "csv", ".tsv": "tsv", ".txt": "tsv", ".parquet": "parquet", ".pq": "parquet"}
+    for ending, kind in endings.items():
+        if name.endswith(ending):
+            return kind
+    remedy = 'set data.format to "csv", "tsv" or "parquet"'
+    raise DataError("the name does not tell the format", where=str(path), remedy=remedy)
+
+
+CRITEO_DENSE = tuple(f"I{index}" for index in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{index}" for index in range(1, 27))
+CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+"""Columns of the Criteo display advertising challenge: tab-separated, no header, blanks for missing values."""
+
+
+def criteo_schema(min_count: int = 10) -> Schema:
+    """The Criteo log: 13 counts, 26 hashed ids, a click label; rows are in time order, but carry no time.
+
+    Args:
+        min_count: Values seen less often in training share the row for the unseen.
+    """
+    return Schema(
+        dense=tuple(DenseFeature(name=name, transform="log") for name in CRITEO_DENSE),
+        categorical=tuple(CategoricalFeature(name=name, min_count=min_count) for name in CRITEO_CATEGORICAL),
+        labels=("label",),
+    )
+
+
+AVAZU_CATEGORICAL = (
+    "C1",
+    "banner_pos",
+    "site_id",
+    "site_domain",
+    "site_category",
+    "app_id",
+    "app_domain",
+    "app_category",
+    "device_id",
+    "device_ip",
+    "device_model",
+    "device_type",
+    "device_conn_type",
+    *(f"C{index}" for index in range(14, 22)),
+)
+AVAZU_COLUMNS = ("id", "click", "hour", *AVAZU_CATEGORICAL)
+"""Columns of the Avazu click-through challenge: comma-separated, with a header."""
+
+
+def avazu_schema(min_count: int = 5) -> Schema:
+    """The Avazu log: 21 ids, hour of day and weekday, a click label, hours as timestamps.
+
+    Args:
+        min_count: Values seen less often in training share the row for the unseen.
+    """
+    return Schema(
+        categorical=(
+            *(CategoricalFeature(name=name, min_count=min_count) for name in AVAZU_CATEGORICAL),
+            CategoricalFeature(name="hour_of_day"),
+            CategoricalFeature(name="weekday"),
+        ),
+        labels=("click",),
+        timestamp="timestamp",
+        ids=("id",),
+    )
+
+
+def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
+    """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to rows whose ``hour`` reads YYMMDDHH.
+
+    Args:
+        frame: Rows as published.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: ``hour`` is missing or does not read YYMMDDHH.
+    """
+    if "hour" not in frame.columns:
+        raise DataError(f"column 'hour' is missing; there are {frame.columns}", where=place.source)
+    hour = ids_of(frame["hour"], "hour", place)
+    time = (hour + "00").str.to_datetime("%y%m%d%H%M", strict=False, time_unit="us")
+    wrong = time.is_null().to_numpy()
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(f"{hour[row]!r} does not read YYMMDDHH", where=place.at(row, "hour"), remedy="correct the hour")
+    return frame.with_columns(
+        timestamp=time.dt.epoch("s"),
+        hour_of_day=time.dt.hour().cast(pl.String),
+        weekday=time.dt.weekday().cast(pl.String),
+    )
+
+
+def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
+    """A list column.
+
+    Args:
+        values: ``[T]``.
+        offsets: ``int64 [N + 1]``; list ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+    """
+    series = pl.from_arrow(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
+    assert isinstance(series, pl.Series)
+    return series
+
+
+def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, Place]]:
+    """The timestamps of a log, chunk by chunk, as ``int64`` seconds."""
+    name = log.schema.timestamp
+    assert name is not None
+    for frame, place in log.chunks([name]):
+        if name not in frame.columns:
+            raise DataError(f"column '{name}' is missing; there are {frame.columns}", where=place.source)
+        yield pl.Series("time", timestamps_of(frame[name], name, place)), place

@@ -1,0 +1,432 @@
+"""Conversion of a log's columns to numbers and text; errors name the file, the row and the column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from cordillera.data.ranking.features import DenseFeature, ListFeature
+from cordillera.errors import DataError
+
+WEIGHTS = (1e-30, 1e30)
+"""Smallest and largest sample weight other than 0; sums of such weights fit into float32."""
+
+WHOLE = r"^(?:0|-?[1-9]\d*)$"
+"""Regular expression of whole numbers without leading zeros."""
+
+_WHOLE_OR_POINT = r"^(0|-?[1-9]\d*)\.0+$"
+_BLANK_GROUP = np.uint64(0x9E3779B97F4A7C15)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a chunk of rows, for errors.
+
+    Attributes:
+        source: Name of the file or data set.
+        first_row: Number of the chunk's first row as errors count it: 1 for the first row of a Parquet file, 2 for the
+            line after a CSV header.
+        unit: ``row`` or ``line``.
+        kept: Positions of the rows in the chunk, ``int64 [N]``; None if the rows are the whole chunk.
+    """
+
+    source: str
+    first_row: int = 1
+    unit: str = "row"
+    kept: np.ndarray | None = field(default=None, compare=False)
+
+    def at(self, row: int | np.integer[Any], column: str) -> str:
+        """Place of one value in words, such as a file with its line and column.
+
+        Args:
+            row: Position among the rows, from 0.
+            column: Name of the column.
+        """
+        position = int(row) if self.kept is None else int(self.kept[row])
+        return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
+
+    def of_rows(self, rows: np.ndarray) -> Place:
+        """Place of a selection of the rows.
+
+        Args:
+            rows: Positions of the selected rows among the rows, ``int64 [M]``.
+        """
+        return replace(self, kept=rows if self.kept is None else self.kept[rows])
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, SplitMix64's finaliser).
+
+    Args:
+        values: ``uint64`` integers of any shape.
+
+    Returns:
+        ``uint64`` of the same shape.
+    """
+    with np.errstate(over="ignore"):
+        z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
+    """Hash text to 64 bits: FNV-1a over the UTF-8 bytes, then SplitMix64.
+
+    The result depends on the text and the salt only, not on the process, the platform or a library's version.
+
+    Args:
+        values: Text without blanks, ``N`` entries.
+        salt: Text that selects the hash function; functions of different salts are independent.
+
+    Returns:
+        ``uint64 [N]``.
+    """
+    prime = np.uint64(0x100000001B3)
+    seed = 0xCBF29CE484222325
+    for byte in salt.encode():
+        seed = ((seed ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    distinct = values.unique()
+    encoded = distinct.to_arrow().cast("large_binary")
+    offsets = np.frombuffer(encoded.buffers()[1], dtype=np.int64)[encoded.offset : encoded.offset + len(encoded) + 1]
+    data = np.frombuffer(encoded.buffers()[2] or b"", dtype=np.uint8)
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    order = np.argsort(lengths, kind="stable")
+    state = np.full(len(encoded), seed, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for position in range(int(lengths.max(initial=0))):
+            # Rows are visited in order of length, so those that still have bytes left are a suffix.
+            active = order[np.searchsorted(lengths[order], position, side="right") :]
+            state[active] = (state[active] ^ data[starts[active] + position]) * prime
+    hashes = pl.DataFrame({"value": distinct, "hash": splitmix64(state)})
+    return values.to_frame("value").join(hashes, on="value", how="left", maintain_order="left")["hash"].to_numpy()
+
+
+def column_of(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
+    """A column of a frame.
+
+    Args:
+        frame: Frame of rows.
+        name: Name of the column.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: the column is missing.
+    """
+    if name not in frame.columns:
+        raise DataError(
+            f"column '{name}' is missing; there are {frame.columns}",
+            where=place.source,
+            remedy="name the column in the file, or take it out of the schema",
+        )
+    return frame[name]
+
+
+def first_of(mask: np.ndarray) -> int:
+    """Position of the first true entry.
+
+    Args:
+        mask: ``bool [N]`` with at least one true entry.
+    """
+    return int(np.argmax(mask))
+
+
+def numbers_of(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept.
+
+    Args:
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a text is not a number, or the column's type holds no numbers.
+    """
+    if series.dtype in (pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
+    if series.dtype == pl.String:
+        trimmed = series.str.strip_chars()
+        blank = trimmed.is_null() | (trimmed == "").fill_null(True)
+        parsed = trimmed.cast(pl.Float64, strict=False)
+    elif series.dtype == pl.Boolean or series.dtype.is_numeric() or series.dtype == pl.Null:
+        blank = series.is_null()
+        parsed = series.cast(pl.Float64)
+    else:
+        raise DataError(
+            f"column '{name}' holds {series.dtype}, not numbers",
+            where=place.source,
+            remedy="convert the column, or declare it as a categorical or list feature",
+        )
+    wrong = (parsed.is_null() & ~blank).to_numpy()
+    if wrong.any():
+        row = first_of(wrong)
+        raise DataError(
+            f"{series[row]!r} is not a number",
+            where=place.at(row, name),
+            remedy="correct the value, leave it blank, or declare the column as categorical",
+        )
+    return parsed.fill_null(0.0).to_numpy(), blank.to_numpy()
+
+
+def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A dense feature as ``float64 [N]``, blanks as 0, and its blanks as ``bool [N]``.
+
+    Args:
+        series: Column of ``N`` rows.
+        feature: Feature of the schema.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a value is infinite or too large for float32, or is NaN or blank and the feature does not allow it.
+    """
+    values, blank = numbers_of(series, feature.name, place)
+    infinite = np.isinf(values)
+    if infinite.any():
+        row = first_of(infinite)
+        raise DataError(
+            f"a dense value is infinite ({values[row]})",
+            where=place.at(row, feature.name),
+            remedy="correct the value or leave it blank",
+        )
+    nan = np.isnan(values)
+    if nan.any():
+        if feature.nan == "refuse":
+            raise DataError(
+                "a dense value is NaN",
+                where=place.at(first_of(nan), feature.name),
+                remedy=f"leave it blank, or set nan = \"missing\" for dense feature '{feature.name}' in the schema",
+            )
+        blank = blank | nan
+        values = np.where(nan, 0.0, values)
+    if feature.missing == "refuse" and blank.any():
+        raise DataError(
+            "a dense value is blank",
+            where=place.at(first_of(blank), feature.name),
+            remedy=f"fill it, or set missing = \"mean\" for dense feature '{feature.name}' in the schema",
+        )
+    if feature.transform in ("none", "standardise"):
+        refuse_large(values, values, feature.name, place)
+    return values, blank
+
+
+def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: Place) -> None:
+    """Refuse values whose transformed results do not fit into float32.
+
+    Args:
+        results: Transformed values, ``float64 [N]``.
+        values: Values before the transform, ``float64 [N]``.
+        name: Name of the column.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a result is too large; the row of its value is named.
+    """
+    large = np.abs(results) > _LARGEST
+    if large.any():
+        row = first_of(large)
+        raise DataError(
+            f"{values[row]:g} does not fit into 32 bits",
+            where=place.at(row, name),
+            remedy='correct the value, or use transform = "log" or "quantile"',
+        )
+
+
+def ids_of(
+    series: pl.Series, name: str, place: Place, rows: np.ndarray | None = None, *, whole: bool = False
+) -> pl.Series:
+    """A column of ids as text, with blanks (null and empty) as null.
+
+    Args:
+        series: Whole numbers, text, dates or truth values, ``N`` entries.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+        rows: Row of each entry, ``int64 [N]``, for entries of lists; None if each entry is its own row.
+        whole: Whether to write text such as ``42.0`` as ``42``; columns of numbers are always written so.
+
+    Raises:
+        DataError: a number is not whole or beyond what its type holds exactly, or the column holds another type.
+    """
+    dtype = series.dtype
+    if dtype.is_float():
+        values = series.fill_null(0.0).to_numpy()
+        exact = 2.0 ** (np.finfo(values.dtype).nmant + 1)  # which its odd neighbour becomes, too
+        wrong = ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) >= exact)
+        if wrong.any():
+            entry = first_of(wrong)
+            large = np.isfinite(values[entry]) and abs(values[entry]) >= exact
+            raise DataError(
+                f"{float(values[entry])!r} is not an id"
+                + (f": {dtype} does not hold its last digits" if large else ""),
+                where=place.at(entry if rows is None else rows[entry], name),
+                remedy="write ids as integers or text"
+                if large
+                else "ids are whole numbers or text; declare the column as dense, or leave blanks blank",
+            )
+        return series.cast(pl.Int64).cast(pl.String)
+    simple = (pl.String, pl.Boolean, pl.Null, pl.Categorical, pl.Enum, pl.Date, pl.Datetime, pl.Time)
+    if not (dtype.is_integer() or dtype.is_decimal() or dtype in simple):
+        raise DataError(
+            f"column '{name}' holds {dtype}, not one id a row",
+            where=place.source,
+            remedy="declare it as a list feature" if dtype == pl.List else "convert it to text or whole numbers",
+        )
+    text = series.cast(pl.String)
+    if dtype.is_decimal() or (whole and not dtype.is_integer()):
+        text = without_point(text)
+    return text.to_frame("x").select(pl.when(pl.col("x") != "").then(pl.col("x")).alias(series.name)).to_series()
+
+
+def without_point(text: pl.Series) -> pl.Series:
+    """Text in which whole numbers such as ``42.0`` are written as ``42``.
+
+    Args:
+        text: Text column of ``N`` entries.
+    """
+    # Most columns hold no such text, and a literal search finds that out quickly.
+    if not text.str.contains(".0", literal=True).any():
+        return text
+    return text.str.replace(_WHOLE_OR_POINT, "$1")
+
+
+def flatten(series: pl.Series, feature: ListFeature, place: Place, whole: bool = False) -> tuple[pl.Series, np.ndarray]:
+    """Flatten a list column to its kept entries, row after row, and their number in each row, ``int64 [N]``.
+
+    Args:
+        series: Column of ``N`` rows.
+        feature: Feature of the schema.
+        place: Place of the rows, for errors.
+        whole: Whether to write text such as ``42.0`` as ``42``.
+
+    Raises:
+        DataError: the column does not hold lists, or an entry is not an id.
+    """
+    if series.dtype == pl.String:
+        series = series.str.split(feature.separator)
+    elif isinstance(series.dtype, pl.Array):
+        series = series.arr.to_list()
+    elif series.dtype == pl.Null:
+        return pl.Series(feature.name, [], dtype=pl.String), np.zeros(len(series), dtype=np.int64)
+    if series.dtype != pl.List:
+        raise DataError(
+            f"column '{feature.name}' holds {series.dtype}, not lists",
+            where=place.source,
+            remedy="give a list column, or text with a separator; or declare it as categorical",
+        )
+    lengths = series.list.len().fill_null(0).to_numpy().astype(np.int64)
+    row = np.repeat(np.arange(len(series)), lengths)
+    entries = series.filter(pl.Series(lengths > 0)).explode()
+    # The place of an entry is that of its row.
+    text = ids_of(entries, feature.name, place, row, whole=whole)
+    keep = text.is_not_null().to_numpy()
+    counts = np.bincount(row[keep], minlength=len(series)).astype(np.int64)
+    ends = np.cumsum(counts)
+    from_end = ends[row[keep]] - np.arange(int(keep.sum()))
+    recent = from_end <= feature.max_length
+    return text.filter(pl.Series(keep)).filter(pl.Series(recent)), np.minimum(counts, feature.max_length)
+
+
+def labels_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A label column as ``uint8 [N]``.
+
+    Args:
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a value is neither 0 nor 1.
+    """
+    values, blank = numbers_of(series, name, place)
+    wrong = blank | ((values != 0) & (values != 1))
+    if wrong.any():
+        row = first_of(wrong)
+        shown = "blank" if blank[row] else f"{values[row]:g}"
+        raise DataError(
+            f"a label is {shown}, labels must be 0 or 1",
+            where=place.at(row, name),
+            remedy="make the column 0/1 (1 for a click, a purchase, a like) or take the row out",
+        )
+    return values.astype(np.uint8)
+
+
+def weights_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A column of sample weights as ``float32 [N]``.
+
+    Args:
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a value is not 0 and lies outside of :data:`WEIGHTS`.
+    """
+    values, blank = numbers_of(series, name, place)
+    low, high = WEIGHTS
+    wrong = blank | ~((values == 0) | ((values >= low) & (values <= high)))
+    if wrong.any():
+        row = first_of(wrong)
+        shown = "blank" if blank[row] else f"{values[row]:g}"
+        raise DataError(
+            f"a sample weight is {shown}, weights must be 0 or from {low:g} to {high:g}",
+            where=place.at(row, name),
+            remedy="give every row a weight, 1 for an ordinary one",
+        )
+    return values.astype(np.float32)
+
+
+def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
+
+    Args:
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a value is blank, or is not a whole number of 64 bits.
+    """
+    if series.dtype in (pl.Date, pl.Datetime):
+        series = series.dt.epoch("s")
+    if series.dtype in (pl.String, pl.Categorical, pl.Enum):
+        series = series.cast(pl.String).str.strip_chars()
+    # Float64 would lose the last digits of times in nanoseconds.
+    whole = series.cast(pl.Int64, strict=False) if series.dtype == pl.String or series.dtype.is_integer() else None
+    if whole is not None and whole.null_count() == 0:
+        return whole.to_numpy()
+    values, blank = numbers_of(series, name, place)
+    wrong = blank | ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) >= 2.0**63)
+    if wrong.any():
+        row = first_of(wrong)
+        raise DataError(
+            "a timestamp is blank" if blank[row] else f"{float(values[row])!r} is not a timestamp in whole seconds",
+            where=place.at(row, name),
+            remedy="give every row its time in seconds, or split by order or at random",
+        )
+    times = values.astype(np.int64)
+    return times if whole is None else np.where(whole.is_null().to_numpy(), times, whole.fill_null(0).to_numpy())
+
+
+def groups_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+    """A column of groups as ``int64 [N]``: integers unchanged, other values hashed as text, blanks as one group.
+
+    Args:
+        series: Column of ``N`` rows.
+        name: Name of the column in errors.
+        place: Place of the rows, for errors.
+
+    Raises:
+        DataError: a value is not an id.
+    """
+    blank = np.array(_BLANK_GROUP).astype(np.int64)
+    if series.dtype.is_integer():
+        # Numbers beyond 63 bits wrap, so that different groups stay different.
+        values = series.fill_null(0).to_numpy().astype(np.int64)
+        return np.where(series.is_null().to_numpy(), blank, values) if series.null_count() else values
+    text = ids_of(series, name, place, whole=True)
+    if series.dtype.is_float():
+        return np.where(text.is_null().to_numpy(), blank, text.cast(pl.Int64).fill_null(0).to_numpy())
+    return hash_strings(text.fill_null(""), "group").astype(np.int64)

@@ -1,0 +1,213 @@
+"""Byte-level byte-pair encodings, run by the ``tokenizers`` library without its special tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from cordillera.data.tokenizers.chat import ChatFormat, JinjaChat, guess_format
+from cordillera.data.tokenizers.rules import check_ids, check_rules
+from cordillera.data.tokenizers.tokenizer import Tokenizer
+from cordillera.errors import DataError
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 divides text into words before it looks for tokens."""
+
+BEGINS = ("<|begin_of_text|>", "<s>")
+ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>")
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|eot|>")
+
+
+def byte_letters() -> dict[str, int]:
+    """The letters that byte-level encodings write bytes with (Radford et al. 2019, GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@dataclass(frozen=True, eq=False)
+class BytePairs:
+    """What a file says about a byte-level byte-pair encoding.
+
+    The special tokens are taken out of the vocabulary, the merges and the list of added tokens, so that no text can
+    give one, whatever the library does with its list. Neither does it know an unknown token: some vocabularies
+    (SmolLM2's) lack the bytes of a few rare characters, for which the library would write a control token; here
+    they are written as U+FFFD.
+
+    Attributes:
+        path: The file.
+        vocabulary: Token, in byte letters, to id.
+        merges: Pairs of tokens, the first to merge first.
+        special: Special token to id.
+        words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
+        normalizer: Section ``normalizer`` of ``tokenizer.json``.
+        pre_tokenizer: Section ``pre_tokenizer`` of ``tokenizer.json``.
+        ignore_merges: Whether a word that is a token is taken as it is.
+    """
+
+    path: Path
+    vocabulary: Mapping[str, int]
+    merges: Sequence[Sequence[str]]
+    special: Mapping[str, int]
+    words: Mapping[str, Mapping[str, Any]]
+    normalizer: Any
+    pre_tokenizer: Any
+    ignore_merges: bool
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """Of all tokens that are not special; added words only keep their ids there."""
+        plain = {name: token for name, token in self.vocabulary.items() if name not in self.special}
+        return plain | {name: word["id"] for name, word in self.words.items()}
+
+    @cached_property
+    def _source(self) -> str:
+        """As ``tokenizer.json``."""
+        hidden = self.special.keys()
+        words = sorted(self.words.values(), key=lambda word: word["id"])
+        model = {
+            "type": "BPE",
+            "ignore_merges": self.ignore_merges,
+            "vocab": self._ids,
+            "merges": [
+                pair
+                for pair in self.merges
+                if not (pair[0] in hidden or pair[1] in hidden or pair[0] + pair[1] in hidden)
+            ],
+        }
+        content = {
+            "version": "1.0",
+            "added_tokens": [{**word, "special": False} for word in words],
+            "normalizer": self.normalizer,
+            "pre_tokenizer": self.pre_tokenizer,
+            "model": model,
+        }
+        return json.dumps(content, ensure_ascii=False)
+
+    def tokenizer(
+        self,
+        kind: Literal["tokenizers", "gguf"],
+        *,
+        bos: str | None,
+        eos: str | None,
+        stops: Iterable[int] = (),
+        adds_bos: bool = False,
+        template: str | None = None,
+    ) -> Tokenizer:
+        """Make the tokenizer.
+
+        Args:
+            kind: Kind of file that the tokenizer comes from.
+            bos: The begin-of-text token.
+            eos: The end-of-text token.
+            stops: Ids at which generation ends, besides the usual ones.
+            adds_bos: Whether texts begin with ``bos``.
+            template: Chat template in Jinja.
+
+        Raises:
+            DataError: the vocabulary is damaged, or most text cannot be written in it.
+        """
+        self._check()
+        chat: ChatFormat | None = guess_format(self.special)
+        if template is not None:
+            chat = JinjaChat(template, self.special, bos=bos, eos=eos, where=f"{self.path}, chat template")
+        ends = [self.special.get(name) for name in (*ENDS, *TURN_ENDS)]
+        bos_id, eos_id = (None if name is None else self.special[name] for name in (bos, eos))
+        fingerprint = f"{json.dumps(dict(self.special))}{self._source}"
+        made = Tokenizer(
+            kind=kind,
+            path=self.path,
+            encode_plain=self._encoder(),
+            token_bytes=self._token_bytes(),
+            special_tokens=dict(self.special),
+            bos_id=bos_id,
+            eos_id=eos_id,
+            stop_ids=tuple(dict.fromkeys(stop for stop in (eos_id, *stops, *ends) if stop is not None)),
+            adds_bos=adds_bos and bos is not None,
+            chat_format=chat,
+            fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
+        )
+        probe = "a \ufffd\n 12"
+        if made.decode(made.encode(probe)).removeprefix(" ") != probe:
+            raise DataError("its ids do not give the text back", where=str(self.path))
+        return made
+
+    def _check(self) -> None:
+        words = ((name, word.get("id")) for name, word in self.words.items())
+        check_ids(self.path, itertools.chain(self.vocabulary.items(), self.special.items(), words))
+        check_rules(self.path, self.normalizer, self.pre_tokenizer)
+        for number, pair in enumerate(self.merges):
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
+                raise DataError(f"merge {number} is not a pair of tokens", where=str(self.path))
+
+    def _encoder(self) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        if len(set(self._ids.values()) | set(self.special.values())) != len(self._ids) + len(self.special):
+            raise DataError("two tokens have one id", where=str(self.path))
+        absent = {byte for letter, byte in byte_letters().items() if letter not in self._ids}
+        unwritable = _unwritable(absent, self.path)
+        try:
+            library = Library.from_str(self._source)
+        except BaseException as error:
+            raise self._failed(error, "the tokenizer is damaged") from error
+
+        def encode(texts: Sequence[str]) -> list[list[int]]:
+            if unwritable is not None:
+                texts = [unwritable.sub("\ufffd", text) for text in texts]
+            try:
+                return [found.ids for found in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            except BaseException as error:
+                raise self._failed(error, "its rules do not get through this text") from error
+
+        return encode
+
+    def _failed(self, error: BaseException, what: str) -> BaseException:
+        """Error to raise for one of the library, which raises ``Exception`` or, on a panic, ``BaseException``."""
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            return error
+        return DataError(f"{what} ({str(error)[:200]})", where=str(self.path), remedy="use another file of the model")
+
+    def _token_bytes(self) -> list[bytes | None]:
+        letters = byte_letters()
+        found: list[bytes | None] = [None] * (max(*self._ids.values(), *self.special.values(), 0) + 1)
+        for name, token in self._ids.items():
+            try:
+                found[token] = name.encode() if name in self.words else bytes(letters[letter] for letter in name)
+            except KeyError:
+                raise DataError(f"token {token}, {name!r}, is not in byte letters", where=str(self.path)) from None
+        for name, token in self.special.items():
+            found[token] = name.encode()
+        return found
+
+
+def _unwritable(absent: set[int], path: Path) -> re.Pattern[str] | None:
+    """Finds the characters whose bytes are no tokens."""
+    if absent & {*range(0x80, 0xC0), 0xEF}:  # without these no replacement can be written either
+        raise DataError(
+            f"{len(absent)} of the 256 bytes are no tokens, so most text cannot be written",
+            where=str(path),
+            remedy="byte-level byte-pair encodings are supported",
+        )
+    ranges = []
+    for byte in sorted(absent):
+        if byte < 0x80:
+            ranges.append((byte, byte))
+        elif 0xC2 <= byte < 0xE0:
+            ranges.append(((byte & 0x1F) << 6, ((byte & 0x1F) << 6) | 0x3F))
+        elif 0xE0 <= byte < 0xF0:
+            ranges.append(((byte & 0x0F) << 12, ((byte & 0x0F) << 12) | 0xFFF))
+        elif 0xF0 <= byte < 0xF5:
+            ranges.append(((byte & 7) << 18, min(((byte & 7) << 18) | 0x3FFFF, 0x10FFFF)))
+    letters = "".join(f"{re.escape(chr(low))}-{re.escape(chr(high))}" for low, high in ranges)
+    return re.compile(f"[{letters}]") if ranges else None

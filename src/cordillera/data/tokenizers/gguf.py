@@ -1,0 +1,260 @@
+"""GGUF files: their metadata, and the vocabulary in it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS, BytePairs
+from cordillera.data.tokenizers.tokenizer import Tokenizer
+from cordillera.errors import DataError
+
+# Rules of splitting by the names that GGUF gives them (llama.cpp, llama-vocab.cpp).
+_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_AS_GPT2 = ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais")
+_QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS = {
+    "llama-bpe": LLAMA3_WORDS,
+    "llama3": LLAMA3_WORDS,
+    "llama-v3": LLAMA3_WORDS,
+    "qwen2": _QWEN2_WORDS,
+    "deepseek-r1-qwen": _QWEN2_WORDS,
+}
+_HEAD = struct.Struct("<4sIQQ")
+# Kinds of value and of token (ggml, gguf.h).
+_NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_ALIGNMENT, _MOST_DIMENSIONS = 32, 4
+# Limits of the header before the tensors; real files have half a million entries in 20 MB.
+_MOST_BYTES, _MOST_TEXT, _MOST_ENTRIES = 1 << 28, 1 << 24, 1 << 22
+# Values and bytes of a block, by kind of tensor (ggml, ggml-common.h); tensors of other kinds have at least one byte.
+_BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84)}
+_BLOCKS |= {11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 24: (1, 1), 25: (1, 2)}
+_BLOCKS |= {26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)}
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+
+
+class GGUFTensor(NamedTuple):
+    """Where a tensor lies in a GGUF file.
+
+    Attributes:
+        shape: Of its values, as torch has it: the last dimension's values are neighbours.
+        kind: Number of its quantisation (ggml, ggml.h).
+        begin: Its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+
+
+def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Any]:
+    """The metadata of a GGUF file; arguments and errors are those of :func:`gguf_header`.
+
+    Args:
+        path: Path of the file.
+        prefix: Prefix, or prefixes, of the keys to return.
+    """
+    return gguf_header(path, prefix)[0]
+
+
+def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Metadata of a GGUF file (version 2 or 3, little-endian), and the places of its tensors, by name.
+
+    The ``gguf`` library makes an array of every entry of a list, which is slow for a vocabulary's tokens and merges.
+
+    Args:
+        path: Path of the file.
+        prefix: Prefix, or prefixes, of the keys to return.
+
+    Raises:
+        DataError: the file is damaged or truncated: a count, a length or a shape exceeds the file or the limits of such
+            files, a name occurs twice, or tensors overlap.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD.size)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read ({getattr(error, 'strerror', None) or error})", where=str(path)) from error
+    magic, version, tensors, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
+    if magic != b"GGUF" or version not in (2, 3):
+        remedy = "convert it anew: versions 2 and 3, little-endian, are supported"
+        raise DataError("this is not a GGUF file that can be read", where=str(path), remedy=remedy)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        reader = _Reader(content, _HEAD.size)
+        found: dict[str, Any] = {}
+        names: set[str] = set()
+        places: dict[str, GGUFTensor] = {}
+        alignment: Any = _ALIGNMENT
+        try:
+            for _ in range(count):
+                name = reader.value(_STRING)
+                value = reader.value(reader.number("<I"))
+                if name in names:
+                    raise ValueError(f"{name!r} is there twice")
+                names.add(name)
+                if name == "general.alignment":
+                    alignment = value
+                if name.startswith(prefix):
+                    found[name] = value
+            if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+                raise ValueError(f"the alignment is {alignment!r}")
+            for _ in range(tensors):
+                name, tensor = reader.place()
+                if name in places:
+                    raise ValueError(f"two tensors are called {name!r}")
+                places[name] = tensor
+            begin = -(-reader.position // alignment) * alignment
+            places = {name: one._replace(begin=begin + one.begin) for name, one in places.items()}
+            _check_places(places, alignment, len(content))
+        except (struct.error, ValueError, TypeError, KeyError, EOFError, RecursionError) as error:
+            reason = f"there is no kind {error}" if isinstance(error, KeyError) else error
+            raise DataError(
+                f"the GGUF file is damaged or cut off ({reason}; byte {reader.position})",
+                where=str(path),
+                remedy="fetch it again",
+            ) from error
+    return found, places
+
+
+def _check_places(places: Mapping[str, GGUFTensor], alignment: int, size: int) -> None:
+    """Check that tensors are aligned, end within the file and do not overlap."""
+    end, before = 0, ""
+    for name, tensor in sorted(places.items(), key=lambda entry: entry[1].begin):
+        block, width = _BLOCKS.get(tensor.kind, (math.prod(tensor.shape), 1))
+        if tensor.begin % alignment:
+            raise ValueError(f"tensor {name!r} is not aligned")
+        if tensor.begin < end:
+            raise ValueError(f"tensors {before!r} and {name!r} overlap")
+        end, before = tensor.begin + math.prod(tensor.shape) // block * width, name
+        if end > size:
+            raise EOFError(f"tensor {name!r} reaches beyond the end")
+
+
+class _Reader:
+    """Reads typed values one after another; never beyond the end."""
+
+    def __init__(self, content: mmap.mmap, position: int) -> None:
+        self.content, self.position, self.entries = content, position, 0
+
+    def number(self, code: str) -> Any:
+        if self.position > _MOST_BYTES:
+            raise ValueError(f"the metadata take more than {_MOST_BYTES:,} bytes")
+        (value,) = struct.unpack_from(code, self.content, self.position)
+        self.position += struct.calcsize(code)
+        return value
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            size = self.number("<Q")
+            begin, self.position = self.position, self.position + size
+            if self.position > len(self.content):
+                raise EOFError("a text reaches beyond the end")
+            if size > _MOST_TEXT:
+                raise ValueError(f"a text of {size:,} bytes")
+            return self.content[begin : self.position].decode("utf-8")
+        if kind == _ARRAY:
+            kind, size = self.number("<I"), self.number("<Q")
+            if size > len(self.content) - self.position:  # every entry takes a byte at least
+                raise EOFError("a list reaches beyond the end")
+            self.entries += size
+            if self.entries > _MOST_ENTRIES:
+                raise ValueError(f"lists of {self.entries:,} entries")
+            return [self.value(kind) for _ in range(size)]
+        return self.number(_NUMBERS[kind])
+
+    def place(self) -> tuple[str, GGUFTensor]:
+        """Name of a tensor, and the tensor with its place relative to the end of the header."""
+        name, dimensions = self.value(_STRING), self.number("<I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+        shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+        if not math.prod(shape):
+            raise ValueError(f"tensor {name!r} holds nothing")
+        return name, GGUFTensor(shape, self.number("<I"), self.number("<Q"))
+
+
+_SINGLE: dict[str, type] = {f"ggml.{name}_token_id": int for name in ("bos", "eos", "eot", "eom")}
+_SINGLE |= {"ggml.pre": str, "ggml.add_bos_token": bool, "chat_template": str}
+_KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int} | _SINGLE
+
+
+def read_gguf_tokenizer(path: Path) -> Tokenizer:
+    """The vocabulary of a GGUF model.
+
+    Raises:
+        DataError: the file is damaged, or its vocabulary is not a byte-level byte-pair encoding of a known kind.
+    """
+    fields = gguf_metadata(path, "tokenizer.")
+    kind = fields.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise DataError(
+            f"its tokenizer is {kind!r}, not a byte-level byte-pair encoding ('gpt2')",
+            where=str(path),
+            remedy="use another file of the model, or its tokenizer.json",
+        )
+    for name, of in _KINDS.items():
+        value = fields.get(f"tokenizer.{name}")
+        if value is None and name in ("ggml.tokens", "ggml.merges"):
+            raise DataError(f"the metadata lack tokenizer.{name}", where=str(path))
+        entries = value if isinstance(value, list) else [value]
+        if value is not None and (
+            isinstance(value, list) == (name in _SINGLE) or any(type(x) is not of for x in entries)
+        ):
+            raise DataError(f"the metadata hold another tokenizer.{name} than they should", where=str(path))
+    tokens, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
+    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise DataError(f"there are {len(tokens)} tokens and {len(types)} kinds of token", where=str(path))
+    ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    named = {name: token for name, token in ids.items() if token is not None}
+    for name, token in named.items():
+        if not 0 <= token < len(tokens):
+            raise DataError(f"the {name} token is {token}; there are {len(tokens)} tokens", where=str(path))
+    hidden = (_UNKNOWN, _CONTROL, _UNUSED)
+    special = {tokens[i]: i for i, kind in enumerate(types) if kind in hidden or i in named.values()}
+    words = [i for i, kind in enumerate(types) if kind == _USER_DEFINED and tokens[i] not in special]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    splitter = fields.get("tokenizer.ggml.pre", "gpt-2")
+    as_llama3 = _PATTERNS.get(splitter) == LLAMA3_WORDS
+    pairs = BytePairs(
+        path=path,
+        vocabulary={name: i for i, name in enumerate(tokens)},
+        merges=[merge.split(" ", 1) for merge in merges],
+        special=special,
+        words={tokens[i]: {"id": i, "content": tokens[i], **flags} for i in words},
+        normalizer=None,
+        pre_tokenizer=_splitter(splitter, path),
+        ignore_merges=as_llama3,
+    )
+    return pairs.tokenizer(
+        "gguf",
+        bos=tokens[named["bos"]] if "bos" in named else None,
+        eos=tokens[named["eos"]] if "eos" in named else None,
+        stops=[named[name] for name in ("eot", "eom") if name in named],
+        adds_bos=fields.get("tokenizer.ggml.add_bos_token", as_llama3),
+        template=fields.get("tokenizer.chat_template"),
+    )
+
+
+def _splitter(name: str, path: Path) -> dict[str, Any]:
+    """The pre-tokenizer, in the terms of ``tokenizer.json``, that a GGUF file names."""
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    if name in _AS_GPT2:
+        return plain
+    if name in _DIGITS_ALONE:
+        return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, plain]}
+    if name in _PATTERNS:
+        pattern = {"Regex": _PATTERNS[name]}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        return {"type": "Sequence", "pretokenizers": [split, plain | {"use_regex": False}]}
+    known = sorted({*_AS_GPT2, *_DIGITS_ALONE, *_PATTERNS})
+    raise DataError(
+        f"texts are split by the rule {name!r}, which is not known here",
+        where=str(path),
+        remedy=f"use the model's tokenizer.json; known are {', '.join(known)}",
+    )

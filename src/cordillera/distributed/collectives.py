@@ -1,0 +1,253 @@
+"""From one rank to the others of its group: messages with deadlines that name whom they waited for, written down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cordillera.distributed.ledger import Ledger, Traffic
+from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.errors import PlanError
+
+# torch 2.13 gave them new names and warns of the old ones
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class Arrival(Generic[_Result]):
+    """Messages from other ranks, on their way.
+
+    Attributes:
+        result: What is being filled.
+        works: With the rank that each waits for.
+        links: Over which they come.
+        name: For the ledger and for errors.
+        traffic: Of what was sent beside them.
+        sent: Kept until it is away.
+        started: When they were, on the host's clock.
+    """
+
+    result: _Result
+    works: list[tuple[dist.Work, int]]
+    links: Links
+    name: str
+    traffic: Traffic
+    sent: list[Tensor]
+    started: float = field(default_factory=time.perf_counter)
+
+    def wait(self) -> _Result:
+        """What has arrived.
+
+        Raises:
+            PeerError: If a rank sends or takes nothing in time, or its connection broke.
+        """
+        began = time.perf_counter()
+        for work, peer in self.works:
+            self.links.wait(work, f"rank {peer}", peer, self.name)
+        ended = time.perf_counter()
+        spent = Traffic(seconds=ended - self.started, exposed_seconds=ended - began)
+        self.links.ledger.record(self.name, self.traffic + spent)
+        return self.result
+
+
+class Links:
+    """From one rank to the others of its group; writes down what is sent.
+
+    Args:
+        group: Of the ranks; None for the default group.
+        ledger: Gets the traffic.
+        deadline_s: The longest that one wait may take on CPUs, seconds. On CUDA the timeout of the group holds.
+
+    Attributes:
+        rank: This one, counted in the group.
+        size: How many there are.
+
+    Raises:
+        PlanError: If there is no process group, or this process is not in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ledger: Ledger, deadline_s: float) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise PlanError("there is no process group", where="group", remedy="torch.distributed.init_process_group")
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise PlanError("this process is not a member", where="group")
+        self.group, self.ledger, self.deadline_s = group, ledger, deadline_s
+
+    def all_gather(self, name: str, part: Tensor) -> Tensor:
+        """All ranks' equally long parts, one after another.
+
+        Args:
+            name: For the ledger and for errors.
+            part: This rank's, ``[n, ...]``.
+
+        Raises:
+            PeerError: If not all come in time.
+        """
+        whole = part.new_empty(self.size * len(part), *part.shape[1:])
+        return self._collective(name, all_gather_single, whole, part, part)
+
+    def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's of as many equally long parts as there are ranks, summed over the ranks.
+
+        Args:
+            name: For the ledger and for errors.
+            whole: All parts, ``[ranks * n, ...]``.
+
+        Raises:
+            PeerError: If not all come in time.
+        """
+        part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
+        return self._collective(name, reduce_scatter_single, part, whole, part)
+
+    def all_reduce(self, name: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """The ranks' tensors added up, in place.
+
+        Args:
+            name: For the ledger and for errors.
+            tensor: This rank's, contiguous, of the same shape on every rank.
+            op: What takes the place of the sum.
+
+        Raises:
+            PeerError: If not all come in time.
+        """
+        if self.size == 1 or not tensor.numel():
+            return tensor
+        others = self.size - 1
+        sent = 2 * others * tensor.nbytes // self.size  # of a reduce-scatter and an all-gather
+        self._wait_for(name, lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True), sent, 2 * others)
+        return tensor
+
+    def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
+        """A part from each rank for a part to each rank, in messages that can be waited for by name.
+
+        Args:
+            name: For the ledger and for errors.
+            parts: For each rank, ``[n, ...]``, of any length; all ranks have to send this rank ``len(parts[rank])``.
+            tag: Of the messages.
+
+        Returns:
+            From each rank; this rank's own part is handed through.
+
+        Raises:
+            PeerError: If not all come in time.
+        """
+        own = parts[self.rank]
+        if self.size == 1:
+            return [own]
+        received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [(rank, parts[rank].contiguous()) for rank in others if parts[rank].numel()]
+        arrivals = [(rank, received[rank]) for rank in others if own.numel()]
+        spent = Traffic(1, sum(part.nbytes for _, part in sends), len(sends))
+        self._messages(name, sends, arrivals, tag, received, spent).wait()
+        return received
+
+    def pass_on(self, name: str, held: Tensor, rows: int, tag: int) -> Arrival[Tensor]:
+        """Begin to send to the rank after this one and to receive from the rank before it.
+
+        Nothing is sent where there is nothing: the other side has the same plan.
+
+        Args:
+            name: For the ledger and for errors.
+            held: What to send, ``[n, ...]``.
+            rows: How many come.
+            tag: Of both messages.
+
+        Raises:
+            PeerError: If the connection broke; the arrival raises it too, and where the deadline passes.
+        """
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        held = held.contiguous()
+        tensor = held.new_empty(rows, *held.shape[1:])
+        sends = [(after, held)] if held.numel() else []
+        arrivals = [(before, tensor)] if tensor.numel() else []
+        return self._messages(name, sends, arrivals, tag, tensor, Traffic(1, held.nbytes, len(sends)))
+
+    def _messages(
+        self,
+        name: str,
+        sends: list[tuple[int, Tensor]],
+        arrivals: list[tuple[int, Tensor]],
+        tag: int,
+        result: _Result,
+        traffic: Traffic,
+    ) -> Arrival[_Result]:
+        # together, as NCCL wants them: alone, each could wait for the other
+        operations = [dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=peer) for peer, x in sends]
+        operations += [dist.P2POp(dist.irecv, x, group=self.group, tag=tag, group_peer=peer) for peer, x in arrivals]
+        peers = [peer for peer, _ in (*sends, *arrivals)]
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            named = " or ".join(map(str, dict.fromkeys(reversed(peers))))
+            raise self._broken(f"rank {named}", peers[-1], name) from error
+        # NCCL gives one handle for all
+        waits = list(zip(works, peers, strict=False))
+        return Arrival(result, waits, self, name, traffic, [x for _, x in sends])
+
+    def _collective(self, name: str, function: Any, result: Tensor, given: Tensor, part: Tensor) -> Tensor:
+        if self.size == 1 or not part.numel():
+            return result.copy_(given)
+        others, given = self.size - 1, given.contiguous()
+        start = partial(function, result, given, group=self.group, async_op=True)
+        self._wait_for(name, start, others * part.nbytes, others)
+        return result
+
+    def _wait_for(self, name: str, start: Callable[[], Any], sent: int, messages: int) -> None:
+        """Start a collective and wait until it is over."""
+        started = time.perf_counter()
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._broken("another rank", None, name) from error
+        self.wait(work, "another rank", None, name)
+        seconds = time.perf_counter() - started
+        self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
+
+    def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
+        """For a message or collective, no longer than the deadline.
+
+        Args:
+            work: To wait for.
+            whom: Named in the error.
+            peer: Likewise, its rank; None where it could be any.
+            name: Of what is exchanged.
+
+        Raises:
+            PeerError: If the deadline passes or the connection broke.
+        """
+        started = time.perf_counter()
+        try:
+            if dist.get_backend(self.group) == "gloo":
+                work.wait(timedelta(seconds=self.deadline_s))
+            else:
+                work.wait()  # with a time NCCL would make the host wait for the device
+        except RuntimeError as error:
+            if time.perf_counter() - started >= self.deadline_s:
+                raise PeerError(
+                    f"{whom} did not exchange {name} within {self.deadline_s:g} s",
+                    peer=peer,
+                    where=f"rank {self.rank}",
+                    remedy="look at that rank's log, or give a longer deadline_s",
+                ) from error
+            raise self._broken(whom, peer, name) from error
+
+    def _broken(self, whom: str, peer: int | None, name: str) -> PeerError:
+        return PeerError(
+            f"the connection to {whom} broke while {name} were exchanged",
+            peer=peer,
+            where=f"rank {self.rank}",
+            remedy="look at that rank's log",
+        )

@@ -1,0 +1,1 @@
+"""Processes of a job: start, watch, end."""

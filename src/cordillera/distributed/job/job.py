@@ -1,0 +1,348 @@
+"""A process's part in its job: its process group from the first moment to the last, under a watch.
+
+Processes that :func:`cordillera.distributed.job.launch.launch`, ``torchrun`` or SLURM started find in their environment
+which of them they are; one that nobody started so is a job by itself. Gloo aborts a process that ends while its
+threads are at work, so all processes wait for one another before any destroys its group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cordillera.distributed.job.environment import Place, job_key, place_in_job
+from cordillera.distributed.job.heartbeats import RankError, Verdict
+from cordillera.distributed.job.store import JobStore, StoreError, within
+from cordillera.distributed.job.watchdog import JOIN_S, Watch, WatchConfig
+from cordillera.errors import DependencyError, PlanError, printable
+
+_END_S = 60  # until a process that failed is ended although torch still waits
+_TAKEN_S = 10.0  # until a port on which something listens must answer
+_LOOK_S = 0.1
+_SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
+
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that ask a process to stop; SIGHUP is sent when the terminal is closed."""
+
+
+class Job(NamedTuple):
+    """What a process is in its job.
+
+    Attributes:
+        rank: Its number.
+        size: Processes.
+        watch: Over all of them.
+        restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
+        store: Store that survives a restart of the processes; the launcher holds it.
+    """
+
+    rank: int
+    size: int
+    watch: Watch
+    restarts: int
+    store: JobStore
+
+
+_job: Job | None = None
+_joined = 0
+_held: dict[tuple[str, int], dist.TCPStore] = {}  # stores of this process, by address and port; jobs use them in turn
+
+
+@contextlib.contextmanager
+def join_job(
+    device_type: str = "cpu",
+    deadline_s: float = 300.0,
+    *,
+    join_s: float = JOIN_S,
+    stop: threading.Event | None = None,
+    abandon: Callable[[RankError], None] | None = None,
+) -> Iterator[Job]:
+    """Join a job as one of its processes, with a process group, until the end of the ``with`` block.
+
+    A launcher's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK`` for its
+    GPU) says which; without it, the job is this process. A group that exists is used and left as it is, and within a
+    job, joining gives that job. Ctrl-C, SIGTERM and SIGHUP set the watch's ``stop``; a second one, or one before all
+    processes have come, raises KeyboardInterrupt. What the processes tell each other is signed with the environment's
+    ``CORDILLERA_JOB_TOKEN``, which :func:`~cordillera.distributed.job.launch.launch` makes; other launchers make none.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        deadline_s: Longest time of one wait for other processes, in seconds.
+        join_s: Longest time until all processes have joined, in seconds.
+        stop: Event that a request to stop sets; a new one if None.
+        abandon: Function that ends this process at once, with an error that its main thread did not raise.
+
+    Raises:
+        RankError: If another process ended, stalled or failed, in place of torch's error of a broken collective; or if
+            a process did not join, or two processes have the same rank.
+        PlanError: If an environment variable of the launcher is absent or not valid.
+        DependencyError: If there is no GPU for this process.
+    """
+    global _job, _joined
+    if _job is not None:
+        yield _job
+        return
+    if not dist.is_available():
+        raise DependencyError("this build of torch has no torch.distributed", where="torch")
+    place = place_in_job()
+    device = _device(device_type, place)
+    config = WatchConfig(deadline_s, join_s)
+    is_owner = not dist.is_initialized()
+    found, rank, size, host = _rendezvous(place, join_s) if is_owner else _existing()
+    _joined += 1
+    restarts = place.restarts if place else 0  # a launcher may keep its store over several
+    kept = _job_store(found, f"cordillera/kept/{_joined}", config)
+    scope = f"cordillera/{restarts}/{_joined}"
+    board = _job_store(found, scope, config)
+    watch = Watch(config, board, rank, size, host=host, stop=stop, abandon=abandon)
+    try:
+        if is_owner and size > 1:
+            _call_roll(board, rank, size, watch)
+        with contextlib.ExitStack() as handled, watch, watch.explaining():
+            if is_owner:
+                watch.meet("beginning")  # the time that a group takes for connections is one wait's
+            handled.enter_context(stopped_by_signals(watch.stop))  # until the cause of an error is found
+            if is_owner:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+                store = dist.PrefixStore(scope, found)
+                deadline = timedelta(seconds=deadline_s)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+            _job = Job(rank, size, watch, restarts, kept)
+            yield _job
+            watch.leave()
+    except BaseException:
+        if is_owner and size > 1:
+            atexit.register(_end_soon)
+        elif is_owner and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    finally:
+        _job = None
+        for one in (kept, board):
+            one.close()
+    if is_owner:
+        dist.destroy_process_group()
+
+
+def _job_store(store: dist.Store, scope: str, config: WatchConfig) -> JobStore:
+    # a separate client, as the main thread may be waiting in the other
+    return JobStore(dist.PrefixStore(scope, store.clone()), job_key(scope), config.patience_s)  # type: ignore[attr-defined]
+
+
+def _rendezvous(place: Place | None, join_s: float) -> tuple[dist.Store, int, int, str]:
+    """A store for all processes of the job, this one's rank, their number, and who holds the store."""
+    if place is None:
+        return dist.HashStore(), 0, 1, "this process"
+    began = time.monotonic()
+    listening = None
+    if place.rank == 0 and not place.is_launchers:
+        held = _held.get((place.address, place.port))
+        if held is not None:
+            return held, 0, place.size, "rank 0"
+        listening = _listen(place)
+        join_s = min(join_s, _TAKEN_S)  # something listens at the port
+    try:
+        _find(place, join_s)
+        store = _connect(place, listening, began + join_s - time.monotonic())
+    except OSError as error:
+        if listening is not None:
+            what, remedy = "does not reach the job's store, which it holds, at", "see whether MASTER_ADDR is its own"
+        elif place.rank == 0 and not place.is_launchers:
+            what, remedy = "finds another program at", "set MASTER_PORT to a port that is free"
+        else:
+            who = "the launcher" if place.is_launchers else "rank 0"
+            what = "did not find the job's store at"
+            remedy = f"see whether {who} has begun, and whether MASTER_ADDR and MASTER_PORT lead there"
+        why = f" ({error.strerror})" if error.strerror else ""
+        raise RankError(
+            f"{what} {place.address}:{place.port} within {join_s:g} s{why}", where=f"rank {place.rank}", remedy=remedy
+        ) from error
+    finally:
+        if listening is not None:
+            listening.close()
+    if place.rank == 0 and listening is not None:
+        _held[place.address, place.port] = store
+    return store, place.rank, place.size, "the launcher" if place.is_launchers else "rank 0"
+
+
+def _listen(place: Place) -> socket.socket | None:
+    """A socket for the store that this process holds; None if the port is taken."""
+    try:
+        loopback = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address).is_loopback
+    except ValueError:
+        loopback = False  # a host name
+    try:
+        if loopback:
+            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+            host = "127.0.0.1" if place.address == "localhost" else place.address
+            return socket.create_server((host, place.port), family=family, backlog=2 * place.size)
+        if socket.has_dualstack_ipv6():
+            everywhere = ("", place.port)
+            return socket.create_server(everywhere, family=socket.AF_INET6, backlog=2 * place.size, dualstack_ipv6=True)
+        return socket.create_server(("", place.port), backlog=2 * place.size)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise PlanError(
+            f"cannot listen at {place.address}:{place.port}: {error.strerror}",
+            where="MASTER_PORT",
+            remedy="set MASTER_PORT to a port above 1023 that is free, and MASTER_ADDR to an address of this machine",
+        ) from error
+
+
+def _find(place: Place, seconds: float) -> None:
+    """Wait until something listens at the store's address; the wait is in Python, so that Ctrl-C is handled."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=max(0.1, min(5.0, seconds))).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until:
+                if isinstance(error, OSError):
+                    raise
+                raise OSError(errno.EINVAL, "no name of a host") from error
+            time.sleep(_LOOK_S)
+
+
+def _connect(place: Place, listening: socket.socket | None, seconds: float) -> dist.TCPStore:
+    seconds = max(seconds, _TAKEN_S)
+
+    def connect() -> dist.TCPStore:
+        timeout = timedelta(seconds=seconds)
+        if listening is None:
+            return dist.TCPStore(place.address, place.port, wait_for_workers=False, timeout=timeout)
+        return dist.TCPStore(
+            place.address,
+            place.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listening.detach(),
+        )
+
+    try:
+        return within(seconds, connect)
+    except (RuntimeError, TimeoutError) as error:
+        raise OSError(errno.EPROTO, "what answers there is no store") from error
+
+
+def _call_roll(board: JobStore, rank: int, size: int, watch: Watch) -> None:
+    """Register this process, and refuse a rank that another process has or a different number of processes."""
+    try:
+        agreed = board.first("size", size)
+        own = [socket.gethostname()[:100], os.getpid(), secrets.token_hex(8)]
+        first = board.first(f"here/{rank}", own) if agreed == size else own
+        is_running = None not in board.read([f"here/{other}" for other in range(size)])
+    except StoreError as error:
+        raise watch.lost_store(error) from error
+    if agreed == size and first == own:
+        return
+    if agreed != size:
+        what = f"WORLD_SIZE is {size} in rank {rank} and {printable(agreed)[:10]} in another process of the job"
+        remedy = "start all processes of a job with the same WORLD_SIZE, and each job with a MASTER_PORT of its own"
+    else:
+        what = f"two processes say that they are rank {rank}: {_who(first)} and {_who(own)}"
+        remedy = "give each process a RANK of its own, and each job a MASTER_PORT of its own"
+    verdict = Verdict((rank,), what, remedy)
+    if not is_running:  # otherwise the job of the other processes goes on
+        with contextlib.suppress(StoreError):
+            watch.tell(verdict)
+    raise verdict.error()
+
+
+def _who(entry: Any) -> str:
+    """Description of the process of an entry in the roll."""
+    if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str) and type(entry[1]) is int:
+        return f"process {entry[1]} on {printable(entry[0])[:100]}"
+    return "another process"
+
+
+def _existing() -> tuple[dist.Store, int, int, str]:
+    store = dist.distributed_c10d._get_default_store()
+    return store, dist.get_rank(), dist.get_world_size(), "rank 0"
+
+
+def _device(device_type: str, place: Place | None) -> int | None:
+    """The GPU of this process, by its number on the machine."""
+    if device_type != "cuda":
+        return None
+    here, count = place.local_rank if place else 0, torch.cuda.device_count()
+    if here >= count:
+        raise DependencyError(
+            f"there is no GPU for process {here} of this machine, which has {count}",
+            where="LOCAL_RANK",
+            remedy="start as many processes on a machine as it has GPUs, or use the CPU",
+        )
+    return here
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """Set an event on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
+
+    Outside of the main thread nothing is handled. Signals that are ignored stay ignored; the launcher then passes on
+    the request.
+
+    Args:
+        stop: Event that the first signal sets.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first: list[float] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if first and time.monotonic() - first[0] > _SAME_S:
+            raise KeyboardInterrupt
+        first.append(time.monotonic())
+        stop.set()
+
+    with handling(handle):
+        yield
+
+
+@contextlib.contextmanager
+def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle Ctrl-C, SIGTERM and SIGHUP until the end of the ``with`` block, except signals that are ignored.
+
+    Args:
+        handle: Function that is called with the number of the signal and the frame.
+    """
+    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end_soon() -> None:
+    """Prepare the exit of a process that failed, so that torch neither waits for absent ranks nor aborts the process.
+
+    Process groups are not destroyed. A timer ends the process if anything else waits.
+    """
+    with contextlib.suppress(AttributeError):
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_END_S)

@@ -1,0 +1,510 @@
+"""Processes of a job, started on this machine.
+
+:func:`launch` starts them and stays: it says which rank failed, ended or stalled, once; it alone hears Ctrl-C and tells
+the ranks; and it leaves nothing running. A rank whose launcher is killed ends itself. What each process does from its
+first moment to its last is :func:`~cordillera.distributed.job.job.join_job`, as under any other launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
+from typing import IO, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+
+from cordillera.distributed.job.environment import TOKEN, job_key
+from cordillera.distributed.job.failures import Failure, pack, unpack
+from cordillera.distributed.job.heartbeats import Hearts, RankError, Verdict, named
+from cordillera.distributed.job.job import STOPPING, handling, join_job
+from cordillera.distributed.job.store import JobStore, StoreError, within
+from cordillera.distributed.job.watchdog import ABANDONED, WatchConfig
+from cordillera.errors import DependencyError, PlanError, printable
+from cordillera.kernels.threads import usable_cores
+
+_POLL_S = 0.1
+_FIND_S = 20.0  # until the store, which is in this process, answers
+_FINISH_S = 15.0  # from what a process gave back to its end
+_SAME_S = 1.0  # signals within this time are one: a launcher may send again what the terminal has sent
+_LAST_LINES, _LAST_BYTES = 5, 4_000
+_PREFIX = "cordillera/0/1"  # of the first attempt's first job, as join_job has it
+
+_starting = threading.Lock()  # the environment is the process's
+
+
+class LaunchConfig(BaseModel):
+    """Settings for starting processes.
+
+    Attributes:
+        device_type: ``cpu``, or ``cuda`` with a GPU for each process.
+        threads: Number of CPU threads of each process; None for an equal share of the cores.
+        deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
+            the end of the job, in seconds.
+        remedy: Advice for errors about a process that ended, for instance the command that resumes the run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    threads: int | None = Field(None, ge=1)
+    deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    remedy: str = "start it again; what was saved is intact"
+
+
+class _Done(NamedTuple):
+    result: bytes
+
+
+class _Death(NamedTuple):
+    code: int
+
+
+class _Told(NamedTuple):
+    message: bytes
+
+
+_to_launcher: Connection | None = None  # set in ranks
+
+
+def tell(message: Any) -> None:
+    """Send a message from a rank to the process that launched it, which calls ``hear`` with it.
+
+    Args:
+        message: A plain value.
+
+    Raises:
+        PlanError: If :func:`launch` did not start this process.
+    """
+    if _to_launcher is None:
+        raise PlanError("this process was not started by cordillera.distributed.job.launch", where="tell")
+    _to_launcher.send_bytes(pickle.dumps(_Told(pickle.dumps(message))))
+
+
+def launch(
+    work: Callable[..., Any],
+    size: int,
+    arguments: Sequence[Any] = (),
+    *,
+    config: LaunchConfig | None = None,
+    hear: Callable[[Any], object] | None = None,
+) -> Any:
+    """Run a function in several processes on this machine, which form a process group and watch each other.
+
+    Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
+    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watch>`); a second one ends all of them at once. In the ranks,
+    :func:`~cordillera.distributed.job.job.join_job` gives the job and its watch. Values that the ranks exchange are
+    signed with a secret that only they receive.
+
+    Args:
+        work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.
+        size: Number of processes.
+        arguments: Arguments of ``work``, plain values.
+        config: Settings for starting the processes.
+        hear: Function called with every message that a rank sends by :func:`tell`, in order. An error that it raises
+            ends all ranks.
+
+    Returns:
+        Result of ``work`` on rank 0.
+
+    Raises:
+        RankError: If a rank was ended or stalled; the message names it.
+        CordilleraError: If a rank raised one. The class is kept; the rank is named unless all raised the same error.
+        DependencyError: If there are fewer GPUs than processes.
+        KeyboardInterrupt: At the second Ctrl-C, SIGTERM or SIGHUP.
+    """
+    config = config or LaunchConfig()
+    if config.device_type == "cuda" and torch.cuda.device_count() < size:
+        raise DependencyError(
+            f"{size} processes take {size} GPUs, there are {torch.cuda.device_count()}",
+            where="processes",
+            remedy="start fewer, or use the CPU",
+        )
+    payload = pickle.dumps((work, tuple(arguments)))
+    with _asked() as asked:
+        token = secrets.token_hex(32)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4 * size)
+        port = listener.getsockname()[1]
+        ranks: list[_Rank] = []
+        try:
+            store = _hold_store(listener, config)
+            _start(ranks, size, payload, config, port, token)
+            return _Supervisor(ranks, store, token, config, asked, hear).result()
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
+    """Create the job's store in this process."""
+    seconds, port = config.deadline_s, listener.getsockname()[1]
+
+    def hold() -> dist.TCPStore:
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=seconds),
+        )
+
+    try:
+        return within(min(seconds, _FIND_S), hold)
+    except (RuntimeError, TimeoutError) as error:
+        raise RankError(
+            "the processes cannot reach each other at 127.0.0.1", remedy="see whether the loopback link is up"
+        ) from error
+
+
+class _Rank:
+    """A process, seen from the one that started it."""
+
+    def __init__(self, number: int, process: Any, pipe: Connection, log: IO[bytes]) -> None:
+        self.number, self.process, self.log = number, process, log
+        self.pipe: Connection | None = pipe
+        self.outcome: _Done | Failure | _Death | None = None
+        self.known = 0.0  # when the outcome was
+
+    def look(self, hear: Callable[[Any], object] | None) -> None:
+        """Take what it says, or how it ended."""
+        code = self.process.exitcode  # before its last words are read, so that none are missed
+        messages = []
+        try:
+            while self.pipe is not None and self.pipe.poll():
+                said = pickle.loads(self.pipe.recv_bytes())
+                if not isinstance(said, _Told):
+                    self._note(said)
+                elif hear is not None:
+                    messages.append(pickle.loads(said.message))
+        except (EOFError, OSError):
+            self.pipe = None
+        for message in messages:
+            hear(message)  # type: ignore[misc]
+        if code is not None:
+            self._note(_Death(code))
+
+    def stop(self) -> None:
+        """Ask it to stop."""
+        with contextlib.suppress(OSError):
+            if self.pipe is not None:
+                self.pipe.send_bytes(b"stop")
+
+    def end(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+    def last_words(self) -> str:
+        """The last lines that it wrote, where they were not seen."""
+        size = os.fstat(self.log.fileno()).st_size
+        text = os.pread(self.log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "".join(f"\n  | {printable(line)}" for line in lines[-_LAST_LINES:])
+
+    def _note(self, outcome: _Done | Failure | _Death) -> None:
+        if self.outcome is None:
+            self.outcome, self.known = outcome, time.monotonic()
+
+
+class _Supervisor:
+    """What the process that started the ranks does until they end."""
+
+    def __init__(
+        self,
+        ranks: list[_Rank],
+        store: dist.Store,
+        token: str,
+        config: LaunchConfig,
+        asked: Callable[[], int],
+        hear: Callable[[Any], object] | None,
+    ) -> None:
+        self._ranks, self._config, self._asked, self._hear = ranks, config, asked, hear
+        self._watched = watched = WatchConfig(config.deadline_s)
+        self._store = JobStore(dist.PrefixStore(_PREFIX, store), job_key(_PREFIX, token), watched.patience_s)
+        self._hearts = Hearts(self._store, len(ranks), watched.patience_s, watched.join_s)
+        self._lost: Verdict | None = None
+        self._is_stopping = False
+        self._is_over, self._wake = threading.Event(), threading.Event()
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        return self._hearts.verdict or self._lost
+
+    def result(self) -> Any:
+        """Of rank 0, when all have ended."""
+        # The store may not answer, so this thread, which handles signals, never calls it.
+        threading.Thread(target=self._keep_looking, name="cordillera launcher", daemon=True).start()
+        try:
+            return self._result()
+        finally:
+            self._is_over.set()
+            self._wake.set()
+            self._store.close()
+
+    def _result(self) -> Any:
+        until = float("inf")
+        while not all(rank.process.exitcode is not None for rank in self._ranks):
+            pipes = [rank.pipe for rank in self._ranks if rank.pipe is not None]
+            wait([*pipes, *(rank.process.sentinel for rank in self._ranks if rank.process.exitcode is None)], _POLL_S)
+            for rank in self._ranks:
+                rank.look(self._hear)
+            self._pass_on_signals()
+            now = time.monotonic()
+            outcomes = [rank.outcome for rank in self._ranks]
+            if any(isinstance(outcome, _Death) for outcome in outcomes):
+                self._wake.set()
+            verdict = self._verdict
+            if (verdict is not None or any(outcomes)) and until == float("inf"):
+                until = now + (_FINISH_S if any(isinstance(o, _Done) for o in outcomes) else self._watched.grace_s + 1)
+            if now > until or (verdict is not None and self._have_others_ended(verdict)):
+                break
+        for rank in self._ranks:
+            rank.look(self._hear)
+        first = self._ranks[0].outcome
+        if isinstance(first, _Done) and all(isinstance(rank.outcome, _Done) for rank in self._ranks):
+            return pickle.loads(first.result)
+        raise self._error()
+
+    def _have_others_ended(self, verdict: Verdict) -> bool:
+        """Whether all ranks have ended except those that the verdict names as stopped."""
+        return all(rank.outcome is not None for rank in self._ranks if rank.number not in verdict.ranks)
+
+    def _pass_on_signals(self) -> None:
+        count = self._asked()
+        if count > 1:
+            raise KeyboardInterrupt
+        if count and not self._is_stopping:
+            self._is_stopping = True
+            for rank in self._ranks:
+                rank.stop()
+
+    def _keep_looking(self) -> None:
+        """Read the store repeatedly, in a separate thread."""
+        try:
+            while not self._is_over.is_set():
+                self._judge()
+                self._wake.wait(self._watched.beat_s / 2)
+                self._wake.clear()
+        except StoreError as error:
+            if not self._is_over.is_set():
+                what = f"the job's store, at 127.0.0.1, {error}"
+                self._lost = Verdict((), what, "see whether the loopback link is up")
+
+    def _judge(self) -> None:
+        """Look for what the ranks cannot go on with, and tell them."""
+        if self._verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
+            return
+        self._hearts.look()
+        verdict = self._hearts.verdict
+        deaths = [rank for rank in self._ranks if isinstance(rank.outcome, _Death)]
+        if verdict is None and deaths:
+            verdict = self._death(deaths[0])
+        if verdict is None:
+            verdict = self._hearts.judge()
+        if verdict is None and self._is_stopping and self._hearts.still() > self._config.deadline_s:
+            what = f"no rank moved for {self._config.deadline_s:g} s after they were asked to stop"
+            verdict = Verdict((), what, "see what they do")
+        if verdict is not None:
+            self._hearts.accuse(verdict)
+
+    def _death(self, rank: _Rank) -> Verdict:
+        assert isinstance(rank.outcome, _Death)
+        code = -rank.outcome.code
+        if code == signal.SIGKILL:
+            how = "was ended by SIGKILL (by hand, or for want of memory)"
+        else:
+            how = f"was ended by {_name(code)}" if code > 0 else f"ended with exit code {-code}"
+        words = "" if code == signal.SIGKILL else rank.last_words()
+        what = f"rank {rank.number} {how}; {self._hearts.describe(rank.number)}{words}"
+        return Verdict((rank.number,), what, "see why")
+
+    def _named(self, verdict: Verdict) -> RankError:
+        return verdict._replace(remedy=f"{verdict.remedy}; {self._config.remedy}").error()
+
+    def _error(self) -> BaseException:
+        """What went wrong first, of what is no consequence of something else."""
+        ended = sorted((rank for rank in self._ranks if rank.outcome is not None), key=lambda rank: rank.known)
+        first = next((rank for rank in ended if not _is_consequence(rank.outcome)), None)
+        verdict = self._verdict
+        if self._is_stopping and (_is_exit(first.outcome) if first else verdict is None):
+            return KeyboardInterrupt()
+        if first is None and verdict is not None:
+            return self._named(verdict)
+        first = first or next(rank for rank in ended if not isinstance(rank.outcome, _Done))
+        if isinstance(first.outcome, _Death):
+            return self._named(self._death(first))
+        assert isinstance(first.outcome, Failure)
+        failures = {rank.number: rank.outcome for rank in ended if isinstance(rank.outcome, Failure)}
+        alike = sorted(number for number, failure in failures.items() if failure.text == first.outcome.text)
+        others = {
+            f"rank {number} failed as well: {failure.text}"
+            for number, failure in failures.items()
+            if number not in alike and not failure.is_consequence
+        }
+        return unpack(first.outcome, None if len(alike) == len(self._ranks) else named(alike), sorted(others))
+
+
+def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
+    """Begin the processes; those that were begun are in ``ranks``, whatever happens."""
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # unblocks signals where it begins
+    threads = config.threads or max(1, usable_cores() // size)
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    job = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        TOKEN: token,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    if loopback:
+        job |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    # until a process has said what it does at signals, they wait
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        for number in range(size):
+            pipe, other = context.Pipe()
+            log = tempfile.TemporaryFile()  # noqa: SIM115 (has no name, deleted with its last process)
+            output = _Output(log if number else None)
+            process = context.Process(
+                target=_be_rank, args=(payload, other, config, threads, output), name=f"cordillera rank {number}"
+            )
+            with _starting, _environment({**job, "RANK": str(number), "LOCAL_RANK": str(number)}):
+                process.start()
+            other.close()
+            ranks.append(_Rank(number, process, pipe, log))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class _Output:
+    """File without a name to which a rank writes, passed to its process; None for the terminal."""
+
+    def __init__(self, file: IO[bytes] | None) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _redirected, (None if self._file is None else DupFd(self._file.fileno()),)
+
+
+def _redirected(handed: Any) -> int | None:
+    return None if handed is None else int(handed.detach())
+
+
+def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: int, output: int | None) -> None:
+    """What a process does from its first moment to its last."""
+    global _to_launcher
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # what it starts ends with it
+    stop = threading.Event()
+    for number in STOPPING:  # the launcher passes on the terminal's signals
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
+    _to_launcher = pipe
+    if output is not None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(output, stream.fileno())
+    torch.set_num_threads(threads)
+    try:
+        work, arguments = pickle.loads(payload)
+        with join_job(config.device_type, config.deadline_s, stop=stop, abandon=partial(_give_up, pipe)) as job:
+            result = work(job.rank, *arguments)
+        pipe.send_bytes(pickle.dumps(_Done(pickle.dumps(result if job.rank == 0 else None))))
+    except BaseException as error:
+        _give_up(pipe, error)
+
+
+def _listen(pipe: Connection, stop: threading.Event) -> None:
+    """To the process that started this one: it asks to stop, or is no more."""
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.recv_bytes():
+            stop.set()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _give_up(pipe: Connection, error: BaseException) -> None:
+    """Say why, and end at once: torch would wait for what was begun."""
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(pickle.dumps(pack(error)))
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
+            output.flush()
+    os._exit(ABANDONED if isinstance(error, RankError) else 1)
+
+
+def _is_consequence(outcome: _Done | Failure | _Death | None) -> bool:
+    """Whether a process ended well or for another's sake; gloo aborts some whose peers are gone."""
+    if isinstance(outcome, Failure):
+        return outcome.is_consequence
+    return not isinstance(outcome, _Death) or outcome.code in (-signal.SIGABRT, ABANDONED)
+
+
+def _name(number: int) -> str:
+    """Of a signal; those of real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _is_exit(outcome: _Done | Failure | _Death | None) -> bool:
+    return isinstance(outcome, Failure) and outcome.is_exit
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """For processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[Callable[[], int]]:
+    """How often a signal asked to stop."""
+    times: list[float] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if not times or time.monotonic() - times[-1] > _SAME_S:
+            times.append(time.monotonic())
+
+    with handling(handle):
+        yield lambda: len(times)

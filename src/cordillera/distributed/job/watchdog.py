@@ -1,0 +1,380 @@
+"""A watch over the processes of a job: a rank that ends, stops or hangs ends the job with one error that names it.
+
+A thread writes this process's beats into the job's store and reads the others' (:mod:`cordillera.distributed.job.heartbeats`).
+Python cannot interrupt a thread that waits in a collective. So an error that was found is raised where the loop next
+says where it is, or instead of the error with which the collective ends; where neither comes in time, the process is
+ended at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from cordillera.distributed.job.heartbeats import Beat, Hearts, RankError, Verdict, named
+from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent
+from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.errors import CordilleraError
+
+ABANDONED = 75
+"""Exit code of a process that was ended because another could not go on: to be tried again, by sysexits.h."""
+
+JOIN_S = 60.0
+"""Seconds after which a process that has not joined counts as missing."""
+
+_SILENT_S = 3.0  # a heart that is silent for so long is taken for dead once a connection broke
+_EXPLAIN_S = 15.0  # the longest that is waited for such evidence
+_LOOK_S = 0.02
+_MOST_LOOK_S = 0.25
+_IDLE = 0.02  # of the processor's time; a thread that uses less stands still
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_ROOM = str(Path(__file__).parent) + os.sep
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Time limits of a watch.
+
+    Attributes:
+        deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
+            the end of the job, in seconds.
+        join_s: Longest time until all processes have joined, in seconds.
+    """
+
+    deadline_s: float = 300.0
+    join_s: float = JOIN_S
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two beats of a process."""
+        return min(1.0, self.deadline_s / 20)
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds between the discovery of an error and the end of a process that did not raise it."""
+        return min(3.0, self.deadline_s / 8)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a beat or progress after which a process counts as lost; the job ends by the deadline."""
+        return self.deadline_s - self.grace_s - 2 * self.beat_s
+
+
+class Watch:
+    """This process's part in the watch, from ``with`` to its end.
+
+    Args:
+        config: Time limits of the watch.
+        store: Store that all processes of the job reach, used by this job and attempt only.
+        rank: Rank of this process.
+        size: Processes; alone, there is nothing to watch.
+        host: Who holds the store, for errors.
+        stop: Event that a request to stop sets; a new one if None.
+        abandon: Ends this process at once, with an error that its main thread did not raise.
+
+    Attributes:
+        stop: Set where the processes were asked to stop. Each hears of it at another moment: they must agree on the
+            step after which they do.
+    """
+
+    Config = WatchConfig
+
+    def __init__(
+        self,
+        config: WatchConfig,
+        store: JobStore,
+        rank: int,
+        size: int,
+        *,
+        host: str = "rank 0",
+        stop: threading.Event | None = None,
+        abandon: Callable[[RankError], None] | None = None,
+    ) -> None:
+        self.config, self.stop = config, threading.Event() if stop is None else stop
+        self._rank, self._size, self._host, self._abandon = rank, size, host, abandon or _abandon
+        self._store, self._beat_s = store, config.beat_s
+        self._main = threading.get_ident()
+        self._where, self._moves, self._beats, self._life = "at its beginning", 0, 0, 0
+        self._lived: tuple[int, float] = (0, 0.0)
+        self._error: RankError | None = None
+        self._lock = threading.Lock()
+        self._left = threading.Event()
+        self._answered = time.monotonic()
+        self._hearts = Hearts(store, size, config.patience_s, config.join_s)
+        self._threads = [
+            threading.Thread(target=keep, name=f"cordillera {name}", daemon=True)
+            for keep, name in ((self._keep_beating, "heart"), (self._keep_guard, "guard"))
+        ]
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether this process was asked to stop; the others may not know yet."""
+        return self.stop.is_set()
+
+    def at(self, where: str) -> None:
+        """Say where the main thread is: that it moves.
+
+        Args:
+            where: For instance ``step 12, forward``.
+
+        Raises:
+            RankError: If a rank was found that the job cannot go on without.
+        """
+        self._where = f"at {where}"
+        self._moves += 1
+        if self._error is not None:
+            raise self._error
+
+    def late(self, seconds: float = 10.0) -> list[str]:
+        """What ranks do that others wait for, or that are silent.
+
+        Args:
+            seconds: For how long at least.
+        """
+        with self._lock:
+            return [self._hearts.describe(rank) for rank in self._hearts.late(seconds)]
+
+    def meet(self, name: str) -> None:
+        """Wait until every process has come here.
+
+        Args:
+            name: Name of the place, used only once.
+
+        Raises:
+            RankError: If one does not come.
+        """
+        try:
+            self._store.set(f"meet/{name}/{self._rank}", True)
+            self._wait_for_flags(f"meet/{name}", float("inf"))
+        except StoreError as error:
+            raise self.lost_store(error) from error
+
+    def leave(self) -> None:
+        """Wait until all processes are at their ends, and their watch ends: what comes after concerns no other.
+
+        Raises:
+            RankError: If one does not come there.
+        """
+        self.at("its end")
+        self.meet("end")
+        self._end_threads()
+        with contextlib.suppress(StoreError):  # the first process to leave may have ended the store
+            self._store.set(f"gone/{self._rank}", True)
+            if self._rank == 0:
+                self._wait_for_flags("gone", _EXPLAIN_S)
+
+    def _wait_for_flags(self, name: str, seconds: float) -> None:
+        """Wait until every process has set its flag, for at most ``seconds``."""
+        left, until, pause = set(range(self._size)), time.monotonic() + seconds, _LOOK_S
+        while True:
+            ranks = sorted(left)
+            flags = self._store.read([f"{name}/{rank}" for rank in ranks])
+            left -= {rank for rank, flag in zip(ranks, flags, strict=True) if flag is True}
+            if not left or time.monotonic() > until:
+                return
+            if self._error is not None and seconds == float("inf"):
+                raise self._error
+            time.sleep(pause)
+            pause = min(1.1 * pause, _MOST_LOOK_S)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Errors of communication become ones that name the rank; others stay as they are.
+
+        Raises:
+            RankError: Instead of what torch raises where a collective breaks.
+        """
+        try:
+            yield
+        except RankError:
+            raise
+        except (PeerError, RuntimeError) as error:
+            if self._size == 1 or not (isinstance(error, PeerError) or _is_of_communication(error)):
+                raise
+            raise self.explain(error) from error
+
+    def explain(self, error: Exception) -> CordilleraError:
+        """Who ended or was late, where a collective broke; waits some seconds until that can be told.
+
+        Args:
+            error: Error of the collective.
+        """
+        is_late = any(word in str(error).lower() for word in ("timed out", "timeout", " within "))
+        until = time.monotonic() + (3 * self._beat_s + 1 if is_late else _EXPLAIN_S)
+        while time.monotonic() < until:
+            with self._lock:
+                silent = self._hearts.silent(max(_SILENT_S, 3 * self._beat_s))
+            if self._error is None and silent:
+                self._found(self._ended(silent))
+            if self._error is not None:
+                return self._error
+            time.sleep(_LOOK_S)
+        if isinstance(error, PeerError) and error.peer is not None:
+            return error  # as much as is known
+        with self._lock:
+            suspects = self._hearts.suspects()
+            verdict = self._hearts.blame(self.config.patience_s) if is_late and suspects else None
+        if verdict is not None:
+            self._found(verdict)
+            assert self._error is not None
+            return self._error
+        return RankError(
+            "the connection to another rank broke, and the hearts of all still beat",
+            where=f"rank {self._rank}",
+            remedy=f"look at the other ranks' logs; torch says: {str(error).splitlines()[0]}",
+        )
+
+    def __enter__(self) -> Watch:
+        if self._size > 1:
+            self._beat()
+            self._answered = time.monotonic()
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._left.is_set() or self._size == 1:
+            return
+        if error is not None and self._error is None and not isinstance(error, RankError):
+            said = (str(error).splitlines() or [""])[0]
+            what = f"rank {self._rank} failed: {type(error).__name__}: {said}"
+            with contextlib.suppress(StoreError):
+                self.tell(Verdict((self._rank,), what, f"see what rank {self._rank} says"))
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """The heart ends before the guard, which ends a process that cannot end its heart."""
+        self._left.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _keep_beating(self) -> None:
+        try:
+            while not self._left.wait(self._beat_s):
+                self._beat()
+                with self._lock:
+                    self._hearts.look()
+                    verdict = self._hearts.verdict or self._hearts.judge()
+                if verdict is not None and self._error is None:
+                    self._found(verdict)
+                self._answered = time.monotonic()
+        except StoreError as error:
+            if not self._left.is_set():
+                self._error = self._error or self.lost_store(error)
+        finally:
+            self._answered = float("inf")
+
+    def _keep_guard(self) -> None:
+        """Talks to nobody, so that nothing can hold it up."""
+        state, since = (False, False), 0.0
+        looked = time.monotonic()
+        while not self._left.is_set() or self._threads[0].is_alive():
+            time.sleep(min(0.1, self._beat_s))
+            now = time.monotonic()
+            if now - looked > min(5.0, self.config.deadline_s / 2):  # this process itself did not run
+                self._answered += now - looked
+            looked = now
+            if self._error is None and now - self._answered > self.config.patience_s:
+                self._error = self.lost_store(StoreSilent(f"did not answer for {self.config.patience_s:g} s"))
+            before, state = state, (self._error is not None, self._left.is_set())
+            since = now if state != before else since
+            if self._error is not None and now - since > self.config.grace_s:
+                self._abandon(self._error)
+
+    def _beat(self) -> None:
+        used = _processor_seconds(self._main)
+        if self._moves != self._lived[0] or used - self._lived[1] > _IDLE * self._beat_s:
+            self._life += 1
+        self._lived = self._moves, used
+        self._beats += 1
+        place, waits = _place(sys._current_frames().get(self._main))
+        self._hearts.beat(self._rank, Beat(self._beats, self._life, self._moves, f"{self._where}{place}", waits))
+
+    def _found(self, verdict: Verdict) -> None:
+        """Tell the others, and take what was told first."""
+        try:
+            told = self.tell(verdict)
+        except StoreError:
+            told = verdict
+        self._error = self._error or told.error()
+
+    def tell(self, verdict: Verdict) -> Verdict:
+        """Tell all processes why the job cannot go on.
+
+        Args:
+            verdict: Verdict of this process.
+
+        Returns:
+            Verdict that all processes receive: the first that any process gave.
+        """
+        with self._lock:
+            return self._hearts.verdict or self._hearts.accuse(verdict)
+
+    def _ended(self, ranks: list[int]) -> Verdict:
+        places = "; ".join(self._hearts.describe(rank) for rank in ranks)
+        return Verdict(tuple(ranks), f"{named(ranks)} ended or stopped: {places}", f"see why {named(ranks)} ended")
+
+    def _hosting(self) -> tuple[int, ...]:
+        return (0,) if self._host == "rank 0" else ()
+
+    def lost_store(self, error: StoreError) -> RankError:
+        """The error of a job whose store has ended or does not answer.
+
+        Args:
+            error: Error of the store.
+        """
+        if isinstance(error, StoreSilent):
+            how, remedy = str(error), f"see what {self._host} does, and whether the link to it is up"
+        else:
+            how, remedy = "has ended", f"see why {self._host} ended"
+        return Verdict(self._hosting(), f"{self._host}, which holds the job's store, {how}", remedy).error()
+
+
+def _abandon(error: RankError) -> None:
+    try:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    finally:  # whatever became of the terminal
+        os._exit(ABANDONED)
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    return isinstance(error, (dist.DistError, StoreError)) or any(
+        word in str(error) for word in ("gloo", "NCCL", "by peer")
+    )
+
+
+def _processor_seconds(thread: int) -> float:
+    """That a thread has used; 0 where the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _place(frame: FrameType | None) -> tuple[str, bool]:
+    """The innermost line of a program that is neither torch's nor Python's own, and whether it waits for others."""
+    waits = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        waits = waits or file.startswith((_COLLECTIVES, _ROOM))
+        is_foreign = file.startswith((_TORCH, __file__, "<")) or (
+            file.startswith(_STANDARD) and "site-packages" not in file
+        )
+        if not is_foreign:
+            return f" ({Path(file).name}:{frame.f_lineno}, in {frame.f_code.co_name})", waits
+        frame = frame.f_back
+    return "", waits

@@ -1,0 +1,877 @@
+"""A pipeline schedule on a process group: the same object that the planner simulates, executed.
+
+Every process of a ``torch.distributed`` group (Gloo) is one rank of the schedule. It takes its actions in order, each
+as soon as its inputs are there. A message leaves when the action that makes it ends; sends never hold up computation,
+and the messages of an ordered pair of ranks leave in the order in which they were made, as in
+:mod:`cordillera.planning.pipeline.simulator`. Slow links can be emulated (:class:`Throttle`), and every step records when its
+actions started and ended, so that a simulated step and an executed one can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from cordillera.distributed.ledger import Ledger, Traffic
+from cordillera.errors import CordilleraError, PlanError
+from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
+from cordillera.planning.pipeline.simulator import Timeline, Way
+
+# Receives that are posted beyond the one that is waited for: a message is then copied while others are computed.
+_AHEAD = 8
+
+# Tags count the messages of a pair from here; below are those of the layouts, by stage, and of the start of a step.
+_FIRST = 1 << 20
+_START = _FIRST - 1
+_LAYOUT = _FIRST - 2
+
+PASSED_ON = "activations and gradients between stages"
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST_DIMENSIONS = 8
+
+
+class PeerError(CordilleraError):
+    """Another rank did not give or take a message in time, or its connection broke.
+
+    Args:
+        what: One sentence that says what was waited for.
+        peer: The rank that was waited for, counted in the group; None where it could be any.
+        stage: The stage that makes the message; None where the wait was for something else.
+        microbatch: The message's microbatch; None likewise.
+        where: The rank that waited.
+        remedy: What to do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        peer: int | None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        where: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.peer, self.stage, self.microbatch = peer, stage, microbatch
+        super().__init__(what, where=where, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Throttle:
+    """A slow way from one rank to another, emulated on the sender's side.
+
+    A message occupies the way for its bytes over ``bytes_per_s``, after the messages before it, and is delivered
+    ``latency_s`` after that.
+
+    Attributes:
+        latency_s: One-way, seconds.
+        bytes_per_s: Capacity; infinity for a way that is only long.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise PlanError(f"a latency of {self.latency_s} s", where="throttle", remedy="a finite one, 0 or more")
+        if not self.bytes_per_s > 0:
+            raise PlanError(f"a capacity of {self.bytes_per_s} bytes/s", where="throttle", remedy="one above 0")
+
+    def way(self, forward_bytes: float, backward_bytes: float | None = None) -> Way:
+        """What the simulator takes for this throttle.
+
+        Args:
+            forward_bytes: Of a message of activations.
+            backward_bytes: Of a message of gradients; None for as many.
+        """
+        backward = None if backward_bytes is None else backward_bytes / self.bytes_per_s
+        return Way(self.latency_s, forward_bytes / self.bytes_per_s, backward)
+
+
+Links = Mapping[tuple[int, int], Throttle] | Callable[[int, int], Throttle | None]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """When one rank's actions started and ended in a step, in seconds since all ranks were ready.
+
+    Attributes:
+        rank: Whose.
+        starts: Of its actions in the schedule's order, after their inputs had arrived.
+        ends: Likewise; when their messages were given away.
+    """
+
+    rank: int
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+
+class Step(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        losses: ``[m]``, one for each microbatch, not divided by ``m``; None except on the rank of the last stage.
+        recording: Of this rank's actions.
+    """
+
+    losses: Tensor | None
+    recording: Recording
+
+
+def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Timeline:
+    """All ranks' recordings of a step as the simulator gives its own.
+
+    Messages are not recorded: there are none in it, and ``waiting``, which follows from them, is not a number.
+
+    Args:
+        schedule: What was executed.
+        recordings: One of each rank, in any order.
+
+    Raises:
+        PlanError: If they are not of this schedule's ranks and actions.
+    """
+    by_rank = {recording.rank: recording for recording in recordings}
+    for rank, actions in enumerate(schedule.actions):
+        if rank not in by_rank or len(by_rank[rank].starts) != len(actions):
+            raise PlanError(f"no recording of the {len(actions)} actions of rank {rank}", where="recordings")
+    ordered = [by_rank[rank] for rank in range(schedule.ranks)]
+    unknown = np.full(schedule.ranks, math.nan)
+    return Timeline(schedule, [one.starts for one in ordered], [one.ends for one in ordered], waiting=unknown)
+
+
+class PipelineRunner:
+    """One rank of a pipeline that takes training steps by a schedule.
+
+    A stage is a module of one tensor, and of arguments that its rank has, to one tensor of floating-point numbers on
+    the CPU, of the same shape for every microbatch and step; what a stage passes on is agreed between its rank and the
+    next with the first message. Only the leading dimension may differ, where :meth:`step` is told each microbatch's.
+    Gradients are added to the parameters' ``.grad`` as the schedule's backwards come, of the mean or the sum of the
+    microbatches' losses; clearing them and stepping an optimizer is the caller's. Where a backward is split, ``I``
+    computes the gradients of intermediate results and ``W`` those of the weights from them, without computing anything
+    twice unless a weight is used in two places of a stage; hooks on intermediate tensors then run in both. The first
+    stage computes no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations
+    are freed by ``B`` and ``W``.
+
+    A schedule of forwards alone gives losses and keeps nothing for a backward.
+
+    A joined pair runs one after the other, each action as soon as its own inputs are there; the schedule without its
+    marks (``Action.joined``) is what to simulate beside it.
+
+    Args:
+        schedule: Any that passes :meth:`Schedule.check`, the same on every rank.
+        stages: The modules of this rank's stages, by stage.
+        loss: Of the last stage's output and a microbatch's target to a scalar; called on the last stage's rank only.
+        group: Whose ranks are the schedule's; None for the default group.
+        link: Slow ways to emulate, from rank to rank of the group: a mapping, or a function of both ranks; None, or a
+            missing pair, for the way as it is. Each rank heeds those that begin with it.
+        deadline_s: The longest that one wait for another rank may take, seconds; more than the longest step.
+        reduction: Of the microbatches' losses: ``mean`` or ``sum``.
+        before: Called with each action before it is taken, when its inputs are there.
+        ledger: Gets the messages; this rank waits for them in the schedule's gaps as well. None for none.
+
+    Raises:
+        PlanError: If schedule, stages and group do not fit together.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        group: dist.ProcessGroup | None = None,
+        link: Links | None = None,
+        deadline_s: float = 300.0,
+        reduction: Literal["mean", "sum"] = "mean",
+        before: Callable[[Action], None] | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise PlanError("there is no process group", where="group", remedy="torch.distributed.init_process_group")
+        if not (math.isfinite(deadline_s) and deadline_s > 0):
+            raise PlanError(f"{deadline_s} s", where="deadline_s", remedy="a finite time above 0")
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise PlanError("this process is not a member", where="group")
+        if size != schedule.ranks:
+            raise PlanError(
+                f"the schedule {schedule.name} is for {schedule.ranks} ranks, the group has {size}", where="group"
+            )
+        schedule.check()
+        wanted = schedule.stages_of(rank)
+        for stage in wanted:
+            if stage not in stages:
+                raise PlanError(f"stage {stage} of rank {rank} is missing", where="stages", remedy=f"give {wanted}")
+        for stage in stages:
+            if stage not in wanted:
+                raise PlanError(f"stage {stage} is not on rank {rank}", where="stages", remedy=f"give {wanted}")
+        self.schedule, self.rank = schedule, rank
+        self._stages, self._loss, self._failed = dict(stages), loss, False
+        self._divisor = schedule.microbatches if reduction == "mean" else 1
+        self._before = before or (lambda action: None)
+        self._mail = _Mail(schedule, rank, group, link, deadline_s, ledger or Ledger())
+        self._held: dict[tuple[int, int], _Forward | _Split] = {}
+        self._passed: dict[tuple[Kind, int, int], Tensor] = {}  # between two stages of this rank
+
+    def step(
+        self,
+        inputs: Sequence[Tensor] = (),
+        targets: Sequence[Tensor] = (),
+        arguments: Sequence[tuple[Any, ...]] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Step:
+        """Forwards and, where the schedule has them, backwards of all microbatches; every rank of the group calls it.
+
+        Args:
+            inputs: One tensor a microbatch, needed on the rank of the first stage. One that requires a gradient gets
+                it added to its ``.grad``.
+            targets: One tensor a microbatch, needed on the rank of the last stage.
+            arguments: What this rank's stages take after the tensor, a tuple a microbatch; None for nothing.
+            rows: Leading dimension of what stages pass on, one a microbatch, the same on every rank; it may be 0. None
+                where all are equal.
+
+        Raises:
+            PlanError: For a wrong number of microbatches, and for stages whose results cannot be passed on.
+            PeerError: If another rank is not heard of in time; this runner and its group are then of no more use.
+        """
+        holders, count = self.schedule.rank_of, self.schedule.microbatches
+        for name, given, holder in (("inputs", inputs, holders[0]), ("targets", targets, holders[-1])):
+            if holder == self.rank and len(given) != count:
+                raise PlanError(f"{len(given)} microbatches, the schedule has {count}", where=name)
+        for name, own in (("arguments", arguments), ("rows", rows)):
+            if own is not None and len(own) != count:
+                raise PlanError(f"{len(own)} microbatches, the schedule has {count}", where=name)
+        if self._failed:
+            raise PlanError("an earlier step failed", where="step", remedy="make a new group and a new runner")
+        self._failed = True  # until the step is done
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.schedule.only_forward):
+                done = self._run(inputs, targets, arguments or [()] * count, rows)
+        finally:
+            self._mail.abandon()
+            self._held.clear()
+            self._passed.clear()
+        self._failed = False
+        return done
+
+    def _run(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        arguments: Sequence[tuple[Any, ...]],
+        rows: Sequence[int] | None,
+    ) -> Step:
+        actions = self.schedule.actions[self.rank]
+        starts, ends = np.zeros(len(actions)), np.zeros(len(actions))
+        losses: dict[int, Tensor] = {}
+        origin = self._mail.begin(rows)
+        for i, action in enumerate(actions):
+            starts[i], ends[i] = self._take(action, inputs, targets, arguments[action.microbatch], losses)
+        self._mail.finish()
+        ordered = torch.stack([losses[i] for i in range(len(losses))]) if losses else None
+        return Step(ordered, Recording(self.rank, starts - origin, ends - origin))
+
+    def _take(
+        self,
+        action: Action,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        losses: dict[int, Tensor],
+    ) -> tuple[float, float]:
+        """One action, from the arrival of what it needs to the departure of what it gives: its start and end."""
+        kind, stage, microbatch = action[:3]
+        last = self.schedule.stages - 1
+        result: Tensor | None = None
+        if kind is Kind.FORWARD:
+            given = self._from(kind, stage - 1, action) if stage else inputs[microbatch]
+            start = time.perf_counter()
+            self._before(action)
+            forward = _Forward(given.detach().requires_grad_(stage > 0 or given.requires_grad))
+            result = forward.output = self._stages[stage](forward.input, *arguments)
+            if stage == last:
+                loss = self._loss(forward.output, targets[microbatch])
+                if not isinstance(loss, Tensor) or loss.dim():
+                    raise PlanError("the loss of a microbatch is not a scalar tensor", where="loss")
+                losses[microbatch] = loss.detach()
+                forward.output = loss / self._divisor
+            if not self.schedule.only_forward:
+                self._held[stage, microbatch] = forward
+        elif kind is Kind.WEIGHT:
+            start = time.perf_counter()
+            self._before(action)
+            self._held.pop((stage, microbatch)).weights()
+        else:
+            gradient = self._from(Kind.BACKWARD, stage + 1, action) if stage < last else None
+            start = time.perf_counter()
+            self._before(action)
+            held = self._held.pop((stage, microbatch))
+            assert isinstance(held, _Forward)
+            if kind is Kind.INPUT:
+                self._held[stage, microbatch], result = _split(held, gradient)
+            else:
+                result = held.backward(gradient)
+            del held  # a whole backward frees the activations within its own time
+            if stage == 0 and result is not None:
+                _accumulate(inputs[microbatch], result)
+        end = time.perf_counter()
+        self._pass_on(action, result, end)
+        return start, end
+
+    def _from(self, kind: Kind, stage: int, action: Action) -> Tensor:
+        """What another stage gives to an action."""
+        if self.schedule.rank_of[stage] == self.rank:
+            return self._passed.pop((kind, stage, action.microbatch))
+        return self._mail.receive(_Message(kind, stage, action.microbatch))
+
+    def _pass_on(self, action: Action, result: Tensor | None, end: float) -> None:
+        """Give what an action made to the stage that needs it."""
+        kind, stage, microbatch = action[:3]
+        if kind is Kind.WEIGHT:
+            return
+        message = _Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, microbatch)
+        if not 0 <= message.to_stage < self.schedule.stages:
+            return
+        if not isinstance(result, Tensor) or result.dtype not in _DTYPES or result.dim() > _MOST_DIMENSIONS:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise PlanError(
+                "what it gives cannot be passed on",
+                where=f"stage {stage}",
+                remedy=f"a tensor of {kinds} with at most {_MOST_DIMENSIONS} dimensions",
+            )
+        if self.schedule.rank_of[message.to_stage] == self.rank:
+            self._passed[message] = result.detach()
+        else:
+            self._mail.send(message, result.detach().contiguous(), end)
+
+
+class _Message(NamedTuple):
+    """Activations (``F``) or a gradient (``B``), by the stage that makes them."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    @property
+    def to_stage(self) -> int:
+        return self.stage + 1 if self.kind is Kind.FORWARD else self.stage - 1
+
+    @property
+    def boundary(self) -> int:
+        """The stage before the boundary that it crosses."""
+        return min(self.stage, self.to_stage)
+
+    def __str__(self) -> str:
+        what = "activations" if self.kind is Kind.FORWARD else "the gradient"
+        return f"{what} of stage {self.stage}, microbatch {self.microbatch}"
+
+
+def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Message]]:
+    """For each ordered pair of ranks its messages, in the order in which they are made."""
+    found: dict[tuple[int, int], list[_Message]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for kind, stage, microbatch, _ in actions:
+            if kind is Kind.WEIGHT:
+                continue
+            message = _Message(kind if kind is Kind.FORWARD else Kind.BACKWARD, stage, microbatch)
+            if 0 <= message.to_stage < schedule.stages and schedule.rank_of[message.to_stage] != rank:
+                found.setdefault((rank, schedule.rank_of[message.to_stage]), []).append(message)
+    return found
+
+
+class _Layout(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def to_tensor(self) -> Tensor:
+        padded = (*self.shape, *[0] * (_MOST_DIMENSIONS - len(self.shape)))
+        return torch.tensor([_DTYPES.index(self.dtype), len(self.shape), *padded])
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> _Layout:
+        dtype, dimensions, *sizes = tensor.tolist()
+        return cls(tuple(sizes[:dimensions]), _DTYPES[dtype])
+
+
+class _Letter(NamedTuple):
+    """A tensor on its way to a rank."""
+
+    target: int
+    tag: int
+    tensor: Tensor
+    queued: float  # seconds of time.perf_counter
+    message: _Message
+
+
+class _Mail:
+    """The messages of one rank: what it sends and receives in a step, by name.
+
+    A send of Gloo ends when the other side has posted its receive, so sends are waited for in threads of their own, one
+    for each target, which keep the tensors until then. Receives are posted in the order of the sender's messages, at
+    the latest when they are waited for; as sends wait for nothing, no order of them can block.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        link: Links | None,
+        deadline_s: float,
+        ledger: Ledger,
+    ) -> None:
+        self._ledger = ledger
+        self._rank, self._ranks, self._group, self._deadline = rank, schedule.ranks, group, deadline_s
+        self._name = schedule.name
+        plan = (schedule.microbatches, schedule.rank_of, schedule.to_csv())
+        self._checksum = zlib.crc32(repr(plan).encode())
+        pairs = _messages(schedule)
+        self._incoming = {source: messages for (source, target), messages in pairs.items() if target == rank}
+        outgoing = {target: messages for (source, target), messages in pairs.items() if source == rank}
+        self._number = {m: (a, i) for a, messages in self._incoming.items() for i, m in enumerate(messages)}
+        self._target = {m: (b, i) for b, messages in outgoing.items() for i, m in enumerate(messages)}
+        self._layouts: dict[int, _Layout] = {}
+        self._throttles = {}
+        for target in outgoing:
+            throttle = link(rank, target) if callable(link) else (link or {}).get((rank, target))
+            if throttle is not None:
+                self._throttles[target] = throttle
+        self._posted: dict[int, int] = {}
+        self._arriving: dict[_Message, tuple[dist.Work | None, Tensor]] = {}
+        self._rows: Sequence[int] | None = None
+        self._senders: dict[int, _Sender] = {}
+        self._reapers: dict[int, _Reaper] = {}
+
+    def begin(self, rows: Sequence[int] | None) -> float:
+        """Wait until every rank is here with the same schedule and rows; the time then."""
+        self._posted, self._rows = dict.fromkeys(self._incoming, 0), rows
+        others = [other for other in range(self._ranks) if other != self._rank]
+        checksum = self._checksum if rows is None else zlib.crc32(repr(tuple(rows)).encode(), self._checksum)
+        mine = torch.tensor([checksum])
+        theirs = {other: torch.zeros(1, dtype=torch.int64) for other in others}
+        received = {other: self._receive(tensor, other, _START) for other, tensor in theirs.items()}
+        sent = {other: self._send(mine, other, _START) for other in others}
+        for source in self._incoming:
+            self._post(source, _AHEAD)
+        began = time.perf_counter()
+        until = began + self._deadline
+        for works, verb in ((sent, "take"), (received, "give")):
+            for other, work in works.items():
+                self._wait(work, other, verb, None, until)
+        origin = time.perf_counter()
+        self._record_wait(began)
+        for other, tensor in theirs.items():
+            if int(tensor) != checksum:
+                what = "has another" if rows is None else "has another, or other rows of microbatches"
+                raise PlanError(f"rank {other} {what}", where=f"schedule {self._name}, rank {self._rank}")
+        for target in {target for target, _ in self._target.values()}:
+            reaper = self._reapers[target] = _Reaper(self)
+            if target in self._throttles:
+                self._senders[target] = _Sender(self, self._throttles[target], reaper)
+        return origin
+
+    def send(self, message: _Message, tensor: Tensor, queued: float) -> None:
+        """Give a message away; returns at once."""
+        target, index = self._target[message]
+        layout, agreed = _Layout.of(tensor), self._layout(message)
+        self._check_rows(message, layout)
+        if agreed is None:
+            self._layouts[message.boundary] = layout
+            header = _Letter(target, _LAYOUT - message.boundary, layout.to_tensor(), queued, message)
+            self._reapers[target].put((header, self.dispatch(header)))
+        elif agreed != layout:
+            raise PlanError(
+                f"microbatch {message.microbatch} gives {list(layout.shape)} of {layout.dtype}, "
+                f"before it was {list(agreed.shape)} of {agreed.dtype}",
+                where=f"stage {message.stage}",
+                remedy="the same shape for every microbatch and step, or another runner",
+            )
+        if not tensor.numel():  # the other side knows as well
+            return
+        self._ledger.record(PASSED_ON, Traffic(1, tensor.nbytes, 1))
+        letter = _Letter(target, _FIRST + index, tensor, queued, message)
+        if target in self._senders:
+            self._senders[target].put(letter)
+        else:
+            self._reapers[target].put((letter, self.dispatch(letter)))
+        self._raise_failures()
+
+    def receive(self, message: _Message) -> Tensor:
+        """Wait for a message."""
+        self._raise_failures()
+        began = time.perf_counter()
+        source, index = self._number[message]
+        self._post(source, index + _AHEAD, index)
+        work, tensor = self._arriving.pop(message)
+        if work is not None:
+            self._wait(work, source, "give", message)
+        self._record_wait(began)
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until the other ranks have taken what was sent."""
+        began = time.perf_counter()
+        for target, sender in self._senders.items():
+            self._join(sender, target, self._deadline + sender.seconds_left())
+        for target, reaper in self._reapers.items():
+            self._join(reaper, target, self._deadline)
+        self._record_wait(began)
+
+    def abandon(self) -> None:
+        """Let go of everything; what is under way is given up."""
+        for worker in self._workers():
+            worker.stop()
+        self._senders, self._reapers, self._arriving = {}, {}, {}
+
+    def _record_wait(self, began: float) -> None:
+        if self._ranks > 1:
+            seconds = time.perf_counter() - began
+            self._ledger.record(PASSED_ON, Traffic(seconds=seconds, exposed_seconds=seconds))
+
+    def dispatch(self, letter: _Letter) -> dist.Work:
+        """Begin a send."""
+        return self._send(letter.tensor, letter.target, letter.tag, letter.message)
+
+    def reap(self, letter: _Letter, work: dist.Work) -> None:
+        """Wait until a send is done."""
+        self._wait(work, letter.target, "take", letter.message)
+
+    def _post(self, source: int, end: int, needed: int = -1) -> None:
+        """Post receives of a rank's messages up to a number, beyond the needed one as far as their shapes are known."""
+        messages = self._incoming[source]
+        for index in range(self._posted[source], min(end + 1, len(messages))):
+            message = messages[index]
+            layout = self._layout(message)
+            if layout is None and index <= needed:
+                layout = self._ask_for_layout(message, source)
+            if layout is None:
+                return
+            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            work = self._receive(tensor, source, _FIRST + index, message) if tensor.numel() else None
+            self._arriving[message] = work, tensor
+            self._posted[source] = index + 1
+
+    def _layout(self, message: _Message) -> _Layout | None:
+        """What was agreed for a message's boundary, with the message's own rows."""
+        agreed = self._layouts.get(message.boundary)
+        if agreed is None or self._rows is None:
+            return agreed
+        return agreed._replace(shape=(self._rows[message.microbatch], *agreed.shape[1:]))
+
+    def _check_rows(self, message: _Message, layout: _Layout) -> None:
+        if self._rows is not None and layout.shape[:1] != (self._rows[message.microbatch],):
+            raise PlanError(
+                f"microbatch {message.microbatch} gives {list(layout.shape)}, "
+                f"its rows were to be {self._rows[message.microbatch]}",
+                where=f"stage {message.stage}",
+                remedy="as many rows as step() is told",
+            )
+
+    def _ask_for_layout(self, message: _Message, source: int) -> _Layout | None:
+        header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64)
+        work = self._receive(header, source, _LAYOUT - message.boundary, message)
+        self._wait(work, source, "give", message)
+        self._layouts[message.boundary] = _Layout.from_tensor(header)
+        return self._layout(message)
+
+    def _send(self, tensor: Tensor, target: int, tag: int, message: _Message | None = None) -> dist.Work:
+        try:
+            work = dist.isend(tensor, group=self._group, tag=tag, group_dst=target)
+        except RuntimeError as error:
+            raise self._broken(target, "take", message) from error
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: Tensor, source: int, tag: int, message: _Message | None = None) -> dist.Work:
+        try:
+            work = dist.irecv(tensor, group=self._group, tag=tag, group_src=source)
+        except RuntimeError as error:
+            raise self._broken(source, "give", message) from error
+        assert work is not None
+        return work
+
+    def _wait(
+        self, work: dist.Work, peer: int, verb: str, message: _Message | None, until: float | None = None
+    ) -> None:
+        start = time.perf_counter()
+        seconds = self._deadline if until is None else max(until - start, 0.001)
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if time.perf_counter() - start >= seconds:
+                raise self._late(peer, verb, message) from error
+            raise self._broken(peer, verb, message) from error
+
+    def _join(self, worker: _Worker, target: int, seconds: float) -> None:
+        unfinished = worker.close(seconds)
+        self._raise_failures()
+        if unfinished is not None:
+            raise self._late(target, "take", unfinished)
+
+    def _workers(self) -> list[_Worker]:
+        return [*self._senders.values(), *self._reapers.values()]
+
+    def _raise_failures(self) -> None:
+        for worker in self._workers():
+            if worker.failure is not None:
+                raise worker.failure
+
+    def _late(self, peer: int, verb: str, message: _Message | None) -> PeerError:
+        what = f"did not {verb} {message}" if message else "did not come to the start of the step"
+        return self._error(
+            f"rank {peer} {what} within {self._deadline:g} s",
+            peer,
+            message,
+            f"see what rank {peer} does; a larger deadline_s if it is only slow",
+        )
+
+    def _broken(self, peer: int, verb: str, message: _Message | None) -> PeerError:
+        waited = f"it was to {verb} {message}" if message else "it was to come to the start of the step"
+        return self._error(
+            f"the connection to rank {peer} broke when {waited}", peer, message, f"see why rank {peer} ended"
+        )
+
+    def _error(self, what: str, peer: int, message: _Message | None, remedy: str) -> PeerError:
+        where = f"pipeline rank {self._rank}, schedule {self._name}"
+        stage, microbatch = (message.stage, message.microbatch) if message else (None, None)
+        return PeerError(what, peer=peer, stage=stage, microbatch=microbatch, where=where, remedy=remedy)
+
+
+_Item = TypeVar("_Item")
+
+
+class _Worker(Generic[_Item]):
+    """A thread that takes items in order; its first failure ends it and is kept."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._stopped = threading.Event()
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        self._current: _Item | None = None
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
+        self._thread.start()
+
+    def put(self, item: _Item) -> None:
+        self._items.put(item)
+
+    def close(self, seconds: float) -> _Message | None:
+        """Wait until the items are done; what is in hand if that takes longer."""
+        self._items.put(None)
+        self._thread.join(seconds)
+        item = self._current if self._thread.is_alive() else None
+        return None if item is None else self._message(item)
+
+    def stop(self) -> None:
+        """Take no more items; the one in hand may still be waited for, but nothing waits for it."""
+        self._stopped.set()
+        self._items.put(None)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            item = self._current = self._items.get()
+            if item is None:
+                return
+            try:
+                self._do(item)
+            except Exception as error:
+                self.failure = error
+                return
+            self._current = item = None  # else a tensor lives until the next one
+
+    def _do(self, item: _Item) -> None:
+        raise NotImplementedError
+
+    def _message(self, item: _Item) -> _Message:
+        raise NotImplementedError
+
+
+class _Reaper(_Worker[tuple[_Letter, "dist.Work"]]):
+    """Keeps what was sent to a rank until it is there."""
+
+    def __init__(self, mail: _Mail) -> None:
+        self._mail = mail
+        super().__init__()
+
+    def _do(self, item: tuple[_Letter, dist.Work]) -> None:
+        self._mail.reap(*item)
+
+    def _message(self, item: tuple[_Letter, dist.Work]) -> _Message:
+        return item[0].message
+
+
+class _Sender(_Worker[_Letter]):
+    """Delivers messages to a rank as late as a slow way would."""
+
+    def __init__(self, mail: _Mail, throttle: Throttle, reaper: _Reaper) -> None:
+        self._mail, self._throttle, self._reaper = mail, throttle, reaper
+        self._free = -math.inf  # when the way is free, seconds of time.perf_counter
+        self._occupied = 0.0  # by messages that were put, seconds
+        super().__init__()
+
+    def put(self, item: _Letter) -> None:
+        self._occupied += item.tensor.nbytes / self._throttle.bytes_per_s
+        super().put(item)
+
+    def seconds_left(self) -> float:
+        """No less than what remains to be slept."""
+        return self._occupied + self._throttle.latency_s
+
+    def _do(self, item: _Letter) -> None:
+        begin = max(item.queued, self._free)
+        self._free = begin + item.tensor.nbytes / self._throttle.bytes_per_s
+        if self._stopped.wait(max(0.0, self._free + self._throttle.latency_s - time.perf_counter())):
+            return
+        self._reaper.put((item, self._mail.dispatch(item)))
+
+    def _message(self, item: _Letter) -> _Message:
+        return item.message
+
+
+class _Forward:
+    """A stage's forward of one microbatch: its input and, of the last stage the loss, its output with their graph."""
+
+    output: Tensor
+
+    def __init__(self, given: Tensor) -> None:
+        self.input = given
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """Add the weights' gradients to them; the input's, where it requires one."""
+        if self.output.requires_grad:
+            torch.autograd.backward(self.output, gradient)
+        if not self.input.requires_grad:
+            return None
+        return torch.zeros_like(self.input) if self.input.grad is None else self.input.grad
+
+    def weights(self) -> None:
+        raise AssertionError("a checked schedule has W after I")
+
+
+class _Split(NamedTuple):
+    """What is left of a backward after its input's gradient.
+
+    Attributes:
+        output: Of the forward.
+        gradient: Of the output; None for that of a loss.
+        from_output: Weights whose gradients are computed from the output; None for all.
+        joints: For the other weights, where they join the trunk: edges, gradients that reached them, weights.
+    """
+
+    output: Tensor
+    gradient: Tensor | None
+    from_output: list[Tensor] | None = None
+    joints: Sequence[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = ()
+
+    def weights(self) -> None:
+        """Add the weights' gradients to them."""
+        if not self.output.requires_grad:
+            return
+        if self.from_output is None:
+            torch.autograd.backward(self.output, self.gradient)
+            return
+        if self.from_output:
+            torch.autograd.backward(self.output, self.gradient, retain_graph=True, inputs=self.from_output)
+        for edges, gradients, weights in self.joints:
+            torch.autograd.backward(edges, gradients, inputs=weights)
+
+
+def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor | None]:
+    """The first part of a backward in two: the input's gradient, where it requires one, and what the second needs.
+
+    The trunk of the graph are the nodes between output and input. A weight joins it at some node, as a linear layer's
+    does at its product, and the gradient that reaches this node is all that the weight's own needs. So the first part
+    goes down the trunk and keeps what reaches those nodes, and the second takes each of them to its weights and no
+    further. A weight that joins in several places would lead from one along the trunk to the other: those weights go
+    from the output again.
+    """
+    given, output = forward.input, forward.output
+    if not given.requires_grad:
+        return _Split(output, gradient), None
+    joints = None
+    if output.requires_grad:
+        joints = _joints(get_gradient_edge(output), get_gradient_edge(given).node)
+    if joints is None:  # the output does not depend on the input
+        return _Split(output, gradient), torch.zeros_like(given)
+    times = Counter(weight for _, weights in joints for weight in weights)
+    shared = [weight for weight, count in times.items() if count > 1]
+    single = [(edges, [weight for weight in weights if times[weight] == 1]) for edges, weights in joints]
+    single = [(edges, weights) for edges, weights in single if weights]
+    # an input is an edge as well: the call takes tensors or edges, not both
+    wanted = [get_gradient_edge(given), *(edge for edges, _ in single for edge in edges)]
+    seed = None if gradient is None else [gradient]
+    found = torch.autograd.grad([output], wanted, seed, retain_graph=True, allow_unused=True)
+    reached = dict(zip(wanted, found, strict=True))
+    kept = []
+    for edges, weights in single:
+        have = [edge for edge in edges if reached[edge] is not None]
+        if have:
+            kept.append((have, [reached[edge] for edge in have], weights))
+    return _Split(output, gradient, shared, kept), torch.zeros_like(given) if found[0] is None else found[0]
+
+
+def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
+    """Where weights join the trunk of a graph: the edges into each such node, and the weights beside the trunk there.
+
+    Args:
+        root: Of the output.
+        end: The node of the input.
+
+    Returns:
+        From input to output; None if no path leads from output to input.
+    """
+    below: list[Node] = []  # every node after those that it leads to
+    entries: dict[Node, dict[int, None]] = {root.node: {root.output_nr: None}}
+    stack: list[tuple[Node, bool]] = [(root.node, False)]
+    seen: set[Node] = set()
+    while stack:
+        node, done = stack.pop()
+        if done:
+            below.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        for child, number in node.next_functions:
+            if child is not None:
+                entries.setdefault(child, {})[number] = None
+                stack.append((child, False))
+    trunk: set[Node] = set()
+    weights: dict[Node, dict[Tensor, None]] = {}  # of nodes beside the trunk; dicts keep the order
+    joints: list[tuple[list[GradientEdge], list[Tensor]]] = []
+    for node in below:
+        children = [child for child, _ in node.next_functions if child is not None]
+        beside = {leaf: None for child in children if child not in trunk for leaf in weights[child]}
+        if node is end or any(child in trunk for child in children):
+            trunk.add(node)
+            if beside:
+                joints.append(([GradientEdge(node, number) for number in entries[node]], list(beside)))
+        elif hasattr(node, "variable"):
+            weights[node] = {node.variable: None}
+        else:
+            weights[node] = beside
+    return joints if root.node in trunk else None
+
+
+def _accumulate(tensor: Tensor, gradient: Tensor) -> None:
+    """Add to a tensor's gradient."""
+    tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient

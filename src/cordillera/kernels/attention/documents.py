@@ -1,0 +1,148 @@
+"""Causal attention within documents that lie one after another in one row of tokens.
+
+Queries, keys and values are packed: ``[T, heads, head_dim]`` with ``offsets [B + 1]``, as in :mod:`cordillera.jagged`.
+No token sees another document, nothing is padded, and documents may be empty (Grattafiori et al. 2024, section 3.2: a
+mask that prevents attention between documents of one sequence). Keys and values may have fewer heads than queries: of
+``H`` query heads and ``G`` key heads, query head ``h`` reads key head ``h // (H / G)`` (Ainslie et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+# It loads torch's compiler, which takes a second: a build that cannot run it does without.
+varlen: Any = None
+if torch.backends.cuda.is_built():
+    with suppress(ImportError):
+        from torch.nn.attention import varlen
+
+# Older versions want as many heads of keys as of queries.
+_VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+# Where our kernel on CPUs is faster than torch's.
+_OWN_DTYPES = (torch.float32, torch.bfloat16)
+_OWN_LENGTH, _OWN_WIDTH = 64, 16
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """Each token attends to itself and to the earlier tokens of its document, scores scaled by ``1 / sqrt(D)``.
+
+    On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
+    (:mod:`cordillera.kernels.attention.numba_kernels`) where there will be gradients; on a GPU, 16-bit tensors go to flash
+    attention over all documents at once.
+
+    Args:
+        q: ``[T, H, D]``.
+        k: ``[T, G, D]``; ``G`` divides ``H``.
+        v: As ``k``.
+        offsets: ``int32`` or ``int64 [B + 1]``, where documents begin, and ``T``. Kept on the CPU beside tensors on a
+            GPU, it spares each call a wait for the GPU.
+
+    Returns:
+        ``[T, H, D]``.
+    """
+    if q.is_cuda and q.dtype in _FLASH_DTYPES and varlen is not None:
+        longest = int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
+        starts = offsets.to(q.device, torch.int32)
+        grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        if grouped and not _VARLEN_GROUPS:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+            grouped = {}
+        out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
+        assert isinstance(out, Tensor)  # a pair only when asked for
+        return out
+    parts = []
+    for start, documents, length in _runs(offsets.tolist()):
+        q_, k_, v_ = (  # [documents, heads, length, D]
+            t[start : start + documents * length].unflatten(0, (documents, length)).transpose(1, 2) for t in (q, k, v)
+        )
+        out = _causal_attention(q_, k_, v_)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts) if parts else torch.zeros_like(q)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; what is trained on a CPU goes through our own kernel."""
+    is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if (
+        is_trained
+        and q.device.type == "cpu"
+        and q.dtype in _OWN_DTYPES
+        and q.shape[2] >= _OWN_LENGTH
+        and q.shape[3] % _OWN_WIDTH == 0
+        and not torch.compiler.is_compiling()
+    ):
+        out: Tensor = _CausalAttention.apply(q, k, v)
+        return out
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Our own on CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from cordillera.kernels.attention.numba_kernels import causal_attention
+
+        out, logsumexp = causal_attention(q, k, v)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        from cordillera.kernels.attention.numba_kernels import causal_attention_backward
+
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        found = causal_attention_backward(gradient, q, k, v, out, logsumexp)
+        return tuple(one.to(like.dtype) for one, like in zip(found, (q, k, v), strict=True))
+
+
+def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring documents of equal length: where they start, how many, how long. Empty ones are left out."""
+    start, count, length = 0, 0, 0
+    for a, b in pairwise(offsets):
+        if b - a == length and count:
+            count += 1
+        elif b > a:
+            if count:
+                yield start, count, length
+            start, count, length = a, 1, b - a
+    if count:
+        yield start, count, length
+
+
+def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last ``n`` tokens of sequences to all ``m`` of them: the mask's corner is bottom right.
+
+    Query heads that share a key head are stacked as rows of one product, so that keys and values are read once.
+
+    Args:
+        q: ``[B, n, H, D]``, of the last ``n`` tokens.
+        k: ``[B, G, m, D]``, of all tokens; ``m >= n``, ``G`` divides ``H``.
+        v: As ``k``.
+
+    Returns:
+        ``[B, n, H, D]``.
+    """
+    batch, n, heads, width = q.shape
+    groups, m = k.shape[1], k.shape[2]
+    if n == m:
+        out = scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=heads != groups)
+        return out.transpose(1, 2)
+    rows = q.view(batch, n, groups, heads // groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G n, D]
+    mask = None
+    if n > 1:  # torch's own causal mask starts top left when lengths differ
+        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril_(m - n).repeat(heads // groups, 1)
+    out = scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    return out.unflatten(2, (heads // groups, n)).permute(0, 3, 1, 2, 4).flatten(2, 3)

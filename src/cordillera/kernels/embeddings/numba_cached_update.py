@@ -1,0 +1,346 @@
+"""Update of tables whose rows are kept in few bits behind a set-associative cache of float32 rows.
+
+It takes a batch's distinct rows, once each:
+
+    1. placement, by set: rows in the cache are marked as in use; every other row asks its set for a line and gets an
+       empty one, or that of the least valuable row which this batch does not use, or none.
+    2. by row: a changed row that lost its line is encoded, the row that gets the line is decoded into it, and the
+       optimizer runs on the line. A row without a line is decoded, updated and encoded on the spot.
+
+A row is encoded only when its numbers have changed since it was last encoded; one whose scale is NaN or infinite is
+refused. Sets are dealt out to threads whole, and
+so are rows; with random numbers keyed by row and update, results are the same, bit for bit, for any number of threads.
+
+Source: Yang et al. 2020 (arXiv 2010.11305).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.embeddings.cached_rows import (
+    EMPTY,
+    FINE,
+    FORMATS,
+    POLICIES,
+    ROUNDINGS,
+    WAYS,
+    BadRow,
+    CachedRows,
+)
+from cordillera.kernels.embeddings.numba_cached_lookup import SOON, ask_for, find, set_of
+from cordillera.kernels.embeddings.numba_kernels import AHEAD, LINE, factors, sort_positions
+from cordillera.kernels.embeddings.numba_random import absorb, seeded
+from cordillera.kernels.embeddings.numba_rows import decode_row, encode_row, extent, fits
+from cordillera.kernels.embeddings.numba_rules import RULES, state_arrays, step_row
+from cordillera.kernels.embeddings.update import Update
+from cordillera.kernels.numba_support import pool, prefetch, threads_for, widen
+
+_LRU = POLICIES["lru"]
+_DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
+_MOST = 255  # what a row's counter outside the cache holds at most
+_GRADIENT, _ROW = 1, 2
+_MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # of float64
+
+
+@compiled()
+def _begins(keys: Any, position_bits: int) -> Any:
+    """Where each distinct row's keys begin, and their end."""
+    begins = np.empty(keys.size + 1, np.int64)
+    count, before = 0, np.int64(-1)
+    for p in range(keys.size):
+        row = keys[p] >> position_bits
+        if row != before:
+            begins[count] = p
+            count, before = count + 1, row
+    begins[count] = keys.size
+    return begins[: count + 1].copy()
+
+
+@compiled()
+def _victim(tags: Any, ranks: Any, states: Any, home: int) -> int:
+    """The slot of a set to give away: an empty one, else that of the lowest rank which is not in use, else -1."""
+    ways, values, marks = tags[home], ranks[home], states[home]
+    chosen = -1
+    for way in range(WAYS):
+        if ways[way] == EMPTY:
+            return home * WAYS + way
+        if not marks[way] & _IN_USE and (chosen < 0 or values[way] < values[chosen]):
+            chosen = way
+    return home * WAYS + chosen if chosen >= 0 else -1
+
+
+@compiled(parallel=True)
+def _place(
+    keys: Any, position_bits: int, begins: Any, policy: int, step: int, tags: Any, ranks: Any, states: Any, counts: Any,
+    threads: int,
+) -> Any:  # fmt: skip
+    """Give the distinct rows of a batch their slots.
+
+    Returns:
+        Each row's slot or -1; whether it is new there; the row that it drove out or ``EMPTY``.
+    """
+    distinct, sets = begins.size - 1, tags.shape[0]
+    by_set, ranks_by_set, states_by_set = tags, ranks, states
+    tags, ranks, states = tags.reshape(-1), ranks.reshape(-1), states.reshape(-1)
+    slots, homes = np.empty(distinct, np.int64), np.empty(distinct, np.int64)
+    new, driven_out = np.zeros(distinct, np.bool_), np.full(distinct, EMPTY, np.int64)
+    for chunk in numba.prange(threads):
+        for i in range(distinct * chunk // threads, distinct * (chunk + 1) // threads):
+            homes[i] = set_of(keys[begins[i]] >> position_bits, sets)
+    for chunk in numba.prange(threads):
+        low, high = sets * chunk // threads, sets * (chunk + 1) // threads
+        for i in range(distinct):
+            if not low <= homes[i] < high:
+                continue
+            row = keys[begins[i]] >> position_bits
+            slot = find(by_set, homes[i], row)
+            slots[i] = slot
+            if slot >= 0:
+                states[slot] |= _IN_USE
+                ranks[slot] = step if policy == _LRU else ranks[slot] + 1
+            elif policy != _LRU and counts[row] < _MOST:
+                counts[row] += np.uint8(1)
+        for i in range(distinct):
+            if not low <= homes[i] < high or slots[i] >= 0:
+                continue
+            row = keys[begins[i]] >> position_bits
+            slot = _victim(by_set, ranks_by_set, states_by_set, homes[i])
+            if slot < 0:
+                continue
+            if tags[slot] != EMPTY:
+                if policy != _LRU:
+                    if counts[row] <= ranks[slot]:
+                        continue
+                    counts[tags[slot]] = np.uint8(min(ranks[slot], _MOST))
+                driven_out[i] = tags[slot]
+            slots[i], new[i] = slot, True
+            tags[slot] = np.int32(row)
+            ranks[slot] = step if policy == _LRU else np.int32(counts[row])
+            states[slot] |= _IN_USE
+    return slots, new, driven_out
+
+
+@compiled()
+def _random_state(seed_state: Any, first_rows: Any, row: int) -> Any:
+    table = np.searchsorted(first_rows, row, side="right") - 1
+    return absorb(absorb(seed_state, table), row - first_rows[table])
+
+
+@compiled(parallel=True)
+def _apply(
+    kind: int,
+    rounding: int,
+    seed: int,
+    step: int,
+    first_rows: Any,
+    payload: Any,
+    lines: Any,
+    states: Any,
+    slots: Any,
+    new: Any,
+    driven_out: Any,
+    events: Any,
+    rule: int,
+    keys: Any,
+    position_bits: int,
+    begins: Any,
+    starts: Any,
+    grad: Any,
+    value_weights: Any,
+    weighted: bool,
+    first_state: Any,
+    second_state: Any,
+    learning_rate: float,
+    eps: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    correction1: float,
+    correction2: float,
+    threads: int,
+) -> Any:
+    total, dim, distinct = keys.size, lines.shape[1], begins.size - 1
+    mask = (1 << position_bits) - 1
+    row_bytes, payload_at = payload.shape[1], payload.ctypes.data
+    grad_at, grad_bytes, lines_at = grad.ctypes.data, grad.itemsize, lines.ctypes.data
+    first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
+    state_bytes = first_state.itemsize * (1 if rule == 2 else dim)
+    bad, why = np.full(threads, -1, np.int64), np.zeros(threads, np.int64)
+    happened = np.zeros((threads, events.size), np.int64)
+    for chunk in numba.prange(threads):
+        reduced, row_before = np.empty(dim, np.float64), np.empty(dim, np.float32)
+        row_after, codes = np.empty(dim, np.float32), np.empty(dim, np.uint8)
+        before_words, after_words = row_before.view(np.int32), row_after.view(np.int32)
+        reduced_words = reduced.view(np.int64)
+        seed_state, own = seeded(seed), happened[chunk]
+        # threads share the positions evenly; a row belongs to the one in whose range it begins
+        first = np.searchsorted(begins[:distinct], total * chunk // threads)
+        last = np.searchsorted(begins[:distinct], total * (chunk + 1) // threads)
+        for i in range(first, last):
+            row = keys[begins[i]] >> position_bits
+            if i + SOON < distinct:
+                soon = keys[begins[i + SOON]] >> position_bits
+                ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, slots[i + SOON])
+                if new[i + SOON]:
+                    ask_for(payload_at, row_bytes, lines_at, 4 * dim, soon, -1)
+                if rule > 0:
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(first_at + soon * state_bytes + line)
+                if rule == 3:
+                    for line in range(0, state_bytes, LINE):
+                        prefetch(second_at + soon * state_bytes + line)
+            for d in range(dim):
+                reduced[d] = 0.0
+            for p in range(begins[i], begins[i + 1]):
+                position = keys[p] & mask
+                if p + AHEAD < total:
+                    begin = grad_at + starts[keys[p + AHEAD] & mask] * grad_bytes
+                    for line in range(0, dim * grad_bytes, LINE):
+                        prefetch(begin + line)
+                source = grad[starts[position] : starts[position] + dim]
+                factor = widen(value_weights[position]) if weighted else 1.0
+                for d in range(dim):
+                    reduced[d] += factor * widen(source[d])
+            largest = np.int64(0)
+            for d in range(dim):
+                largest = max(largest, reduced_words[d] & _MAGNITUDE)
+            slot = slots[i]
+            if slot >= 0:
+                own[0 if not new[i] else 1] += 1
+                if driven_out[i] != EMPTY:
+                    own[2] += 1
+                    if states[slot] & _DIRTY:
+                        own[3] += 1
+                        old = lines[slot]
+                        low, high, _ = extent(old)
+                        state = _random_state(seed_state, first_rows, driven_out[i])
+                        encode_row(kind, rounding, old, low, high, payload[driven_out[i]], codes, state, step)
+                if new[i]:
+                    decode_row(kind, payload[row], lines[slot])
+                    states[slot] = 0
+                states[slot] &= _DIRTY
+                line_of_row = lines[slot]
+                for d in range(dim):
+                    row_before[d] = line_of_row[d]
+            else:
+                own[4] += 1
+                decode_row(kind, payload[row], row_before)
+            if largest >= _INFINITY:
+                if bad[chunk] < 0:
+                    bad[chunk], why[chunk] = row, _GRADIENT
+                continue
+            for d in range(dim):
+                row_after[d] = row_before[d]
+            step_row(
+                rule,
+                row,
+                row_after,
+                reduced,
+                first_state,
+                second_state,
+                learning_rate,
+                eps,
+                weight_decay,
+                beta1,
+                beta2,
+                correction1,
+                correction2,
+            )
+            low, high, finite = extent(row_after)
+            if fits(kind, low, high, finite) != FINE:
+                if bad[chunk] < 0:
+                    bad[chunk], why[chunk] = row, _ROW
+                continue
+            differences = 0
+            for d in range(dim):
+                differences |= before_words[d] ^ after_words[d]
+            if differences == 0:
+                continue
+            if slot >= 0:
+                states[slot] = _DIRTY
+                line_of_row = lines[slot]
+                for d in range(dim):
+                    line_of_row[d] = row_after[d]
+            else:
+                state = _random_state(seed_state, first_rows, row)
+                encode_row(kind, rounding, row_after, low, high, payload[row], codes, state, step)
+    for chunk in range(threads):
+        for event in range(events.size):
+            events[event] += happened[chunk, event]
+    for chunk in range(threads):  # in the order of rows
+        if bad[chunk] >= 0:
+            return bad[chunk], why[chunk]
+    return np.int64(-1), np.int64(0)
+
+
+def update(store: CachedRows, call: Update) -> BadRow | None:
+    """Update, in place, the rows that a batch looked up: exactly once each, with their whole gradient.
+
+    Args:
+        store: The rows.
+        call: As :func:`cordillera.kernels.embeddings.update.sparse_update` makes it; its ``weight`` is not read.
+
+    Returns:
+        None, or the first row that was left as it was, because its gradient or its new numbers are not finite or do
+        not fit the format; all others are updated then.
+    """
+    if not call.rows.numel():
+        return None
+    optimizer, value_weights = call.optimizer, call.value_weights
+    threads = threads_for(call.rows.numel())
+    with pool(threads):
+        batch = sort_positions(call.rows, call.offsets, call.grad, torch.float32, store.payload.shape[0], threads)
+        begins = _begins(batch.keys, batch.position_bits)
+        if store.tags.numel():
+            slots, new, driven_out = _place(
+                batch.keys,
+                batch.position_bits,
+                begins,
+                POLICIES[store.policy],
+                call.step,
+                store.tags.view(-1, WAYS).numpy(),
+                store.ranks.view(-1, WAYS).numpy(),
+                store.states.view(-1, WAYS).numpy(),
+                store.counts.numpy(),
+                threads,
+            )
+        else:
+            slots, new = np.full(begins.size - 1, -1, np.int64), np.zeros(begins.size - 1, np.bool_)
+            driven_out = slots
+        row, why = _apply(
+            FORMATS[store.kind],
+            ROUNDINGS[store.rounding],
+            store.seed,
+            call.step,
+            store.first_rows.numpy(),
+            store.payload.numpy(),
+            store.lines.numpy(),
+            store.states.numpy(),
+            slots,
+            new,
+            driven_out,
+            store.events.numpy(),
+            RULES[optimizer.name],
+            batch.keys,
+            batch.position_bits,
+            begins,
+            batch.starts,
+            batch.grad,
+            factors(value_weights, torch.float32),
+            value_weights is not None,
+            *state_arrays(call.state, torch.float32),
+            call.learning_rate,
+            optimizer.eps,
+            optimizer.weight_decay,
+            optimizer.beta1,
+            optimizer.beta2,
+            *call.corrections,
+            threads,
+        )
+    return None if row < 0 else BadRow(int(row), int(why) == _GRADIENT)

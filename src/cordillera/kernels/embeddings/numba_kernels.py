@@ -1,0 +1,389 @@
+"""Lookup and exact sparse update on the cores of a CPU, compiled by Numba at first use.
+
+Both kernels read and write tensors where they lie: ids as the batch holds them, gradients through their strides,
+``bfloat16`` as its bits. Sums are kept in float64 and rounded at the end. Threads share the work by ranges of samples
+(lookup) and of sorted rows (update), and what is computed for a sample or a row never depends on where these ranges
+begin, so results are the same, bit for bit, for any number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from cordillera.kernels.compiling import compiled
+from cordillera.kernels.embeddings.lookup import Lookup
+from cordillera.kernels.embeddings.numba_rules import RULES, state_arrays, step_row
+from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
+
+if TYPE_CHECKING:
+    from cordillera.kernels.embeddings.update import Update
+
+_DIGIT_BITS = 13  # two passes sort the rows of 26 tables of a million; histograms of 8,192 counts stay near a core
+AHEAD, LINE = 32, 64  # prefetch so many positions ahead, in cache lines of so many bytes
+
+
+def unavailable() -> str | None:
+    """None: whoever could import this module has Numba."""
+    return None
+
+
+def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
+    """Why a table cannot be updated by this back end, or None if it can.
+
+    Args:
+        optimizer: Name of the rule.
+        dtype: Of the table.
+        device: Kind of device that it is on.
+    """
+    return None if device == "cpu" else f"the numba back end runs on CPUs, the tables are on {device!r}"
+
+
+@compiled(parallel=True)
+def _lookup(
+    weight: Any,
+    values: Any,
+    offsets: Any,
+    one_hot: bool,
+    value_weights: Any,
+    weighted: bool,
+    first_row: Any,
+    num_rows: Any,
+    rows: Any,
+    output: Any,
+    threads: int,
+) -> int:
+    batch, features, dim = output.shape
+    misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
+    zero = output[0, 0, 0]
+    weight_at, row_bytes = weight.ctypes.data, dim * weight.itemsize
+    for chunk in numba.prange(threads):
+        sums = np.empty(dim, np.float64)
+        for b in range(batch * chunk // threads, batch * (chunk + 1) // threads):
+            for f in range(features):
+                bag = f * batch + b
+                first, last = bag, bag + 1
+                if not one_hot:
+                    first, last = offsets[bag], offsets[bag + 1]
+                target = output[b, f]
+                if one_hot and b + 1 < batch:
+                    # an address made of a misplaced id is harmless: prefetching does not fault
+                    soon = weight_at + (first_row[f] + values[bag + 1]) * row_bytes
+                    for line in range(0, row_bytes, LINE):
+                        prefetch(soon + line)
+                if last - first == 1 and not weighted:
+                    value = values[first]
+                    if value < 0 or value >= num_rows[f]:
+                        misplaced[chunk] = min(misplaced[chunk], first)
+                        continue
+                    row = first_row[f] + value
+                    rows[first] = row
+                    source = weight[row]
+                    for d in range(dim):
+                        target[d] = narrow(widen(source[d]), zero)
+                    continue
+                for d in range(dim):
+                    sums[d] = 0.0
+                for p in range(first, last):
+                    value = values[p]
+                    if value < 0 or value >= num_rows[f]:
+                        misplaced[chunk] = min(misplaced[chunk], p)
+                        continue
+                    row = first_row[f] + value
+                    rows[p] = row
+                    source = weight[row]
+                    factor = widen(value_weights[p]) if weighted else 1.0
+                    for d in range(dim):
+                        sums[d] += factor * widen(source[d])
+                for d in range(dim):
+                    target[d] = narrow(sums[d], zero)
+    return int(misplaced.min())
+
+
+@compiled(parallel=True)
+def _sort(
+    rows: Any, offsets: Any, one_hot: bool, batch: int, stride_b: int, stride_f: int, row_bits: int, position_bits: int,
+    threads: int,
+) -> Any:  # fmt: skip
+    """Sort positions by row, stably, by counting digits from the lowest.
+
+    Returns keys ``row << position_bits | position`` in order, and where the gradient of every position begins.
+    """
+    total = rows.size
+    keys, spare = np.empty(total, np.int64), np.empty(total, np.int64)
+    starts = np.empty(total, np.int64)
+    bags = total if one_hot else offsets.size - 1
+    for chunk in numba.prange(threads):
+        bag = bags * chunk // threads
+        b, f = bag % batch, bag // batch
+        for bag in range(bags * chunk // threads, bags * (chunk + 1) // threads):
+            start = b * stride_b + f * stride_f
+            if one_hot:
+                starts[bag] = start
+                keys[bag] = rows[bag] << position_bits | bag
+            else:
+                for p in range(offsets[bag], offsets[bag + 1]):
+                    starts[p] = start
+                    keys[p] = rows[p] << position_bits | p
+            b += 1
+            if b == batch:
+                b, f = 0, f + 1
+    passes = (row_bits + _DIGIT_BITS - 1) // _DIGIT_BITS
+    digit_bits = (row_bits + passes - 1) // passes
+    mask = (1 << digit_bits) - 1
+    counts = np.empty((threads, 1 << digit_bits), np.int64)
+    for digit in range(passes):
+        shift = position_bits + digit * digit_bits
+        for chunk in numba.prange(threads):
+            own = counts[chunk]
+            own[:] = 0
+            for i in range(total * chunk // threads, total * (chunk + 1) // threads):
+                own[(keys[i] >> shift) & mask] += 1
+        before = 0
+        for value in range(mask + 1):
+            for chunk in range(threads):
+                count = counts[chunk, value]
+                counts[chunk, value] = before
+                before += count
+        for chunk in numba.prange(threads):
+            own = counts[chunk]
+            for i in range(total * chunk // threads, total * (chunk + 1) // threads):
+                key = keys[i]
+                value = (key >> shift) & mask
+                spare[own[value]] = key
+                own[value] += 1
+        keys, spare = spare, keys
+    return keys, starts
+
+
+@compiled(parallel=True)
+def _apply(
+    rule: int,
+    keys: Any,
+    position_bits: int,
+    starts: Any,
+    grad: Any,
+    value_weights: Any,
+    weighted: bool,
+    weight: Any,
+    first_state: Any,
+    second_state: Any,
+    learning_rate: float,
+    eps: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    correction1: float,
+    correction2: float,
+    threads: int,
+) -> None:
+    total, dim = keys.size, weight.shape[1]
+    mask = (1 << position_bits) - 1
+    row_bytes, grad_bytes, state_bytes = dim * weight.itemsize, grad.itemsize, first_state.itemsize
+    state_bytes *= 1 if rule == 2 else dim
+    weight_at, grad_at = weight.ctypes.data, grad.ctypes.data
+    first_at, second_at = first_state.ctypes.data, second_state.ctypes.data
+    for chunk in numba.prange(threads):
+        reduced = np.empty(dim, np.float64)
+        p, last = total * chunk // threads, total * (chunk + 1) // threads
+        # a row whose positions straddle a border belongs to the thread in whose range it begins
+        while 0 < p < last and keys[p] >> position_bits == keys[p - 1] >> position_bits:
+            p += 1
+        while p < last:
+            row = keys[p] >> position_bits
+            for d in range(dim):
+                reduced[d] = 0.0
+            while p < total and keys[p] >> position_bits == row:
+                position = keys[p] & mask
+                if p + AHEAD < total:
+                    key = keys[p + AHEAD]
+                    soon, begin = key >> position_bits, grad_at + starts[key & mask] * grad_bytes
+                    for line in range(0, dim * grad_bytes, LINE):
+                        prefetch(begin + line)
+                    for line in range(0, row_bytes, LINE):
+                        prefetch(weight_at + soon * row_bytes + line)
+                    if rule > 0:
+                        for line in range(0, state_bytes, LINE):
+                            prefetch(first_at + soon * state_bytes + line)
+                    if rule == 3:
+                        for line in range(0, state_bytes, LINE):
+                            prefetch(second_at + soon * state_bytes + line)
+                source = grad[starts[position] : starts[position] + dim]
+                if weighted:
+                    factor = widen(value_weights[position])
+                    for d in range(dim):
+                        reduced[d] += factor * widen(source[d])
+                else:
+                    for d in range(dim):
+                        reduced[d] += widen(source[d])
+                p += 1
+            step_row(
+                rule,
+                row,
+                weight[row],
+                reduced,
+                first_state,
+                second_state,
+                learning_rate,
+                eps,
+                weight_decay,
+                beta1,
+                beta2,
+                correction1,
+                correction2,
+            )
+
+
+def whole(offsets: Tensor | None) -> Any:
+    """Offsets as an array of int64; an empty one for None."""
+    return np.empty(0, np.int64) if offsets is None else offsets.to(torch.int64).contiguous().numpy()
+
+
+def factors(value_weights: Tensor | None, dtype: torch.dtype) -> Any:
+    """Weights of values as an array.
+
+    Args:
+        value_weights: ``[T]`` or None.
+        dtype: To convert to.
+
+    Returns:
+        An array; an empty one for None.
+    """
+    weights = torch.empty(0, dtype=dtype) if value_weights is None else value_weights.detach().to(dtype).contiguous()
+    return weights.numpy()
+
+
+def lookup(
+    weight: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    value_weights: Tensor | None,
+    first_row: Tensor,
+    num_rows: Tensor,
+    dtype: torch.dtype,
+) -> Lookup:
+    """Look up and sum bags (:func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
+
+    Args:
+        weight: ``[R, D]``.
+        values: ``int64 [T]``, ids within their table.
+        offsets: ``[F * B + 1]``, or None for one value a bag.
+        value_weights: ``[T]`` factors, or None.
+        first_row: ``int64 [F]``.
+        num_rows: ``int64 [F]``.
+        dtype: Of the output.
+
+    Returns:
+        Output, rows, and the first misplaced position.
+    """
+    features = first_row.numel()
+    bags = values.numel() if offsets is None else offsets.numel() - 1
+    native = dtype if dtype in (torch.float32, torch.bfloat16, torch.float64) else weight.dtype
+    if native == torch.float64 and weight.dtype == torch.float32:
+        native = torch.float32
+    output = torch.empty((bags // features, features, weight.shape[1]), dtype=native)
+    values = values.to(torch.int64).contiguous()
+    rows = torch.empty_like(values)
+    threads = threads_for(values.numel())
+    with pool(threads):
+        misplaced = _lookup(
+            weight.detach().numpy(),
+            values.numpy(),
+            whole(offsets),
+            offsets is None,
+            factors(value_weights, weight.dtype),
+            value_weights is not None,
+            first_row.numpy(),
+            num_rows.numpy(),
+            rows.numpy(),
+            array(output),
+            threads,
+        )
+    return Lookup(output.to(dtype), rows, -1 if misplaced == np.iinfo(np.int64).max else misplaced)
+
+
+class Sorted(NamedTuple):
+    """A batch's positions in the order of the rows that they looked up.
+
+    Attributes:
+        keys: ``int64 [T]``, ascending ``row << position_bits | position``.
+        position_bits: Of a key.
+        starts: ``int64 [T]``, where in ``grad`` the gradient of each position begins.
+        grad: The gradients' memory, flat.
+    """
+
+    keys: Any
+    position_bits: int
+    starts: Any
+    grad: Any
+
+
+def sort_positions(
+    rows: Tensor, offsets: Tensor | None, grad: Tensor, dtype: torch.dtype, num_rows: int, threads: int
+) -> Sorted:
+    """Sort what a batch looked up by row; positions of one row stay in order. To be called within :func:`pool`.
+
+    Args:
+        rows: ``int64 [T]``.
+        offsets: ``[N + 1]`` or None.
+        grad: ``[B, F, D]``; a slice of a wider gradient is read in place.
+        dtype: To which gradients of other types than bfloat16 are converted.
+        num_rows: Rows that there are.
+        threads: To share the work.
+    """
+    batch, features, dim = grad.shape
+    if grad.dtype not in (dtype, torch.bfloat16):
+        grad = grad.to(dtype)
+    if dim > 1 and grad.stride(2) != 1:
+        grad = grad.contiguous()
+    stride_b, stride_f = grad.stride(0), grad.stride(1)
+    reach = (batch - 1) * stride_b + (features - 1) * stride_f + dim
+    flat = grad.detach().as_strided((reach,), (1,))
+    row_bits = max(1, (num_rows - 1).bit_length())
+    position_bits = max(1, (rows.numel() - 1).bit_length())
+    keys, starts = _sort(
+        rows.contiguous().numpy(),
+        whole(offsets),
+        offsets is None,
+        batch,
+        stride_b,
+        stride_f,
+        row_bits,
+        position_bits,
+        threads,
+    )
+    return Sorted(keys, position_bits, starts, array(flat))
+
+
+def update(call: Update) -> None:
+    """Run one update (:func:`cordillera.kernels.embeddings.update.sparse_update`).
+
+    Args:
+        call: What to do, checked.
+    """
+    weight, optimizer, value_weights = call.weight, call.optimizer, call.value_weights
+    threads = threads_for(call.rows.numel())
+    with pool(threads):
+        batch = sort_positions(call.rows, call.offsets, call.grad, weight.dtype, weight.shape[0], threads)
+        _apply(
+            RULES[optimizer.name],
+            batch.keys,
+            batch.position_bits,
+            batch.starts,
+            batch.grad,
+            factors(value_weights, weight.dtype),
+            value_weights is not None,
+            weight.detach().numpy(),
+            *state_arrays(call.state, weight.dtype),
+            call.learning_rate,
+            optimizer.eps,
+            optimizer.weight_decay,
+            optimizer.beta1,
+            optimizer.beta2,
+            *call.corrections,
+            threads,
+        )

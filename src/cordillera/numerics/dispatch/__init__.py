@@ -1,0 +1,1 @@
+"""Choice of a precision for each layer (LoKA)."""

@@ -1,0 +1,274 @@
+"""Kernels that compute a linear layer on this device, each in its own precision: what :mod:`.dispatch` chooses from.
+
+A candidate packs a weight once and gives a function of the input. All three products of training are such a layer:
+``y = x W^T`` forwards, ``g W`` is a layer whose weight is ``W^T``, and ``g^T x`` one whose input is ``g^T`` and whose
+weight is ``x^T``. Quantisation is part of every candidate's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.quantization.engines import TorchEngine, all_finite, saturates
+from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
+from cordillera.numerics.quantization.quantized_linear import LinearConfig, QuantizedLinear, plain, take_out_nonfinite
+from cordillera.numerics.quantization.quantizers import check_finite, choose_affine
+from cordillera.numerics.quantization.rows import pack_codes, unpack_codes
+from cordillera.numerics.quantization.weight_only import HalfWeights, Int4Weights, Int8Weights, check_half
+
+_GROUP = 32  # inputs that share a scale in int4
+
+Kernel = Callable[[Tensor], Tensor]
+"""``float32 [M, K] -> float32 [M, N]``."""
+
+Stored = dict[str, Tensor]
+"""A weight as a candidate keeps it: ``weight``, and scales or ranges where it has any."""
+
+
+class Shape(NamedTuple):
+    """Of a product.
+
+    Attributes:
+        rows: ``M``, of the input.
+        outputs: ``N``.
+        inputs: ``K``.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.outputs} x {self.inputs}"
+
+
+class Candidate(NamedTuple):
+    """One way to compute a linear layer.
+
+    Attributes:
+        name: Name of the candidate in plans.
+        store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
+        load: From what is kept, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
+        needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
+        calibrated: Whether its ranges come from calibration rows: it then knows one layer's inputs and no gradient's.
+        emulated: Whether its arithmetic is imitated here: its error counts, its time does not.
+    """
+
+    name: str
+    store: Callable[[Tensor, Tensor | None], Stored]
+    load: Callable[[Stored, Tensor | None, bool], Kernel]
+    needs: Callable[[torch.device, int, int], str | None]
+    calibrated: bool = False
+    emulated: bool = False
+
+    def pack(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
+        """A kernel of a weight.
+
+        Args:
+            weight: ``[N, K]``.
+            bias: ``[N]`` or None.
+            rows: ``[R, K]`` to calibrate a range on, or None.
+
+        Raises:
+            NumericsError: the weight is not finite, or does not fit the format.
+        """
+        return self.load(self.store(weight, rows if self.calibrated else None), bias, False)
+
+    def supports(self, shape: Shape, device: torch.device) -> str | None:
+        """Why it cannot compute a product; None where it can.
+
+        Args:
+            shape: Shape of the product.
+            device: Device of the weight.
+        """
+        return self.needs(device, shape.inputs, shape.outputs)
+
+
+def _anywhere(device: torch.device, inputs: int, outputs: int) -> str | None:
+    return None
+
+
+def _on_cpu(device: torch.device, inputs: int, outputs: int) -> str | None:
+    if device.type != "cpu":
+        return f"runs on CPUs, not on {device.type}"
+    return None if inputs and outputs else "an empty weight"
+
+
+def _with_engine(engine: str, device: torch.device, inputs: int, outputs: int) -> str | None:
+    if engine not in torch.backends.quantized.supported_engines:
+        return f"this torch has no engine {engine}"
+    return _on_cpu(device, inputs, outputs)
+
+
+def _in_groups(device: torch.device, inputs: int, outputs: int) -> str | None:
+    if inputs % _GROUP or outputs % 16:
+        return f"takes {_GROUP} inputs and 16 outputs at a time, not {inputs} and {outputs}"
+    return _on_cpu(device, inputs, outputs)
+
+
+def _plain(weight: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Stored:
+    weight = weight.detach().float().contiguous()
+    (check_half if dtype == torch.float16 else partial(check_finite, where="weight"))(weight)
+    return {"weight": weight.to(dtype)}
+
+
+def _load_fp32(stored: Stored, bias: Tensor | None) -> Kernel:
+    return lambda x: F.linear(x, stored["weight"], bias)
+
+
+def _load_bf16(stored: Stored, bias: Tensor | None) -> Kernel:
+    def run(x: Tensor) -> Tensor:
+        y = F.linear(x.to(torch.bfloat16), stored["weight"]).float()
+        return y if bias is None else y.add_(bias)
+
+    return run
+
+
+def _load_fp16(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    return partial(HalfWeights(stored["weight"].float(), bias), relu=relu)
+
+
+def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
+    """Symmetric, with a scale an output channel, and the range of the rows if there are any."""
+    quantized = quantize_weight(weight.detach(), None)
+    stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
+    if rows is not None:
+        check_finite(rows, "rows to calibrate on")
+        ends = [rows.min(), rows.max()] if rows.numel() else [rows.new_zeros(())] * 2
+        stored["range"] = torch.stack(ends).float()
+    return stored
+
+
+def _int8_weight(stored: Stored, bias: Tensor | None) -> LinearWeight:
+    return make_weight(stored["weight"], stored["scale"], None, bias)
+
+
+def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
+    input = choose_affine(stored["range"][0], stored["range"][1], UINT8) if "range" in stored else None
+    return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
+
+
+def _load_int8_onednn(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    engine = TorchEngine(_int8_weight(stored, bias), seven_bits=saturates(), engines=("onednn",))
+
+    def run(x: Tensor) -> Tensor:
+        x = plain(x)
+        if all_finite(x):
+            return engine.dynamic(x, relu)
+        x, lost = take_out_nonfinite(x, LinearConfig())
+        return engine.dynamic(x, relu).masked_fill_(lost[:, None], torch.nan)
+
+    return run
+
+
+def _load_int8_weights(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    weights = Int8Weights(_int8_weight(stored, bias))
+    return lambda x: weights(x.bfloat16(), relu).float()
+
+
+def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
+    codes, offsets = Int4Weights.quantize(weight.detach().float())
+    return {"weight": pack_codes(codes, 4), "scale": offsets.to(torch.bfloat16)}
+
+
+def _load_int4(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    weights = Int4Weights(unpack_codes(stored["weight"], 4), stored["scale"].float(), bias)
+    return lambda x: weights(x.bfloat16(), relu).float()
+
+
+def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
+    check_finite(weight, "weight")
+    payload, scale = _fp8_rows(weight.detach().float())
+    return {"weight": payload, "scale": scale}
+
+
+def then_relu(load: Callable[[Stored, Tensor | None], Kernel]) -> Callable[[Stored, Tensor | None, bool], Kernel]:
+    """A loader of kernels with a ReLU after them where one is wanted.
+
+    Args:
+        load: Loader of kernels without a ReLU.
+    """
+
+    def loader(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+        run = load(stored, bias)
+        return (lambda x: run(x).relu_()) if relu else run
+
+    return loader
+
+
+def load_fp8(stored: Stored, bias: Tensor | None) -> Kernel:
+    """Both operands in e4m3 with a scale a row (torch's ``_scaled_mm``, row-wise).
+
+    Args:
+        stored: ``weight [N, K]`` in e4m3 and ``scale [N, 1]``.
+        bias: ``[N]`` or None.
+    """
+
+    def run(x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_zeros(0, len(stored["weight"]))
+        payload, of_rows = _fp8_rows(x)
+        y = torch._scaled_mm(payload, stored["weight"].T, of_rows, stored["scale"].T, out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
+
+    return run
+
+
+def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Payload and scales ``[rows, 1]``; a row with NaN or infinity gets a scale of NaN, so that it stays lost."""
+    largest = x.abs().amax(1, keepdim=True)
+    scale = (largest / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
+    finite = torch.isfinite(largest)
+    payload = torch.where(finite, x / scale, 0.0).to(torch.float8_e4m3fn)
+    return payload, torch.where(finite, scale, torch.nan)
+
+
+CANDIDATES: dict[str, Candidate] = {
+    one.name: one
+    for one in (
+        Candidate("fp32", partial(_plain, dtype=torch.float32), then_relu(_load_fp32), _anywhere),
+        Candidate("bf16", partial(_plain, dtype=torch.bfloat16), then_relu(_load_bf16), _anywhere),
+        Candidate("fp16 weights", partial(_plain, dtype=torch.float16), _load_fp16, partial(_with_engine, "x86")),
+        Candidate("int8 dynamic", _int8, _load_int8, partial(_with_engine, "x86")),
+        Candidate("int8 dynamic onednn", _int8, _load_int8_onednn, partial(_with_engine, "onednn")),
+        Candidate("int8 static", _int8, _load_int8, partial(_with_engine, "x86"), calibrated=True),
+        Candidate("int8 weights", _int8, _load_int8_weights, _in_groups),
+        Candidate("int4 weights", _int4, _load_int4, _in_groups),
+        Candidate("fp8 rows", _store_fp8, then_relu(load_fp8), _on_cpu, emulated=True),
+    )
+}
+"""By name. ``fp32`` is the reference that every plan may fall back to."""
+
+
+def candidate(name: str) -> Candidate:
+    """By name.
+
+    Args:
+        name: Name of the candidate in a plan.
+
+    Raises:
+        NumericsError: there is none of this name.
+    """
+    if name not in CANDIDATES:
+        raise NumericsError(
+            f"no kernel is called {name!r}", where="candidates", remedy=f"one of {', '.join(CANDIDATES)}"
+        )
+    return CANDIDATES[name]
+
+
+def chosen(names: Sequence[str] | None = None) -> list[Candidate]:
+    """Several, the reference always first.
+
+    Args:
+        names: Names of candidates; None for all.
+    """
+    found = [candidate(name) for name in (CANDIDATES if names is None else names)]
+    return [CANDIDATES["fp32"], *(one for one in found if one.name != "fp32")]

@@ -1,0 +1,315 @@
+"""File of the plan that assigns a kernel to each layer; it is checked against the machine before use.
+
+The identity of a plan is a digest of everything that decides its outcome: products, kernels, bounds, seed, weights,
+statistics and machine. Measurements are stored outside of the digest, so that two measurements of the same plan have
+one identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from cordillera.errors import NumericsError
+from cordillera.files import read_sealed, sealed_json
+from cordillera.numerics.dispatch.candidates import CANDIDATES, Shape
+from cordillera.run import describe_environment, write_atomically
+
+SCHEMA = 3
+_REMEDY = "`cordillera probe RUN` makes it anew"
+_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_int8",
+          "amx_bf16", "amx_fp16", "asimddp", "i8mm", "bf16", "sve", "sve2")  # fmt: skip
+Purpose = Literal["scoring", "training"]
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of one product.
+
+    Attributes:
+        site: Qualified name of the layer.
+        of: Product of the layer.
+        rows: Largest number of input rows for which the kernel was chosen, a power of two.
+        outputs: Output features ``N`` of the layer.
+        inputs: Input features ``K`` of the layer.
+        kernel: Name of the candidate.
+        why: If the kernel is the reference, the reason why no other was chosen; otherwise empty.
+        expected: Measurements of the kernel: milliseconds, speed relative to fp32, accuracy.
+        input_range: Smallest and largest input on which kernels with static ranges are calibrated; None without any.
+    """
+
+    site: str
+    of: Pass
+    rows: int
+    outputs: int
+    inputs: int
+    kernel: str
+    why: str = ""
+    expected: dict[str, Any] = field(default_factory=dict)
+    input_range: tuple[float, float] | None = None
+
+    @property
+    def calibration(self) -> torch.Tensor | None:
+        """Two rows, ``float32 [2, 1]``, that hold the ends of the input range; None without a range."""
+        return None if self.input_range is None else torch.tensor(self.input_range).unsqueeze(1)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the product."""
+        return Shape(self.rows, self.outputs, self.inputs)
+
+
+def bucket(rows: int) -> int:
+    """The least power of two that is not below.
+
+    Args:
+        rows: Number of rows of an input.
+    """
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def instruction_set() -> list[str]:
+    """Instruction set by which libraries choose kernels on this CPU: torch's level and the processor's flags.
+
+    Flags are read on Linux only; on other systems the list holds the level alone.
+    """
+    level = str(torch.backends.cpu.get_cpu_capability())
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [level]
+    known = next(
+        (set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set()
+    )
+    return [level, *(flag for flag in _FLAGS if flag in known)]
+
+
+def machine(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
+    """Machine that a plan depends on: name and instruction set of the device, threads, and versions of libraries.
+
+    Args:
+        device: Device on which the model runs.
+        threads: Number of threads of the CPU kernels; None for the present number.
+    """
+    device = torch.device(device)
+    known = describe_environment()
+    if device.type == "cuda":
+        name, threads = torch.cuda.get_device_name(device), 0
+        instructions = ["sm_{}{}".format(*torch.cuda.get_device_capability(device))]
+    else:
+        name, threads = known["processor"], torch.get_num_threads() if threads is None else threads
+        instructions = instruction_set()
+    libraries = {
+        key: value
+        for key, value in known["libraries"].items()
+        if key in ("torch", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu")
+    }
+    return {
+        "device": device.type, "name": name, "instructions": instructions, "threads": threads, "libraries": libraries,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Assignment of kernels to products, with the conditions under which it was found.
+
+    Attributes:
+        choices: Choices for every layer, product and number of rows that were examined.
+        machine: Machine of the measurements; see :func:`machine`.
+        bound: Accuracy that a kernel had to reach: ``sqnr_db`` and ``median_relative``.
+        seed: Seed of the drawn inputs.
+        weights: Digest of the weights that the plan was made for; see :func:`weights_digest`. A plan for scoring is
+            valid for these weights only, a plan for training for any weights of the model.
+        purpose: ``scoring``, where weights are packed once, or ``training``, where packing is part of every product.
+        statistics: Digest of the file of statistics from which inputs were drawn; empty without such a file.
+        kernels: Names of the candidates that were considered.
+    """
+
+    choices: tuple[Choice, ...]
+    machine: dict[str, Any]
+    bound: dict[str, float]
+    seed: int = 0
+    weights: str = ""
+    purpose: Purpose = "scoring"
+    statistics: str = ""
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of the plan without its measurements."""
+        content = self._content()
+        measured = ("why", "expected")
+        content["choices"] = [{k: v for k, v in one.items() if k not in measured} for one in content["choices"]]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def find(self, site: str, of: Pass, rows: int) -> Choice | None:
+        """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
+
+        Args:
+            site: The layer's name.
+            of: Which of its products.
+            rows: Number of rows of an input.
+        """
+        fitting = [c for c in self.choices if (c.site, c.of) == (site, of) and c.rows >= rows]
+        return min(fitting, key=lambda c: c.rows, default=None)
+
+    @property
+    def sites(self) -> Sequence[str]:
+        """Names of the layers."""
+        return list(dict.fromkeys(choice.site for choice in self.choices))
+
+    def with_reference(self, site: str, why: str) -> PrecisionPlan:
+        """The plan with fp32 at one layer.
+
+        Args:
+            site: The layer's name.
+            why: What the plan's reader is told.
+        """
+        choices = tuple(
+            replace(c, kernel="fp32", why=why, expected={}) if c.site == site and c.kernel != "fp32" else c
+            for c in self.choices
+        )
+        return replace(self, choices=choices)
+
+    def uniform(self, kernel: str) -> PrecisionPlan:
+        """The plan that takes one kernel everywhere.
+
+        Args:
+            kernel: A candidate's name.
+        """
+        return replace(self, choices=tuple(replace(c, kernel=kernel, why="", expected={}) for c in self.choices))
+
+    def save(self, path: Path) -> None:
+        """Write the plan with its identity and a checksum of the whole file.
+
+        Args:
+            path: Path of the JSON file, which is replaced atomically.
+        """
+        write_atomically(path, sealed_json({**self._content(), "identity": self.identity}))
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "machine": self.machine,
+            "bound": {key: value if math.isfinite(value) else str(value) for key, value in self.bound.items()},
+            "seed": self.seed,
+            "weights": self.weights,
+            "purpose": self.purpose,
+            "statistics": self.statistics,
+            "kernels": list(self.kernels),
+            "choices": [asdict(choice) for choice in self.choices],
+        }
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device | str = "cpu", allow_stale: bool = False) -> PrecisionPlan:
+        """Read one that holds on this machine.
+
+        Args:
+            path: Path of the file.
+            device: On which it shall be used.
+            allow_stale: Take one that was made on another device, with other threads or libraries.
+
+        Raises:
+            NumericsError: there is none, it is damaged or of another version, names a kernel that is not here, or was
+                made elsewhere.
+        """
+        where = str(path)
+        if not path.is_file():
+            raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
+        content = read_sealed(path, required=True, schema=SCHEMA, error=NumericsError, remedy=_REMEDY)
+        try:
+            choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
+            bound = {key: float(value) for key, value in content["bound"].items()}
+            if any(math.isnan(value) for value in bound.values()):
+                raise ValueError("a bound is NaN")
+            purpose: Purpose = content["purpose"]
+            if purpose not in get_args(Purpose):
+                raise ValueError(f"for {purpose}")
+            found = cls(
+                choices, dict(content["machine"]), bound, int(content["seed"]), str(content["weights"]), purpose,
+                str(content["statistics"]), tuple(map(str, content["kernels"])),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise NumericsError(f"is no plan: {error!r}", where=where, remedy=_REMEDY) from error
+        for choice in choices:
+            if choice.kernel not in CANDIDATES:
+                raise NumericsError(
+                    f"names the kernel {choice.kernel!r}, which is not here", where=where, remedy=_REMEDY
+                )
+        if not allow_stale:
+            found.check_machine(device, where)
+        return found
+
+    def check_purpose(self, purpose: Purpose) -> None:
+        """Refuse to be used for something else.
+
+        Args:
+            purpose: What it shall be used for.
+
+        Raises:
+            NumericsError: the plan is for another.
+        """
+        if self.purpose != purpose:
+            raise NumericsError(
+                f"is for {self.purpose}, not for {purpose}",
+                where="plan",
+                remedy="cordillera probe RUN makes plans for scoring, cordillera probe RUN --training for training",
+            )
+
+    def check_machine(self, device: torch.device | str, where: str = "plan") -> None:
+        """Refuse to be used elsewhere than where it was made.
+
+        Args:
+            device: On which it shall be used.
+            where: What errors call it.
+
+        Raises:
+            NumericsError: device, threads or libraries differ.
+        """
+        here = machine(device)
+        for key, value in here.items():
+            if self.machine.get(key) != value:
+                raise NumericsError(
+                    f"was made with {key} {self.machine.get(key)!r}, here it is {value!r}",
+                    where=where,
+                    remedy="make the plan anew with `cordillera probe RUN`",
+                )
+
+
+def weights_digest(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]) -> str:
+    """SHA-256 of the weights of layers, to which a plan is bound.
+
+    Args:
+        layers: Weight ``[N, K]`` and bias ``[N]`` (or None) of each layer, by name; any device, converted to float32.
+    """
+    digest = hashlib.sha256()
+    for name, parts in layers.items():
+        for part in parts:
+            digest.update(f"{name} {None if part is None else list(part.shape)}".encode())
+            if part is not None:
+                digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _checked(choice: Choice) -> Choice:
+    sizes = (choice.rows, choice.outputs, choice.inputs)
+    if not all(isinstance(size, int) and size >= 1 for size in sizes) or choice.of not in PASSES:
+        raise ValueError(f"{choice.of} of {' x '.join(map(str, sizes))} is no product")
+    texts = (choice.site, choice.kernel, choice.why)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(choice.expected, dict):
+        raise TypeError(f"{choice} is no choice")
+    if choice.input_range is None:
+        return choice
+    low, high = (float(end) for end in choice.input_range)
+    if not -math.inf < low <= high < math.inf:
+        raise ValueError(f"{low} to {high} is no range")
+    return replace(choice, input_range=(low, high))

@@ -1,0 +1,110 @@
+"""A linear layer for scoring, kept in as many bits as its kernel needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.dispatch.candidates import Kernel, Shape, Stored, candidate
+from cordillera.numerics.quantization.fixed_dtypes import FixedDtypes, refuse_double
+
+
+class StoredLinear(FixedDtypes):
+    """``x W^T + b`` by one kernel; it has no gradient, takes any floating-point dtype and gives ``float32``.
+
+    Attributes:
+        kernel: The candidate's name.
+        relu: Whether a ReLU is part of it.
+        in_features: ``K``.
+        out_features: ``N``.
+
+    Args:
+        kernel: A candidate's name.
+        stored: What it keeps of the weight.
+        bias: ``float32 [N]`` or None.
+        relu: Whether negative results become zero.
+    """
+
+    def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None, relu: bool = False) -> None:
+        super().__init__()
+        self.kernel, self.relu = kernel, relu
+        self.bias: Tensor | None
+        self._names = list(stored)
+        for name, tensor in stored.items():
+            self.register_buffer(f"stored_{name}", tensor)
+        self.register_buffer("bias", bias)
+        self._run: Kernel | None = None
+        weight = stored["weight"]
+        self.out_features = len(weight)
+        self.in_features = weight.shape[1] * (2 if kernel == "int4 weights" else 1)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, kernel: str, rows: Tensor | None = None) -> StoredLinear:
+        """A layer, kept for a kernel.
+
+        Args:
+            linear: Trained.
+            kernel: A candidate's name.
+            rows: ``[R, K]`` to calibrate on, for kernels that are.
+
+        Raises:
+            NumericsError: the weight is not finite, float64 or does not fit the format, rows are missing, or the
+                kernel does not compute layers of this size.
+        """
+        one = candidate(kernel)
+        refuse_double(linear.weight, "StoredLinear")
+        outputs, inputs = linear.weight.shape
+        reason = one.supports(Shape(1, outputs, inputs), linear.weight.device)
+        if reason is not None:
+            raise NumericsError(f"{kernel}: {reason}", where="StoredLinear", remedy="keep this layer in fp32")
+        if one.calibrated and rows is None:
+            raise NumericsError(f"{kernel} needs rows to calibrate on", where="StoredLinear")
+        bias = None if linear.bias is None else linear.bias.detach().float().clone()
+        return cls(kernel, one.store(linear.weight, rows if one.calibrated else None), bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept, bias included."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    def prepare(self) -> Kernel:
+        """Make the kernel of what is kept, where that was not done yet; the first call does it otherwise.
+
+        Raises:
+            NumericsError: what is kept is not what the kernel takes.
+        """
+        if self._run is None:
+            stored: Stored = {name: getattr(self, f"stored_{name}") for name in self._names}
+            try:
+                self._run = candidate(self.kernel).load(stored, self.bias, self.relu)
+            except (KeyError, RuntimeError, ValueError, TypeError) as error:
+                raise NumericsError(
+                    f"{self.kernel} does not take {sorted(stored)}: {error!r}", where="StoredLinear"
+                ) from error
+        return self._run
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = self.prepare()
+        if x.shape[-1] != self.in_features:
+            raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
+        rows = x.reshape(x.shape[:-1].numel(), self.in_features).float()
+        with torch.autocast(x.device.type, enabled=False):
+            return run(rows).reshape(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
+        self._run = None  # it may hold what moves now
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._run = None  # it was made of what was kept before
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says of the layer."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}, relu={self.relu}"
+        )

@@ -1,0 +1,233 @@
+"""The three products of a linear layer's training step, tried and chosen like those of scoring: LoKA's Dispatch.
+
+Forward, gradient of the input and gradient of the weight each have a kernel of their own. Weights change with every
+step and gradients are always new, so packing is part of every product's time. Operands are drawn from what a probe saw
+of inputs and of output gradients, independently of one another: the sums of a weight's gradient are then of noise
+alone, and no kernel is judged better than it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.dispatch.accuracy import Accuracy
+from cordillera.numerics.dispatch.candidates import Candidate, Shape, candidate, chosen
+from cordillera.numerics.dispatch.dispatch import (
+    DispatchConfig,
+    Product,
+    Profile,
+    Trial,
+    choose,
+    median_seconds,
+    refusal,
+    skipped,
+)
+from cordillera.numerics.dispatch.plan import PASSES, Pass, PrecisionPlan, machine, weights_digest
+from cordillera.numerics.dispatch.row_statistics import RowStatistics
+from cordillera.numerics.sites import sites
+
+
+def exact(of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product in the operands' dtype, by the calls that ``nn.Linear`` and its backward make.
+
+    Args:
+        of: Which one.
+        first: The input ``[M, K]`` for ``forward``, else the output's gradient ``[M, N]``.
+        second: The weight ``[N, K]``, or for ``weight_gradient`` the input.
+        bias: ``[N]`` or None; of ``forward`` alone.
+    """
+    if of == "forward":
+        return F.linear(first, second, bias)
+    return first.mm(second) if of == "input_gradient" else first.t().mm(second)
+
+
+def by_kernel(one: Candidate, of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product by a candidate, packing included.
+
+    Args:
+        one: The candidate.
+        of: Which product.
+        first: As of :func:`exact`, float32.
+        second: Likewise.
+        bias: Likewise.
+
+    Raises:
+        NumericsError: ``second`` is not finite, or does not fit the format.
+    """
+    if one.name == "fp32":
+        return exact(of, first, second, bias)
+    left, right = (first, second) if of == "forward" else (first, second.t())
+    if of == "weight_gradient":
+        left = first.t()
+    return one.pack(right.contiguous(), bias, None)(left.contiguous())
+
+
+def unusable(one: Candidate, of: Pass, first: torch.Size, second: torch.Size, device: torch.device) -> str | None:
+    """Why a candidate cannot compute a product of training; None where it can.
+
+    Args:
+        one: The candidate.
+        of: Which product.
+        first: Shape of the first operand.
+        second: Of the second.
+        device: Device of both.
+    """
+    if one.calibrated:
+        return "ranges of one moment do not hold while a model is trained"
+    (m, k), n = first, second[0]
+    if of != "forward":
+        n = second[1]
+    if of == "weight_gradient":
+        m, k = k, m
+    return one.supports(Shape(m, n, k), device)
+
+
+@dataclass(frozen=True)
+class TrainedLayer:
+    """A layer with what goes through it in a training step.
+
+    Attributes:
+        site: Its name.
+        weight: ``float32 [N, K]``.
+        bias: ``[N]`` or None.
+        inputs: Gives ``[rows, K]`` for a number of rows and a generator.
+        gradients: Likewise ``[rows, N]``, of the output.
+    """
+
+    site: str
+    weight: Tensor
+    bias: Tensor | None
+    inputs: Callable[[int, torch.Generator], Tensor]
+    gradients: Callable[[int, torch.Generator], Tensor]
+
+    def operands(self, of: Pass, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Both operands of a product, drawn, and the bias if it has one.
+
+        Args:
+            of: Which product.
+            rows: Number of rows of the batch.
+            generator: Generator of random numbers.
+        """
+        if of == "forward":
+            return self.inputs(rows, generator), self.weight, self.bias
+        gradient = self.gradients(rows, generator)
+        return gradient, self.weight if of == "input_gradient" else self.inputs(rows, generator), None
+
+
+def trained_layers(
+    model: nn.Module, inputs: Mapping[str, RowStatistics], gradients: Mapping[str, RowStatistics]
+) -> list[TrainedLayer]:
+    """A model's linear layers with what a probe saw of their inputs and gradients.
+
+    Args:
+        model: Its layers in float32.
+        inputs: Statistics of each layer's inputs.
+        gradients: Of its output's gradients.
+
+    Raises:
+        NumericsError: a layer's inputs or gradients were not probed.
+    """
+    found = []
+    for name, module in sites(model).items():
+        for what, statistics in (("inputs", inputs), ("gradients", gradients)):
+            if name not in statistics or statistics[name].count < 2:
+                raise NumericsError(
+                    f"{what} of {name} were not probed", where="trained_layers",
+                    remedy="probe training steps with ProbeConfig(gradients=True)",
+                )  # fmt: skip
+        bias = None if module.bias is None else module.bias.detach().float()
+        weight = module.weight.detach().float()
+        found.append(TrainedLayer(name, weight, bias, inputs[name].sample, gradients[name].sample))
+    return found
+
+
+def try_product(
+    layer: TrainedLayer, of: Pass, candidates: Sequence[Candidate], config: DispatchConfig
+) -> dict[int, list[Trial]]:
+    """Judge candidates once on a product, and time those that pass for every number of rows.
+
+    Args:
+        layer: Whose product.
+        of: Which one.
+        candidates: The reference among them.
+        config: Bounds, sizes and counts.
+    """
+    accuracy: dict[str, Accuracy] = {}
+    refused: dict[str, str] = {}
+    device = layer.weight.device
+    for draw in range(config.draws):
+        first, second, bias = layer.operands(of, config.judged_rows, torch.Generator().manual_seed(config.seed + draw))
+        reference = exact(of, first.double(), second.double(), None if bias is None else bias.double())
+        for one in candidates:
+            if reason := unusable(one, of, first.shape, second.shape, device):
+                refused[one.name] = reason
+                continue
+            with skipped(one, refused):
+                found = Accuracy.of(by_kernel(one, of, first, second, bias), reference)
+                if one.name not in accuracy or found.sqnr_db < accuracy[one.name].sqnr_db:
+                    accuracy[one.name] = found
+    for one in candidates:
+        if (
+            one.name in accuracy
+            and one.name not in ("fp32", *refused)
+            and (reason := refusal(one, accuracy[one.name], config))
+        ):
+            refused[one.name] = reason
+    trials = {}
+    for rows in config.rows:
+        here = dict(refused)
+        generator = torch.Generator().manual_seed(config.seed)
+        drawn = [layer.operands(of, rows, generator) for _ in range(2)]
+        for one in candidates:
+            if reason := unusable(one, of, drawn[0][0].shape, drawn[0][1].shape, device):
+                here.setdefault(one.name, reason)
+        passing = [one for one in candidates if one.name not in here]
+        seconds = median_seconds({one.name: partial(_run, one, of, drawn) for one in passing}, config.rounds)
+        trials[rows] = [
+            Trial(
+                one.name,
+                accuracy.get(one.name),
+                1e3 * seconds[one.name] if one.name in seconds else math.nan,
+                here.get(one.name, ""),
+            )
+            for one in candidates
+        ]
+    return trials
+
+
+def _run(one: Candidate, of: Pass, drawn: Sequence[tuple[Tensor, Tensor, Tensor | None]], turn: int) -> Any:
+    return by_kernel(one, of, *drawn[turn % len(drawn)])
+
+
+def profile_training(
+    layers: Sequence[TrainedLayer], config: DispatchConfig, device: torch.device | str = "cpu"
+) -> Profile:
+    """Try every candidate on all three products of every layer, and choose.
+
+    Args:
+        layers: Layers of a model.
+        config: Bounds, sizes and counts.
+        device: On which they are trained.
+    """
+    candidates = [candidate(one.name) for one in chosen(config.kernels or None)]
+    choices, trials = [], {}
+    for layer in layers:
+        for of in PASSES:
+            product = Product(layer.site, of, layer.weight, layer.bias, layer.inputs, once=False)
+            for rows, found in try_product(layer, of, candidates, config).items():
+                trials[layer.site, of, rows] = found
+                choices.append(choose(product, rows, found, config))
+    bound = {"sqnr_db": config.sqnr_db, "median_relative": config.median_relative}
+    weights = weights_digest({layer.site: (layer.weight, layer.bias) for layer in layers})
+    names = tuple(one.name for one in candidates)
+    plan = PrecisionPlan(tuple(choices), machine(device), bound, config.seed, weights, "training", kernels=names)
+    return Profile(plan, trials)

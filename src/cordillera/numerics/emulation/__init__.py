@@ -1,0 +1,1 @@
+"""Emulation of training in other number formats (the BFLOAT16 study)."""

@@ -1,0 +1,188 @@
+"""What weights are between steps when computation is in a short format: a master copy, none, or two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import CheckpointError, NumericsError
+from cordillera.numerics.emulation.emulation import EmulationConfig
+from cordillera.numerics.emulation.scaling import round_scaled, scale_of
+from cordillera.numerics.formats.mx import round_to_blocks
+from cordillera.numerics.formats.rounding import Rounding, random_bits, round_to
+
+
+@torch.no_grad()
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut float32 in two: its upper half is a bfloat16 number, its lower half what that lacks (split SGD).
+
+    Nothing is rounded, so the upper half is ``x`` rounded toward zero; of a NaN whose payload stands in the lower half
+    alone it is infinity.
+
+    Args:
+        x: float32.
+
+    Returns:
+        bfloat16 and int16, both of ``x``'s shape.
+    """
+    bits = x.contiguous().view(torch.int32)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
+
+
+@torch.no_grad()
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """Undo :func:`split`, bit for bit.
+
+    Args:
+        upper: bfloat16.
+        lower: int16 of the same shape.
+
+    Returns:
+        float32.
+    """
+    bits = (upper.contiguous().view(torch.int16).to(torch.int32) << 16) | (lower.to(torch.int32) & 0xFFFF)
+    return bits.view(torch.float32)
+
+
+class WeightStorage:
+    """Keeps weights as :attr:`EmulationConfig.weights` says, around an optimizer that knows nothing of it.
+
+    Between updates the given tensors hold what is computed with: numbers of the format, times a scale of their row or
+    block where the format has scales. For an update they get their full precision back (:meth:`before_update`) and lose
+    it again (:meth:`after_update`)::
+
+        storage.before_update()
+        optimizer.step()
+        storage.after_update(step)
+
+    With scales a float32 master is what the given tensors hold all the time: each product scales and rounds it anew.
+
+    Args:
+        config: Format, policy and rounding.
+        weights: float32 tensors by name, changed in place; the order of names counts in stochastic rounding.
+
+    Raises:
+        NumericsError: the policy does not fit the format, or a weight is not float32.
+    """
+
+    def __init__(self, config: EmulationConfig, weights: Mapping[str, Tensor]) -> None:
+        if config.weights == "split" and config.format != "bf16":
+            raise NumericsError(
+                f"halves of float32 are bf16, not {config.format}",
+                where="training.emulate.weights",
+                remedy="use format = 'bf16', or weights = 'master'",
+            )
+        for name, weight in weights.items():
+            if weight.dtype != torch.float32:
+                raise NumericsError(f"must be float32, is {weight.dtype}", where=name)
+        self.config = config
+        self.weights = {name: weight.detach() for name, weight in weights.items()}
+        self._kept: dict[str, Tensor] = {}
+        self._is_rounded = config.weights != "master" or config.scale == "none"
+        if config.weights == "master" and self._is_rounded:
+            self._kept = {name: torch.empty_like(weight) for name, weight in self.weights.items()}
+        elif config.weights == "split":
+            self._kept = {name: torch.empty_like(weight, dtype=torch.int16) for name, weight in self.weights.items()}
+        self.after_update(0)
+
+    @torch.no_grad()
+    def before_update(self, rows: Mapping[str, Tensor] | None = None) -> None:
+        """Give weights their full precision.
+
+        Args:
+            rows: For some weights the rows that will change, int64; all others change whole.
+        """
+        if not self._is_rounded:
+            return
+        for name, weight in self.weights.items():
+            at = _where(rows, name)
+            if self.config.weights == "master":
+                weight[at] = self._kept[name][at]
+            elif self.config.weights == "split":
+                weight[at] = join(weight[at].to(torch.bfloat16), self._kept[name][at])
+
+    @torch.no_grad()
+    def after_update(self, step: int, rows: Mapping[str, Tensor] | None = None) -> None:
+        """Keep weights as the policy says and leave in them what is computed with.
+
+        Args:
+            step: Number of the update; only stochastic rounding looks at it.
+            rows: As :meth:`before_update` got it.
+        """
+        if not self._is_rounded:
+            return
+        for number, (name, weight) in enumerate(self.weights.items()):
+            at = _where(rows, name)
+            updated = weight[at]
+            if self.config.weights == "split":
+                upper, self._kept[name][at] = split(updated)
+                weight[at] = upper.float()
+                continue
+            if self.config.weights == "master":
+                self._kept[name][at] = updated
+            weight[at] = self._round(updated, number, step, None if at is ... else at)
+
+    def full(self, name: str) -> Tensor:
+        """A weight in the precision that updates have.
+
+        Args:
+            name: One of the given weights.
+
+        Returns:
+            float32, not to be written to.
+        """
+        if self.config.weights == "split":
+            return join(self.weights[name].to(torch.bfloat16), self._kept[name])
+        return self._kept.get(name, self.weights[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is kept beside the weights: float32 masters, int16 lower halves, or nothing."""
+        return dict(self._kept)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` gave; the weights themselves are set by whoever owns them.
+
+        Args:
+            state: Tensors by name.
+
+        Raises:
+            CheckpointError: a weight is missing, or has another shape or dtype.
+        """
+        for name, kept in self._kept.items():
+            found = state.get(name)
+            if found is None or found.shape != kept.shape or found.dtype != kept.dtype:
+                raise CheckpointError(
+                    f"what is kept beside the weights must be {kept.dtype} of {tuple(kept.shape)}, found "
+                    f"{'nothing' if found is None else f'{found.dtype} of {tuple(found.shape)}'}",
+                    where=name,
+                    remedy="resume with the training.emulate.weights that the run began with",
+                )
+        for name, kept in self._kept.items():
+            kept.copy_(state[name])
+
+    def _round(self, x: Tensor, number: int, step: int, rows: Tensor | None) -> Tensor:
+        rounding = self.config.rounding_of_weights
+        random = None
+        if rounding is Rounding.stochastic:
+            # keyed by the place in the whole weight, so that it does not matter which other rows change
+            row_size = max(1, x[0].numel()) if x.shape[0] else 1
+            index = torch.arange(x.shape[0], device=x.device) if rows is None else rows
+            columns = torch.arange(row_size, device=x.device)
+            random = random_bits(self.config.seed, number, index[:, None], columns, step).view(x.shape)
+        config = self.config
+        if config.scale == "block":
+            return round_to_blocks(x, config.target, rounding, random=random)
+        how: dict[str, Any] = {"rounding": rounding, "flush_subnormals": config.flush_subnormals, "random": random}
+        if config.scale == "none":
+            return round_to(x, config.target, **how)
+        # a scale a row, whatever products have: updating some rows leaves the others as they are
+        scale = scale_of(x, config.target, -1, power_of_two=config.power_of_two)
+        return round_scaled(x, scale, config.target, **how) * scale
+
+
+def _where(rows: Mapping[str, Tensor] | None, name: str) -> Tensor | Any:
+    return ... if rows is None or name not in rows else rows[name]

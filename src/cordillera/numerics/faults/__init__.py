@@ -1,0 +1,1 @@
+"""Bit flips and their effects (PVF)."""

@@ -1,0 +1,330 @@
+"""Many faults of one layer judged in one call, from the corrupted layer on.
+
+What a model computes before the corrupted tensor is used is computed once, for all faults together, and what follows
+runs over a batch of faults (``torch.vmap``). Of a linear layer or a convolution only the outputs that the corrupted row
+makes are computed anew, out of the corrupted row itself; of an embedding table only the row that was hit. Nothing is
+approximated: values, NaN and infinities are those of the flipped model up to the order of additions. Where this order
+could matter, because an output is closer to changing its decision than ``tolerance``, the fault is judged once more by
+flipping the bits in the model and running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.faults.bit_flips import Region, corrupted, flipped
+from cordillera.numerics.faults.substitution import Rows, Substitute, Trace
+from cordillera.numerics.faults.vulnerability import Verdicts
+
+_STACK_BYTES = 1 << 26  # of corrupted copies made at a time
+_ACTIVATIONS = 1 << 24  # numbers that a batch of faults makes, about
+_CHECKED = 2  # faults of every region that both ways must agree on
+
+
+class Decision(Protocol):
+    """What counts as the answer of a model."""
+
+    def decide(self, outputs: Tensor) -> Tensor:
+        """Answers to ``outputs`` ``[..., B, n]``: ``[..., B, a]``."""
+        ...
+
+    def margin(self, outputs: Tensor) -> Tensor:
+        """How far ``outputs`` are from another answer: ``[..., B, a]``, at least 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Threshold(Decision):
+    """On which side of a value each output is: logits ``[B, tasks]`` at 0 for a click probability of one half.
+
+    Attributes:
+        value: Outputs that reach it are a yes.
+    """
+
+    value: float = 0.0
+
+    def decide(self, outputs: Tensor) -> Tensor:
+        return outputs >= self.value
+
+    def margin(self, outputs: Tensor) -> Tensor:
+        return (outputs - self.value).abs()
+
+
+@dataclass(frozen=True)
+class Argmax(Decision):
+    """Which class has the largest output, ``[B, classes]``."""
+
+    def decide(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(-1, keepdim=True)
+
+    def margin(self, outputs: Tensor) -> Tensor:
+        best = outputs.topk(2).values if outputs.shape[-1] > 1 else F.pad(outputs, (0, 1), value=-torch.inf)
+        return best[..., :1] - best[..., 1:2]
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Outputs of the inputs that faults can have changed; all others stay as they were.
+
+    Attributes:
+        fault: ``int64 [P]``, which fault.
+        sample: ``int64 [P]``, which input.
+        outputs: ``[P, n]``.
+    """
+
+    fault: Tensor
+    sample: Tensor
+    outputs: Tensor
+
+
+Lookup = Callable[[Region, Tensor], Touched]
+"""Computes the outputs of those inputs that read a corrupted row of a table; takes faults ``int64 [M, k]``."""
+
+
+class Replay:
+    """Judges faults of a model on fixed inputs.
+
+    Every region's first faults are judged both ways; if their outputs differ, or what follows the region cannot run
+    over a batch of faults, its faults are judged one by one (see ``one_by_one``).
+
+    Args:
+        forward: The model on the inputs: outputs ``[B, n]``. Without gradients, in evaluation mode, and the same at
+            every call.
+        decision: What counts as an answer.
+        suffix: The same outputs out of activations that were kept, for regions that are not used before them. Default:
+            ``forward``.
+        lookups: By name of a region, how its faults are judged on the inputs that they touch.
+        tolerance: A fault is judged again by the flipped model if the share of the largest output by which an output
+            misses another answer is smaller. Default: 1e-5, or four roundings of the outputs' dtype if that is more; a
+            model that computes in fewer bits than it puts out needs more.
+
+    Attributes:
+        golden: The intact model's outputs, ``[B, n]``.
+        inputs: Inputs whose golden output is finite; the others are not judged.
+        skipped: Inputs that are not judged.
+        one_by_one: By name of a region, why its faults are judged one by one.
+        judged: Faults judged so far.
+        repeated: Faults among them that the flipped model judged, though not one by one.
+
+    Raises:
+        NumericsError: the intact model's outputs have another shape, differ from call to call, or none is finite.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Tensor],
+        decision: Decision,
+        *,
+        suffix: Callable[[], Tensor] | None = None,
+        lookups: Mapping[str, Lookup] | None = None,
+        tolerance: float | None = None,
+    ) -> None:
+        self._forward, self._decision = forward, decision
+        self._suffix, self._lookups = suffix or forward, dict(lookups or {})
+        with torch.no_grad():
+            self.golden, again = forward(), forward()
+        if self.golden.ndim != 2:
+            raise NumericsError(f"must be [inputs, n], got {tuple(self.golden.shape)}", where="outputs")
+        if not torch.equal(self.golden.nan_to_num(), again.nan_to_num()):
+            raise NumericsError(
+                "the intact model gives other outputs at every call: wrong ones could not be told",
+                where="outputs",
+                remedy="put the model into evaluation mode",
+            )
+        if tolerance is None:
+            tolerance = max(1e-5, 4 * torch.finfo(self.golden.dtype).eps)
+        self._tolerance = tolerance
+        self._finite = self.golden.isfinite().all(-1)
+        self.inputs = int(self._finite.sum())
+        self.skipped = len(self.golden) - self.inputs
+        if not self.inputs:
+            raise NumericsError(
+                "the intact model's output is NaN or infinite on every input, or there is none: "
+                "nothing can become wrong",
+                where="outputs",
+                remedy="look for the weight that is not finite, or give other inputs",
+            )
+        self._answers = decision.decide(self.golden)
+        self._trace: Trace | None = None
+        self._checked: set[int] = set()
+        self.one_by_one: dict[str, str] = {}
+        self.judged = self.repeated = 0
+
+    def __call__(self, region: Region, bits: Tensor) -> Verdicts:
+        """Judge faults.
+
+        Args:
+            region: Where.
+            bits: ``int64 [M, k]`` addresses.
+        """
+        self.judged += len(bits)
+        if not len(bits):
+            return self.flip_each(region, bits)
+        if id(region) not in self._checked:
+            self._checked.add(id(region))
+            self._check(region, bits)
+        if region.name in self.one_by_one:
+            return self.flip_each(region, bits)
+        if region.name in self._lookups:
+            return self._of_touched(region, bits, self._lookups[region.name](region, bits))
+        parts = [self._of_outputs(region, part, self.outputs(region, part)) for part in bits.split(self._size(region))]
+        silent, detected = (torch.cat([getattr(part, name) for part in parts]) for name in ("silent", "detected"))
+        return Verdicts(silent, detected, self.inputs)
+
+    def flip_each(self, region: Region, bits: Tensor) -> Verdicts:
+        """Judge faults by flipping them in the model, one after another; what replay is measured against.
+
+        Args:
+            region: Where.
+            bits: ``int64 [M, k]`` addresses.
+        """
+        silent, detected = torch.zeros(2, len(bits), dtype=torch.int64)
+        for fault, addresses in enumerate(bits.tolist()):
+            finite, wrong = self._tell(self._run_flipped(region, addresses))
+            silent[fault], detected[fault] = (finite & wrong).sum(), (~finite & self._finite).sum()
+        return Verdicts(silent, detected, self.inputs)
+
+    def outputs(self, region: Region, bits: Tensor) -> Tensor:
+        """The outputs that faults lead to, by replay.
+
+        Args:
+            region: Where.
+            bits: ``int64 [M, k]`` addresses.
+
+        Returns:
+            ``[M, B, n]``.
+        """
+        if region.name in self._lookups:
+            touched = self._lookups[region.name](region, bits)
+            outputs = self.golden.expand(len(bits), *self.golden.shape).clone()
+            outputs[touched.fault, touched.sample] = touched.outputs
+            return outputs
+        with torch.no_grad():
+            places, masks = region.locate(bits.to(region.owner.device))
+            if self._trace_of().has_rows(region):
+                return self._by_rows(region, places, masks)
+            return self._by_copies(region, places, masks)
+
+    def _run_flipped(self, region: Region, bits: list[int]) -> Tensor:
+        with torch.no_grad(), flipped(region, bits):
+            return self._forward()
+
+    def _tell(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Which outputs ``[..., B, n]`` are finite, and which are wrong where the golden ones are finite."""
+        wrong = (self._decision.decide(outputs) != self._answers).any(-1)
+        return outputs.isfinite().all(-1), wrong & self._finite
+
+    def _doubtful(self, outputs: Tensor) -> Tensor:
+        """Faults whose verdict could depend on the order of additions: ``[M, B, n] -> [M]``."""
+        finite = outputs.isfinite().all(-1)
+        largest = torch.where(outputs.isfinite(), outputs.abs(), 0).amax(-1)
+        scale = torch.where(finite, largest, 0).amax(-1, keepdim=True)
+        close = self._decision.margin(outputs).amin(-1) <= self._tolerance * (1 + scale)
+        # an overflow is a matter of order as well
+        return ((close | (largest > 1e-2 * torch.finfo(outputs.dtype).max)) & finite & self._finite).any(-1)
+
+    def _of_outputs(self, region: Region, bits: Tensor, outputs: Tensor) -> Verdicts:
+        finite, wrong = self._tell(outputs)
+        silent, detected = (finite & wrong).sum(-1).cpu(), (~finite & self._finite).sum(-1).cpu()
+        return self._judge_again(region, bits, Verdicts(silent, detected, self.inputs), self._doubtful(outputs))
+
+    def _of_touched(self, region: Region, bits: Tensor, touched: Touched) -> Verdicts:
+        fault, sample, outputs = touched.fault, touched.sample, touched.outputs
+        here = self._finite[sample]
+        finite = outputs.isfinite().all(-1)
+        wrong = (self._decision.decide(outputs) != self._answers[sample]).any(-1)
+        silent, detected, doubts = torch.zeros(3, len(bits), dtype=torch.int64)
+        silent.index_add_(0, fault, (finite & wrong & here).long())
+        detected.index_add_(0, fault, (~finite & here).long())
+        largest = outputs.abs().amax(-1)
+        close = self._decision.margin(outputs).amin(-1) <= self._tolerance * (1 + largest)
+        close |= largest > 1e-2 * torch.finfo(outputs.dtype).max
+        doubts.index_add_(0, fault, (close & finite & here).long())
+        return self._judge_again(region, bits, Verdicts(silent, detected, self.inputs), doubts > 0)
+
+    def _judge_again(self, region: Region, bits: Tensor, found: Verdicts, doubtful: Tensor) -> Verdicts:
+        again = doubtful.nonzero().flatten().cpu()
+        if len(again):
+            self.repeated += len(again)
+            exact = self.flip_each(region, bits[again])
+            found.silent[again], found.detected[again] = exact.silent, exact.detected
+        return found
+
+    def _check(self, region: Region, bits: Tensor) -> None:
+        """Compare both ways on the faults of the highest bits, or give up replaying the region."""
+        chosen = bits[(bits[:, 0] % region.layout.width).argsort(descending=True, stable=True)[:_CHECKED]]
+        if region.name not in self._lookups:
+            if not region.is_whole and region.aliases:
+                self.one_by_one[region.name] = f"{', '.join(region.aliases)} read the same memory"
+                return
+            if region.owner.ndim and region.stored.shape[:-1] != region.owner.shape[:-1]:
+                self.one_by_one[region.name] = "it is an expanded tensor"
+                return
+        try:
+            if region.name not in self._lookups and not self._trace_of().reads(region):
+                self.one_by_one[region.name] = "no operator of torch reads it"
+                return
+            replayed = self.outputs(region, chosen)
+        except (RuntimeError, NotImplementedError) as error:
+            self.one_by_one[region.name] = f"cannot run over a batch of faults: {str(error).splitlines()[0]}"
+            return
+        for addresses, found in zip(chosen.tolist(), replayed, strict=True):
+            real = self._run_flipped(region, addresses)
+            scale = torch.where(real.isfinite(), real.abs(), 0).amax()
+            near = torch.isclose(real, found, rtol=1e-2, atol=1e-3 * (1 + float(scale)), equal_nan=True)
+            if not (near | (~real.isfinite() & ~found.isfinite())).all():
+                self.one_by_one[region.name] = "the replayed outputs are not those of the flipped model"
+                return
+
+    def _trace_of(self) -> Trace:
+        if self._trace is None:
+            trace = Trace()
+
+            def run(fault: Tensor) -> Tensor:
+                with trace:
+                    return self._suffix()
+
+            with torch.no_grad():
+                torch.vmap(run)(torch.zeros(1))  # operators are chosen as they will be for a batch of faults
+            self._trace = trace
+        return self._trace
+
+    def _size(self, region: Region) -> int:
+        """Faults at a time."""
+        trace = self._trace_of()
+        most = max(1, min(512, _ACTIVATIONS // max(1, trace.numbers)))
+        if trace.has_rows(region):
+            return most
+        return max(1, min(most, _STACK_BYTES // max(1, region.owner.numel() * region.owner.dtype.itemsize)))
+
+    def _by_copies(self, region: Region, places: Tensor, masks: Tensor) -> Tensor:
+        owner = region.owner.detach()
+        if owner.ndim and region.stored.shape[-1] != owner.shape[-1]:
+            width = region.stored.shape[-1]
+            places = places // width * owner.shape[-1] + places % width + region.first_column
+        copies = corrupted(owner.expand(len(places), *owner.shape).contiguous().clone(), places, masks)
+
+        def run(copy: Tensor) -> Tensor:
+            with Substitute(region.owner, copy):
+                return self._suffix()
+
+        return torch.vmap(run)(copies)
+
+    def _by_rows(self, region: Region, places: Tensor, masks: Tensor) -> Tensor:
+        owner = region.owner.detach()
+        length = owner[0].numel()
+        row = places[:, 0] // length
+        rows = corrupted(owner[row].contiguous(), places % length, masks)
+
+        def run(fault: Tensor) -> Tensor:
+            with Rows(region.owner, row, rows, fault):
+                return self._suffix()
+
+        return torch.vmap(run)(torch.arange(len(places), device=row.device))

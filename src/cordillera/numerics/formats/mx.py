@@ -1,0 +1,147 @@
+"""Blocks of numbers that share a scale which is a power of two (OCP Microscaling Formats 1.0; Rouhani et al. 2023).
+
+A value is ``element * scale``; the scale of a block is an ``e8m0`` number, so that scaling is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.formats.formats import FORMATS, Format
+from cordillera.numerics.formats.rounding import Rounding, decode, encode, round_to
+
+BLOCK = 32
+"""Numbers that share a scale."""
+
+ScaleRule = Literal["floor", "round_up"]
+
+
+@torch.no_grad()
+def block_scales(x: Tensor, format: Format, rule: ScaleRule = "floor") -> Tensor:
+    """The scale of every block of 32 consecutive elements of the last dimension.
+
+    Args:
+        x: float32 or float64 ``[..., n]``; a last block may be shorter.
+        format: The elements' format.
+        rule: ``floor`` takes ``2**(floor(log2(largest magnitude)) - exponent of the format's largest value)``, as the
+            specification does: the largest element of a block may then be too large for the format by less than a
+            factor of two. ``round_up`` takes the smallest power of two with which none is.
+
+    Returns:
+        ``x``'s dtype ``[..., ceil(n / 32)]``: powers of two from 2**-127 to 2**127; the smallest for a block of
+        zeros, NaN for a block that holds NaN or infinity.
+    """
+    largest = _blocks(x).abs().amax(-1).double()
+    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1): no logarithm, which is off near powers of two
+    most, top = math.frexp(format.max)
+    exponent = exponent - top
+    if rule == "round_up":
+        exponent = exponent + (mantissa > most).to(exponent.dtype)
+    exponent = exponent.to(torch.int64).masked_fill(largest == 0, -127).clamp(-127, 127)
+    scales = ((exponent + 1023) << 52).view(torch.float64)
+    return scales.masked_fill(~largest.isfinite(), torch.nan).to(x.dtype)
+
+
+@torch.no_grad()
+def round_to_blocks(
+    x: Tensor,
+    format: Format,
+    rounding: Rounding = Rounding.nearest_even,
+    *,
+    rule: ScaleRule = "floor",
+    random: Tensor | None = None,
+) -> Tensor:
+    """Round to numbers that blocks can hold. What is too large for its block's scale becomes the largest value.
+
+    Args:
+        x: float32 or float64 ``[..., n]``.
+        format: The elements' format.
+        rounding: Which neighbour is taken.
+        rule: How scales are chosen (:func:`block_scales`).
+        random: Random bits for stochastic rounding, of ``x``'s shape (:func:`~cordillera.numerics.formats.rounding.round_to`).
+
+    Returns:
+        ``x``'s dtype and shape; a block that holds NaN or infinity is all NaN. A number near the end of float32's
+        range becomes infinity if the value of the format that is nearest to it lies beyond.
+    """
+    scales = block_scales(x, format, rule).double()
+    elements = round_to(
+        _scaled(x, scales), format, rounding, saturate=True, random=None if random is None else _blocks(random)
+    )
+    return _joined(elements * scales[..., None], x.shape).to(x.dtype)
+
+
+@torch.no_grad()
+def encode_blocks(
+    x: Tensor,
+    format: Format,
+    rounding: Rounding = Rounding.nearest_even,
+    *,
+    rule: ScaleRule = "floor",
+    random: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The codes of elements and of scales.
+
+    Args:
+        x: float32 or float64 ``[..., n]``.
+        format: The elements' format, of at most eight bits.
+        rounding: Which neighbour is taken.
+        rule: How scales are chosen (:func:`block_scales`).
+        random: Random bits for stochastic rounding, of ``x``'s shape.
+
+    Returns:
+        uint8 ``[..., n]``, one element a byte, and uint8 ``[..., ceil(n / 32)]``. The elements of a block whose scale
+        is NaN are zeros.
+    """
+    scales = block_scales(x, format, rule).double()
+    elements = _scaled(x, scales).masked_fill(scales[..., None].isnan(), 0)
+    codes = encode(elements, format, rounding, saturate=True, random=None if random is None else _blocks(random))
+    return _joined(codes, x.shape), encode(scales, FORMATS["e8m0"])
+
+
+@torch.no_grad()
+def decode_blocks(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
+    """Undo :func:`encode_blocks`.
+
+    Args:
+        codes: uint8 ``[..., n]``.
+        scales: uint8 ``[..., ceil(n / 32)]``.
+        format: The elements' format.
+
+    Returns:
+        float32 ``[..., n]``.
+
+    Raises:
+        NumericsError: there are not as many scales as blocks.
+    """
+    count = -(-codes.shape[-1] // BLOCK)
+    if scales.shape != (*codes.shape[:-1], count):
+        raise NumericsError(
+            f"{tuple(codes.shape)} codes have scales of shape {(*codes.shape[:-1], count)}, got {tuple(scales.shape)}",
+            where="scales",
+        )
+    # in float64, where neither product nor scale can leave the range before the last rounding
+    scale = decode(scales, FORMATS["e8m0"]).double()
+    return _joined(_blocks(decode(codes, format)).double() * scale[..., None], codes.shape).float()
+
+
+def _scaled(x: Tensor, scales: Tensor) -> Tensor:
+    return _blocks(x).double() / scales[..., None]
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """``[..., n]`` as ``[..., ceil(n / 32), 32]``, zeros after the end."""
+    if x.dim() == 0:
+        raise NumericsError("blocks lie along the last dimension, and a single number has none", where="x")
+    count = -(-x.shape[-1] // BLOCK)
+    padded = torch.nn.functional.pad(x, (0, count * BLOCK - x.shape[-1]))
+    return padded.view(*x.shape[:-1], count, BLOCK)
+
+
+def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.reshape(*shape[:-1], blocks.shape[-2] * BLOCK)[..., : shape[-1]].contiguous()

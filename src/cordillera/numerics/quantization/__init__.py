@@ -1,0 +1,1 @@
+"""Quantised layers and rows (FBGEMM)."""

@@ -1,0 +1,235 @@
+"""The algebra of a linear layer in eight bits: offsets made once, sums exact, one requantisation.
+
+With activations ``(a - a0) sa`` in uint8 and weights ``(b - b0[j]) sb[j]`` in int8, ``sum_k (a - a0)(b - b0)`` is
+
+    sum_k a[i, k] b[j, k]  -  a0 column_offset[j]  -  row_offset[i] b0[j]
+
+with ``column_offset[j] = sum_k b[j, k] - K b0[j]``, made when weights are packed, and row offsets
+``row_offset[i] = sum_k a[i, k]``, not needed if all ``b0`` are zero. With this r the output is
+``clamp(round((r + bias / (sa sb)) (sa sb / sc)) + c0)``; ReLU raises the lower limit to ``c0`` (Khudia et al. 2021,
+FBGEMM; its ``OutputProcessing-inl.h``). This file is the reference, in whole numbers;
+:mod:`cordillera.numerics.quantization.engines` is what runs fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.formats.formats import INTEGERS
+from cordillera.numerics.quantization.quantizers import (
+    AffineParameters,
+    Granularity,
+    check_finite,
+    check_parameters,
+    quantize,
+)
+
+INT8, UINT8 = INTEGERS["int8"], INTEGERS["uint8"]
+_MOST_INNER = (2**31 - 1) // (255 * 128)
+"""Products whose sum fits int32 whatever the codes are; engines sum in int32."""
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """A linear layer's weight in eight bits, with all that is known before the first input.
+
+    Attributes:
+        codes: ``int8 [N, K]``.
+        scale: ``float32 [N]``, one an output.
+        zero_point: ``int32 [N]``; None for zeros.
+        column_offset: ``int64 [N]``, ``sum_k codes - K zero_point``.
+        bias: ``float32 [N]``, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    column_offset: Tensor
+    bias: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        """The weight that the codes stand for, ``float32 [N, K]``."""
+        codes = self.codes.float()
+        if self.zero_point is not None:
+            codes = codes - self.zero_point.float()[:, None]
+        return codes * self.scale[:, None]
+
+    def digest(self) -> bytes:
+        """SHA-256 of everything that results depend on."""
+        content = hashlib.sha256()
+        for part in (self.codes, self.scale, self.zero_point, self.bias):
+            content.update(b"none" if part is None else f"{part.dtype}{list(part.shape)}".encode())
+            if part is not None:
+                content.update(part.contiguous().numpy().tobytes())
+        return content.digest()
+
+
+def make_weight(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, *, name: str = "weight"
+) -> LinearWeight:
+    """Complete a weight whose codes are given.
+
+    Args:
+        codes: ``int8 [N, K]``.
+        scale: ``float32 [N]``.
+        zero_point: ``int32 [N]``, or None for zeros.
+        bias: ``float32 [N]``, or None.
+        name: What it is called in messages.
+
+    Raises:
+        NumericsError: If shapes or dtypes do not fit, scales are not positive and finite, the bias is not finite, or K
+            is so large that sums may leave int32.
+    """
+    outputs, inner = codes.shape if codes.dim() == 2 else (-1, -1)
+    vectors = (scale, zero_point, bias)
+    if codes.dtype != torch.int8 or any(part is not None and part.shape != (outputs,) for part in vectors):
+        raise NumericsError("expected int8 codes [N, K], and N scales, zero points and biases", where=name)
+    if inner > _MOST_INNER:
+        raise NumericsError(f"sums of {inner} products may leave int32 (at most {_MOST_INNER})", where=name)
+    check_parameters(scale, zero_point, INT8, where=f"{name}: scale")
+    if bias is not None:
+        check_finite(bias.float(), f"{name}: bias")  # as it is kept: float64 holds more
+    offset = codes.sum(1, dtype=torch.int64)
+    if zero_point is not None:
+        offset = offset - inner * zero_point.long()
+    return LinearWeight(
+        codes.contiguous(), scale.float(), None if zero_point is None else zero_point.int(), offset,
+        None if bias is None else bias.detach().float().clone(),
+    )  # fmt: skip
+
+
+def quantize_weight(
+    weight: Tensor, bias: Tensor | None, *, symmetric: bool = True, per_channel: bool = True, name: str = "weight"
+) -> LinearWeight:
+    """Quantise the weight of a linear layer, one scale an output.
+
+    Args:
+        weight: ``float32``, ``float16`` or ``bfloat16 [N, K]``, any strides.
+        bias: ``[N]``, or None; it stays in float32.
+        symmetric: All zero points are zero, so that no sums of rows are needed; else each output has its own.
+        per_channel: False gives all outputs the same scale, as a baseline.
+        name: What it is called in messages.
+
+    Raises:
+        NumericsError: If weight or bias is not finite (the element is named), or see :func:`make_weight`.
+    """
+    if weight.dim() != 2:
+        raise NumericsError(f"expected [N, K], not {list(weight.shape)}", where=name)
+    granularity = Granularity.row if per_channel else Granularity.tensor
+    quantized = quantize(weight, INT8, granularity, symmetric=symmetric, name=name)
+    outputs = weight.shape[0]
+    scale, zero_point = quantized.scale, quantized.zero_point
+    return make_weight(
+        quantized.payload,
+        scale.flatten().expand(outputs) if weight.numel() else torch.ones(outputs),
+        None if zero_point is None or not weight.numel() else zero_point.flatten().expand(outputs),
+        bias,
+        name=name,
+    )
+
+
+def integer_product(codes: Tensor, zero_point: int, weight: LinearWeight) -> Tensor:
+    """``sum_k (a - a0)(b - b0)`` in whole numbers, by offsets.
+
+    Args:
+        codes: ``uint8 [M, K]``, the activations.
+        zero_point: Of them.
+        weight: Of the layer.
+
+    Returns:
+        ``int64 [M, N]``, exact.
+    """
+    # float64 holds every sum exactly (make_weight bounds K), and torch multiplies it fast; int64 it does not.
+    return apply_offsets((codes.double() @ weight.codes.double().t()).long(), codes, zero_point, weight)
+
+
+def apply_offsets(sums: Tensor, codes: Tensor, zero_point: int, weight: LinearWeight) -> Tensor:
+    """Take the zero points out of sums of products of codes, in place.
+
+    Args:
+        sums: ``int64 [M, N]``, ``sum_k a[i, k] b[j, k]``.
+        codes: ``uint8 [M, K]``, the activations.
+        zero_point: Of them.
+        weight: Of the layer.
+
+    Returns:
+        ``sums``.
+    """
+    sums -= zero_point * weight.column_offset
+    if weight.zero_point is not None:
+        sums -= codes.sum(1, dtype=torch.int64)[:, None] * weight.zero_point.long()
+    return sums
+
+
+def integer_bias(weight: LinearWeight, input_scale: float) -> Tensor:
+    """The bias in units of ``input_scale * weight.scale``, as integer-only machines add it to sums.
+
+    Args:
+        weight: With a bias or without.
+        input_scale: Of the activations.
+
+    Returns:
+        ``int32 [N]``.
+
+    Raises:
+        NumericsError: If one does not fit int32.
+    """
+    if weight.bias is None:
+        return torch.zeros_like(weight.scale, dtype=torch.int32)
+    units = (weight.bias.double() / (weight.scale.double() * input_scale)).round()
+    if bool((units.abs() > 2**31 - 1).any()):
+        output = int((units.abs() > 2**31 - 1).nonzero()[0])
+        raise NumericsError(
+            f"the bias of output {output} is {float(units[output]):.3g} of its units, beyond int32",
+            where="bias",
+            remedy="add it in float32, as QuantizedLinear does, or leave this layer in float32",
+        )
+    return units.int()
+
+
+def requantize(
+    product: Tensor, weight: LinearWeight, input_scale: float, output: AffineParameters, *, relu: bool = False
+) -> Tensor:
+    """Sums to codes: FBGEMM's ``ReQuantizeOutput`` in float32, with bias and ReLU.
+
+    Args:
+        product: ``int64`` or ``int32 [M, N]``, of :func:`integer_product`.
+        weight: Of the layer.
+        input_scale: Of the activations.
+        output: Scale and zero point of the output, one each.
+        relu: Whether negative results become the zero point.
+
+    Returns:
+        ``uint8 [M, N]``.
+    """
+    unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
+    values = product.float()
+    if weight.bias is not None:
+        values += weight.bias / unit
+    zero_point = 0 if output.zero_point is None else int(output.zero_point)
+    codes = (values * (unit / output.scale.float().reshape(()))).round_() + zero_point
+    return codes.clamp_(zero_point if relu else 0, 255).to(torch.uint8)
+
+
+def dequantize_product(product: Tensor, weight: LinearWeight, input_scale: float, *, relu: bool = False) -> Tensor:
+    """Sums to values: FBGEMM's ``ReQuantizeForFloat``, a fused multiply-add of float32.
+
+    Args:
+        product: As in :func:`requantize`, as all others.
+        weight: As there.
+        input_scale: As there.
+        relu: Whether negative results become zero.
+
+    Returns:
+        ``float32 [M, N]``.
+    """
+    unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
+    values = product.float().double() * unit.double()  # float64 holds it exactly: one rounding is left
+    if weight.bias is not None:
+        values += weight.bias.double()
+    return values.relu_().float() if relu else values.float()

@@ -1,0 +1,298 @@
+"""A linear layer in eight bits as a module.
+
+NaN and infinity have no code. A layer either refuses them or takes the rows that hold them out, counts them, and gives
+them back as NaN; the other rows are what they would be without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.quantization.engines import Int8Engine, all_finite, make_engine, saturates
+from cordillera.numerics.quantization.fixed_dtypes import FixedDtypes
+from cordillera.numerics.quantization.fused_linear import FusedLinear
+from cordillera.numerics.quantization.integer_linear import UINT8, LinearWeight, make_weight, quantize_weight
+from cordillera.numerics.quantization.quantizers import AffineParameters, check_finite, check_parameters
+
+_FLOAT_BELOW_FUSED = 1 << 13
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """How linear layers are quantised.
+
+    Attributes:
+        symmetric: Weights without zero points, which saves the sums of rows.
+        per_channel: One scale an output; False, one for all, is a baseline.
+        nonfinite: What becomes of rows with NaN or infinity: ``propagate`` (NaN comes out, the rows are counted) or
+            ``raise``.
+        backend: ``torch`` (its fused kernels), ``reference`` (whole numbers, any machine), or ``auto``.
+        seven_bits: Quantise activations to half the range; None where eight-bit products may saturate
+            (:func:`~cordillera.numerics.quantization.engines.saturates`), nowhere else, for it costs 6 dB.
+        float_below: Products (rows times inputs times outputs) up to which a layer multiplies in float32 instead, since
+            calls of a few microseconds have nothing to win; at most 8192 where the whole layer is one kernel
+            (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers of so few weights keep them in float32 as well.
+        estimator: By which calibration chooses ranges, of
+            :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`.
+    """
+
+    symmetric: bool = True
+    per_channel: bool = True
+    nonfinite: str = "propagate"
+    backend: str = "auto"
+    seven_bits: bool | None = None
+    float_below: int = 1 << 17
+    estimator: str = "l2"
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in ("propagate", "raise"):
+            raise NumericsError(f"{self.nonfinite!r} is no choice", where="nonfinite", remedy="propagate or raise")
+
+    @property
+    def narrow(self) -> bool:
+        """Whether activations keep to seven bits."""
+        return saturates() if self.seven_bits is None else self.seven_bits
+
+
+class QuantizedLinear(FixedDtypes):
+    """A linear layer, with ReLU or without, in int8 weights and uint8 activations; inference only.
+
+    Calls take ``float32 [..., K]`` (``float16`` and ``bfloat16`` are widened, and get their dtype back) and give
+    ``[..., N]``. ``state_dict`` holds codes, scales and their SHA-256, which is checked when it is loaded.
+
+    Args:
+        weight: Of the layer, quantised.
+        input: Scale and zero point of the input, one each; None lets every batch choose its own.
+        relu: Whether negative results become zero.
+        config: See :class:`LinearConfig`.
+        float_weight: ``float32 [N, K]``, kept to multiply tiny batches by; None if there is none.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        nonfinite_rows: Rows with NaN or infinity that were taken out so far.
+
+    Raises:
+        NumericsError: If scale or zero point are not possible.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
+    float_weight: Tensor | None
+    input_scale: Tensor | None
+    input_zero_point: Tensor | None
+    digest: Tensor
+
+    def __init__(
+        self,
+        weight: LinearWeight,
+        input: AffineParameters | None,
+        *,
+        relu: bool = False,
+        config: LinearConfig | None = None,
+        float_weight: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.relu = config or LinearConfig(), relu
+        self.nonfinite_rows = 0
+        for name in ("codes", "scale", "zero_point", "bias"):
+            self.register_buffer(name, getattr(weight, name))
+        self.register_buffer("float_weight", float_weight)
+        self.register_buffer("input_scale", None if input is None else input.scale.reshape(()).float())
+        zero = None if input is None else torch.zeros(()) if input.zero_point is None else input.zero_point.reshape(())
+        self.register_buffer("input_zero_point", None if zero is None else zero.int())
+        self.register_buffer("digest", torch.zeros(32, dtype=torch.uint8))
+        self.digest.copy_(self._digest())
+        self.pack()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        input: AffineParameters | None = None,
+        *,
+        relu: bool = False,
+        config: LinearConfig | None = None,
+        name: str = "weight",
+    ) -> QuantizedLinear:
+        """Quantise a layer's weight and pack it.
+
+        Args:
+            linear: In ``float32``, ``float16`` or ``bfloat16``, on the CPU.
+            input: As in the class; see :func:`~cordillera.numerics.quantization.range_estimators.estimate`.
+            relu: Likewise.
+            config: Likewise.
+            name: What the weight is called in messages.
+
+        Raises:
+            NumericsError: If weight or bias holds NaN or infinity; the element is named.
+        """
+        config = config or LinearConfig()
+        weight = quantize_weight(
+            linear.weight, linear.bias, symmetric=config.symmetric, per_channel=config.per_channel, name=name
+        )
+        small = weight.codes.numel() <= config.float_below
+        kept = linear.weight.detach().float().clone() if small else None
+        return cls(weight, input, relu=relu, config=config, float_weight=kept)
+
+    @property
+    def weight(self) -> LinearWeight:
+        """The quantised weight that the buffers hold."""
+        return make_weight(self.codes, self.scale, self.zero_point, self.bias)
+
+    def _digest(self) -> Tensor:
+        content = bytearray(self.weight.digest())
+        for part in (self.input_scale, self.input_zero_point, self.float_weight):
+            content += b"none" if part is None else part.numpy().tobytes()
+        return torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)
+
+    def pack(self) -> None:
+        """Bring the codes into the engine's order; needed again only where someone changes the buffers in place."""
+        self._input: tuple[float, int] | None = None
+        if self.input_scale is not None and self.input_zero_point is not None:
+            check_parameters(self.input_scale, self.input_zero_point, UINT8, where="input")
+            self._input = (float(self.input_scale), int(self.input_zero_point))
+        weight = self.weight
+        self._made_engine: Int8Engine | None = None
+        self._fused: FusedLinear | None = None
+        wide = self._input is not None or not self.config.narrow
+        if wide and self.config.backend == "auto" and FusedLinear.suits(weight):
+            self._fused = FusedLinear(weight, self._input, relu=self.relu)
+        # What every call asks for is read here: attributes of modules are slow.
+        self.out_features, self.in_features = self.codes.shape
+        weights = self.codes.numel()
+        float_below = (
+            min(self.config.float_below, _FLOAT_BELOW_FUSED) if self._fused is not None else self.config.float_below
+        )
+        self._float_rows = float_below // weights if self.float_weight is not None and weights else -1
+
+    @property
+    def _engine(self) -> Int8Engine:
+        """What multiplies where no kernel of our own does; packed when it is asked for first."""
+        if self._made_engine is None:
+            self._made_engine = make_engine(
+                self.weight, self.config.backend, seven_bits=self.config.narrow, static=self._input is not None
+            )
+        return self._made_engine
+
+    def verify(self) -> None:
+        """Compare codes and scales with the SHA-256 that was made with them.
+
+        Raises:
+            NumericsError: If something changed.
+        """
+        if not torch.equal(self._digest(), self.digest):
+            raise NumericsError(
+                "codes or scales are not those that were packed: their SHA-256 differs",
+                where=type(self).__name__,
+                remedy="load or quantise the layer again, or use the layer in float32",
+            )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing, errors = len(missing_keys), len(error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if len(error_msgs) > errors:
+            return  # torch will say so
+        lacks = missing_keys[missing:]
+        if not lacks:
+            self.verify()
+            self.pack()
+        elif any(prefix + name in state_dict for name in self._buffers):  # torch may be told not to mind
+            raise NumericsError(f"the state lacks {', '.join(lacks)}", where=type(self).__name__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.forward(widened(x)).to(x.dtype)
+        if x.dim() != 2:
+            y = self.forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]))
+            return y.view(*x.shape[:-1], self.out_features)
+        rows, inner = x.shape
+        if inner != self.in_features:
+            raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
+        if rows <= self._float_rows and self.float_weight is not None:
+            # Nothing is quantised: NaN and infinity do what they do in any product.
+            if self.config.nonfinite == "raise":
+                check_finite(x, "x")
+            y = F.linear(x, self.float_weight, self.bias)
+            return y.relu_() if self.relu else y
+        if rows and self._fused is not None:
+            fused = self._fused(plain(x))
+            if fused is not None:
+                return fused
+        if all_finite(x):
+            return self._multiply(plain(x))
+        x, bad = take_out_nonfinite(x, self.config)
+        self.nonfinite_rows += int(bad.sum())
+        return self.forward(x).masked_fill_(bad[:, None], torch.nan)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self._input is None:
+            return self._engine.dynamic(x, self.relu)
+        return self._engine.from_float(x, *self._input, self.relu)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says of it."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"relu={self.relu}, activations={'dynamic' if self._input is None else 'static'}"
+        )
+
+
+def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]:
+    """Zeros in place of rows with NaN or infinity, and which rows these are, ``bool [M]``.
+
+    Args:
+        x: ``float32 [M, K]``.
+        config: Its ``nonfinite`` decides.
+
+    Raises:
+        NumericsError: If it says ``raise``.
+    """
+    if config.nonfinite == "raise":
+        check_finite(x, "x")
+    bad = ~torch.isfinite(x).all(1)
+    return x.masked_fill(bad[:, None], 0.0), bad
+
+
+def plain(x: Tensor) -> Tensor:
+    """Without gradient and contiguous; as it is if it is so, for every call of torch counts here.
+
+    Args:
+        x: Any tensor.
+    """
+    return x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, which holds what it was exactly.
+
+    Args:
+        x: ``float16`` or ``bfloat16``.
+
+    Raises:
+        NumericsError: For any other dtype.
+    """
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        remedy = "cast float64 with .float() if its precision is not needed"
+        raise NumericsError(f"expected float32, float16 or bfloat16, not {x.dtype}", where="x", remedy=remedy)
+    return x.float()

@@ -1,0 +1,231 @@
+"""Layers whose weights alone have few bits: float16, int8 or int4, with activations as they are.
+
+For layers that are bound by reading their weights, and for those whose activations do not bear eight bits. NaN and
+infinity do in them what they do in any product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cordillera.errors import NumericsError
+from cordillera.numerics.quantization.engines import packing_engine
+from cordillera.numerics.quantization.fixed_dtypes import refuse_double
+from cordillera.numerics.quantization.integer_linear import LinearWeight, quantize_weight
+from cordillera.numerics.quantization.quantizers import check_finite
+
+
+class HalfWeights:
+    """FBGEMM's product with float16 weights and float32 sums; half the memory of float32, no codes.
+
+    Args:
+        weight: ``float32 [N, K]``.
+        bias: ``float32 [N]``, or None.
+
+    Raises:
+        NumericsError: If a weight is not finite or lies beyond float16; FBGEMM would clamp it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        check_half(weight)
+        self._bias = weight.new_zeros(len(weight)) if bias is None else bias
+        with packing_engine():
+            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().contiguous(), bias)
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        """``x W^T + b``.
+
+        Args:
+            x: ``float32 [M, K]``; NaN and infinity go through.
+            relu: Whether negative results become zero.
+        """
+        if x.shape[1]:
+            y = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), self._packed)
+        else:  # torch would give memory as it finds it
+            y = self._bias.expand(len(x), -1).clone()
+        return y.relu_() if relu else y
+
+
+def check_half(weight: Tensor) -> None:
+    """Refuse a weight that float16 cannot hold.
+
+    Args:
+        weight: Any shape.
+
+    Raises:
+        NumericsError: If an element is not finite or lies beyond float16.
+    """
+    check_finite(weight, "weight")
+    largest = torch.finfo(torch.float16).max
+    beyond = weight.abs() > largest
+    if bool(beyond.any()):
+        index = tuple(int(i) for i in beyond.nonzero()[0])
+        message = f"element {index} is {float(weight[index]):g}, beyond float16 ({largest:g})"
+        raise NumericsError(message, where="weight", remedy="keep this layer in float32 or bfloat16")
+
+
+class Int8Weights:
+    """Weights of int8, activations as they are: the codes are widened while they are read.
+
+    Args:
+        weight: Symmetric.
+
+    Raises:
+        NumericsError: If it has zero points.
+    """
+
+    def __init__(self, weight: LinearWeight) -> None:
+        if weight.zero_point is not None:
+            raise NumericsError("weights alone are quantised symmetrically", where="weight")
+        self.weight = weight
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        """``x W^T + b``.
+
+        Args:
+            x: ``float32`` or ``bfloat16 [M, K]``; NaN and infinity go through.
+            relu: Whether negative results become zero.
+        """
+        weight = self.weight
+        if x.dtype == torch.bfloat16 and self.takes(weight.codes):
+            y = torch._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scale.bfloat16())
+        else:  # torch's kernel for float32 takes a hundred times as long as widening all codes
+            y = (F.linear(x.float(), weight.codes.float()) * weight.scale).to(x.dtype)
+        if weight.bias is not None:
+            y += weight.bias
+        return y.relu_() if relu else y
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether torch's kernel takes a shape; of torch 2.13 it reads past the end of others.
+
+        Args:
+            weight: ``[N, K]``.
+        """
+        return weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
+
+
+class Int4Weights:
+    """Weights of four bits in groups of a row's neighbours, each with a scale and an offset; activations as they are.
+
+    Args:
+        codes: 0 to 15, ``uint8 [N, K]``.
+        offsets: ``float32 [N, K / group, 2]``, scale and offset: a weight is ``(code - 8) * scale + offset``.
+        bias: ``float32 [N]``, or None.
+    """
+
+    def __init__(self, codes: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+        self.group, self.bias = codes.shape[1] // offsets.shape[1], bias
+        self._offsets = offsets.transpose(0, 1).contiguous()
+        self._codes = codes.to(torch.int32)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self._codes, 1)
+
+    @classmethod
+    def quantize(cls, weight: Tensor, *, group: int = 32) -> tuple[Tensor, Tensor]:
+        """Codes and offsets of a weight, as the class takes them.
+
+        Args:
+            weight: ``float32 [N, K]``, N divisible by 16 and K by the group; torch's kernel asks for that.
+            group: Weights that share a scale: 32, 64, 128 or 256.
+
+        Raises:
+            NumericsError: If the shape does not fit, or a weight is not finite.
+        """
+        outputs, inner = weight.shape
+        if not cls.takes(weight, group):
+            message = f"{outputs} x {inner} in groups of {group}: needs 16 | N, group | K, groups of 32 to 256"
+            raise NumericsError(message, where="weight", remedy="use int8 for this layer")
+        check_finite(weight, "weight")
+        blocks = weight.detach().float().view(outputs, inner // group, group)
+        low, high = torch.aminmax(blocks, dim=2)
+        scale = ((high.double() - low.double()) / 15).float()
+        scale = torch.where(torch.isinf(1.0 / scale), torch.ones_like(scale), scale)
+        codes = ((blocks - low[..., None]) * (1.0 / scale[..., None])).round_().clamp_(0, 15)
+        return codes.view(outputs, inner).to(torch.uint8), torch.stack([scale, low + 8 * scale], dim=2)
+
+    @staticmethod
+    def takes(weight: Tensor, group: int) -> bool:
+        """Whether torch's kernel takes a shape.
+
+        Args:
+            weight: ``[N, K]``.
+            group: Weights that share a scale.
+        """
+        outputs, inner = weight.shape
+        return group in (32, 64, 128, 256) and not inner % group and not outputs % 16 and bool(weight.numel())
+
+    def dequantize(self) -> Tensor:
+        """The weight that the codes stand for, ``float32 [N, K]``."""
+        outputs, inner = self._codes.shape
+        codes = self._codes.float().view(outputs, -1, self.group) - 8
+        scale, offset = self._offsets.transpose(0, 1).unbind(2)
+        return (codes * scale[..., None] + offset[..., None]).view(outputs, inner)
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        """``x W^T + b``.
+
+        Args:
+            x: ``float32`` or ``bfloat16 [M, K]``; NaN and infinity go through.
+            relu: Whether negative results become zero.
+        """
+        offsets = self._offsets.to(x.dtype)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self.group, offsets)
+        if self.bias is not None:
+            y += self.bias
+        return y.relu_() if relu else y
+
+
+class WeightOnlyLinear(nn.Module):
+    """A linear layer with packed weights of 16, 8 or 4 bits; inference only, on the CPU.
+
+    Calls take ``float32 [..., K]`` and give ``float32 [..., N]``.
+
+    Args:
+        packed: What multiplies ``float32 [M, K]``; see :meth:`from_linear`.
+        in_features: K.
+        out_features: N.
+        relu: Whether negative results become zero.
+    """
+
+    def __init__(
+        self, packed: HalfWeights | Int8Weights | Int4Weights, in_features: int, out_features: int, relu: bool = False
+    ) -> None:
+        super().__init__()
+        self.packed, self.in_features, self.out_features, self.relu = packed, in_features, out_features, relu
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, bits: int, *, group: int = 32, relu: bool = False) -> WeightOnlyLinear:
+        """Pack a layer's weight once.
+
+        Args:
+            linear: On the CPU.
+            bits: 16, 8 or 4. Shapes that torch's kernel for four bits does not take get eight.
+            group: Weights of a row that share a scale, with four bits.
+            relu: Whether negative results become zero.
+
+        Raises:
+            NumericsError: For other bits, or a weight that is float64, not finite or too large for float16.
+        """
+        refuse_double(linear.weight, "weight")
+        weight = linear.weight.detach().float()
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        if bias is not None:
+            check_finite(bias, "bias")
+        packed: HalfWeights | Int8Weights | Int4Weights
+        if bits == 16:
+            packed = HalfWeights(weight, bias)
+        elif bits == 4 and Int4Weights.takes(weight, group):
+            packed = Int4Weights(*Int4Weights.quantize(weight, group=group), bias)
+        elif bits in (8, 4):
+            packed = Int8Weights(quantize_weight(weight, bias))
+        else:
+            raise NumericsError(f"weights have 16, 8 or 4 bits, not {bits}", where="bits")
+        return cls(packed, linear.in_features, linear.out_features, relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
+            raise NumericsError(f"{x.dtype} {list(x.shape)} inputs for float32 {self.in_features}", where="x")
+        rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+        return self.packed(rows, self.relu).view(*x.shape[:-1], self.out_features)

@@ -1,0 +1,1 @@
+"""Plans for language models."""

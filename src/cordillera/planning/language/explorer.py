@@ -1,0 +1,637 @@
+"""The search for the best plan: placement, schedule and network settings, together or one of them alone.
+
+Source of the question: ScaleAcross Explorer (arXiv 2605.24326), of which only the abstract and summaries were to be
+had; the search is our own. Layouts are enumerated, those that cannot be or do not fit are dropped with the reason, the
+rest is ranked by the analytic estimate, and the best are simulated under every schedule that fits the memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from math import gcd
+from typing import Any, Literal
+
+from cordillera.cost import Calibration, CostModel, Products, calibration_for
+from cordillera.errors import PlanError
+from cordillera.planning.language.job import Job
+from cordillera.planning.language.step import Step, families, held, simulate_step, stage_seconds, ways
+from cordillera.planning.language.workload import Layout, Recompute, Workload
+from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.network.settings import NetworkSettings, tuned
+from cordillera.planning.pipeline.problem import Problem
+from cordillera.planning.pipeline.schedules import Schedule
+from cordillera.planning.pipeline.tuning import shortest
+from cordillera.topology import Topology
+
+Dimension = Literal["placement", "scheduling", "network"]
+ALL: tuple[Dimension, ...] = ("placement", "scheduling", "network")
+
+# Dimensions on the cluster, innermost first; the last crosses the outermost links.
+PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
+ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
+_FIXED = {"interleaved", "1f1b"}  # schedules where scheduling is not searched
+_DEGREES = {"tensor", "context", "pipeline", "data"}
+_DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # of the degrees
+MICROBATCHES = (1, 2, 4, 8)  # sequences of one
+_NEIGHBOURS = 4  # of a plan in each respect that the local search tries
+_SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
+_EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
+_LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
+_MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
+_FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
+_USABLE = 0.94  # of a device's memory; the rest is the runtime's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a job, and what it is predicted to take.
+
+    Attributes:
+        layout: Degrees.
+        order: Order of the dimensions on the cluster, innermost first.
+        network: Settings by level.
+        schedule: Schedule of the pipeline.
+        step: Simulated.
+        flops: FLOPs of the model's own arithmetic in a step.
+        peak: FLOPs per second of all devices' matrix engines.
+    """
+
+    layout: Layout
+    order: tuple[str, ...]
+    network: Mapping[str, NetworkSettings]
+    schedule: Schedule
+    step: Step
+    flops: float
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.step.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs over what the devices could have done (MFU)."""
+        return self.flops / (self.seconds * self.peak)
+
+    @property
+    def across(self) -> str:
+        """The dimension that crosses the outermost links."""
+        sizes = {name: getattr(self.layout, name) for name in self.order}
+        return next((name for name in reversed(self.order) if sizes[name] > 1), "none")
+
+    def to_json(self) -> dict[str, Any]:
+        """All that a training run needs to take the plan, and the prediction."""
+        return {
+            "layout": asdict(self.layout),
+            "mesh": {"names": list(reversed(self.order)), "sizes": [getattr(self.layout, n) for n in self.order][::-1]},
+            "network": {name: asdict(one) for name, one in self.network.items()},
+            "schedule": {"name": self.schedule.name, "csv": self.schedule.to_csv()},
+            "seconds": self.seconds,
+            "parts": self.step.parts,
+            "memory": list(self.step.memory),
+            "utilisation": self.utilisation,
+            "evidence": "simulated",
+        }
+
+
+@dataclass
+class Exploration:
+    """What a search found.
+
+    Attributes:
+        plans: Simulated, best first, at most one for each layout and order.
+        searched: Which dimensions were free.
+        estimated: Layouts that were ranked.
+        simulated: Steps that were simulated.
+        dropped: Reasons, with how many layouts each dropped.
+        seconds: Seconds that the search took.
+        interrupted: Whether it was stopped before its end.
+        alone: The best plan of each dimension searched alone, where more than one were searched.
+        least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
+        enough: Devices of the cluster that could be planned instead, where those that were asked for cannot.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    searched: tuple[Dimension, ...] = ALL
+    estimated: int = 0
+    simulated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    interrupted: bool = False
+    least_memory: float = math.inf
+    enough: int | None = None
+    alone: dict[Dimension, Plan] = field(default_factory=dict)
+
+    def take(self, dimension: Dimension, smaller: Exploration) -> None:
+        """Take over what a search of one dimension found.
+
+        Args:
+            dimension: Dimension that was free.
+            smaller: What it found, the plan that it began with included.
+        """
+        self.plans += smaller.plans
+        self.alone[dimension] = min(smaller.plans, key=lambda plan: plan.seconds)
+        self.estimated += smaller.estimated
+        self.simulated += smaller.simulated
+        self.dropped += smaller.dropped
+        self.least_memory = min(self.least_memory, smaller.least_memory)
+
+    @property
+    def best(self) -> Plan:
+        """The fastest.
+
+        Raises:
+            PlanError: If nothing fits, with the reasons and the change that would be least.
+        """
+        if not self.plans:
+            reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
+            remedy = "a batch that the number of devices divides, or another number of devices"
+            if self.enough is not None:
+                remedy += f": {self.enough:,} would do"
+            if math.isfinite(self.least_memory):
+                remedy = (
+                    f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
+                    f"{self.least_memory / _USABLE / 1e9:,.0f} GB, or more of them"
+                    + (f": {self.enough:,} would do" if self.enough is not None else "")
+                )
+            raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
+        return self.plans[0]
+
+
+def _lengthy(layout: Layout, order: Sequence[str]) -> tuple[str, ...]:
+    """An order without the dimensions that are one long: orders that are alike in this put the ranks alike."""
+    return tuple(name for name in order if getattr(layout, name) > 1)
+
+
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """Best first, and of those that put the ranks alike and cut the job alike the best only."""
+    found: dict[tuple[Layout, tuple[str, ...]], Plan] = {}
+    for plan in sorted(plans, key=lambda plan: plan.seconds):
+        found.setdefault((plan.layout, _lengthy(plan.layout, plan.order)), plan)
+    return list(found.values())
+
+
+def _respect(plan: Plan, job: Job) -> str | None:
+    """In what a job differs from a plan, if it is one respect: two degrees, with what depends on them, count as one."""
+    one, other = vars(plan.layout), vars(job.layout)
+    differing = {name for name in one if one[name] != other[name]}
+    if plan.order != job.mesh.order:
+        return None if differing else "order"
+    degrees = differing & _DEGREES
+    if len(degrees) == 2 and differing - degrees <= _DEPENDENT:
+        return "degrees"
+    if differing and differing <= {"shards", "shard_weights"}:
+        return "sharding"
+    return differing.pop() if len(differing) == 1 else None
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+
+
+def _divisors(number: int, limit: int) -> list[int]:
+    return [one for one in range(1, min(number, limit) + 1) if number % one == 0]
+
+
+def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
+    """Degrees of tensor and context parallelism that are tried, which say what a device computes for a layer.
+
+    Args:
+        workload: Workload to train.
+        host: Devices of a host, within which tensor parallelism stays.
+    """
+    return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
+
+
+def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
+    """Every layout of some devices: tensor, context and expert degrees of powers of two, pipelines of any length.
+
+    Args:
+        workload: Workload to train.
+        topology: For the size of a host, within which tensor parallelism stays.
+        devices: How many are used.
+    """
+    model = workload.model
+    experts = _powers(model.experts.count) if model.experts is not None else [1]
+    recomputes: tuple[Recompute, ...] = ("none", "full") if model.fused_attention else ("none", "selective", "full")
+    degrees = [
+        (tensor, context, pipeline)
+        for tensor, context in inner_degrees(workload, min(topology.sizes[0]))
+        if devices % (tensor * context) == 0
+        for pipeline in _divisors(devices // (tensor * context), model.layers)
+    ]
+    for tensor, context, pipeline in degrees:
+        data = devices // (tensor * context * pipeline)
+        most = model.layers // pipeline
+        chunked = set(_powers(most)) | (set(_divisors(most, most)) if model.layers % pipeline == 0 else set())
+        for chunks, microbatch, recompute in product(sorted(chunked), MICROBATCHES, recomputes):
+            if (pipeline == 1 and chunks > 1) or workload.batch % (data * microbatch):
+                continue
+            for expert in experts:
+                if data % expert:
+                    continue
+                plain = Layout(
+                    tensor=tensor,
+                    context=context,
+                    expert=expert,
+                    pipeline=pipeline,
+                    data=data,
+                    shards=data,
+                    chunks=chunks,
+                    microbatch=microbatch,
+                    sequence_parallel=tensor > 1,
+                    recompute=recompute,
+                    overlap_gradients=True,
+                )
+                yield plain
+                for shards in _shards(topology, plain):
+                    yield replace(plain, shards=shards, shard_weights=True)
+
+
+def _shards(topology: Topology, layout: Layout) -> list[int]:
+    """Over how many copies weights may be cut: all of them, or those within a domain of some level (HSDP)."""
+    inside = layout.tensor * layout.context
+    found = {layout.data} - {1}
+    for sizes in topology.sizes[:-1]:
+        for stride in (inside, inside * layout.pipeline):
+            copies, rest = divmod(min(sizes), stride)
+            if copies > 1 and not rest and layout.data % copies == 0 and copies % layout.expert == 0:
+                found.add(copies)
+    return sorted(found)
+
+
+def divisible(workload: Workload, topology: Topology) -> set[int]:
+    """Numbers of a cluster's devices that a batch and a model's layers can be divided over.
+
+    Args:
+        workload: Workload to train.
+        topology: For how many there are, and for the size of a host.
+    """
+    powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
+    copies = _divisors(workload.batch, topology.devices)
+    flat = {a * b for a, b in product(powers, copies) if a * b <= topology.devices}
+    return {one * p for one in flat for p in range(1, min(workload.model.layers, topology.devices // one) + 1)}
+
+
+def production_network(topology: Topology) -> dict[str, NetworkSettings]:
+    """Settings as a library brings them: few connections, hashing, copies.
+
+    Args:
+        topology: For the names of its levels.
+    """
+    return {level.name: NetworkSettings() for level in topology.levels[1:]}
+
+
+def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
+    """The best settings of every level for its latency, losses and a device's share of it.
+
+    Args:
+        topology: The cluster.
+    """
+    found = {}
+    for i, level in enumerate(topology.levels[1:], 1):
+        share = topology.device.nic_bytes_per_s
+        found[level.name] = tuned(share, topology.levels[i].latency, level.loss_rate, level.planes)
+    return found
+
+
+class Explorer:
+    """A search over one workload and one cluster.
+
+    Args:
+        workload: Workload to train.
+        topology: On what.
+        calibration: Constants of the cost model; None for those that ship for the device.
+        products: Matrix products measured on the device; None to go by the constants alone.
+        devices: How many are used; None for all.
+        progress: Called with a sentence now and then.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        topology: Topology,
+        calibration: Calibration | None = None,
+        *,
+        products: Products | None = None,
+        devices: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.workload, self.topology = workload, topology
+        self.cost = CostModel(topology.device, calibration or calibration_for(topology.device), products)
+        self.devices = devices or topology.devices
+        if self.devices > topology.devices:
+            raise PlanError(
+                f"{self.devices:,} devices are asked for, the cluster has {topology.devices:,}",
+                where=topology.name,
+                remedy=f"{topology.devices:,} at most",
+            )
+        self._progress = progress or (lambda text: None)
+        self._production: Plan | None = None
+        self._limit = _USABLE * topology.device.memory_bytes
+
+    def job(
+        self,
+        layout: Layout,
+        order: Sequence[str],
+        network: Mapping[str, NetworkSettings],
+        shared: dict[Any, Any] | None = None,
+    ) -> Job:
+        """A layout on the cluster.
+
+        Args:
+            layout: Degrees.
+            order: Order of the dimensions, innermost first.
+            network: Settings by level.
+            shared: Filled with what jobs with the same settings have in common.
+        """
+        return Job(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
+
+    def production(self) -> Plan:
+        """The baseline: what large jobs in one building do, taken to several.
+
+        Copies of the model across buildings (data parallelism outermost), tensor parallelism that fills a host, one
+        sequence a microbatch, four chunks a pipeline rank where layers allow, interleaved 1F1B, the library's own
+        network settings. The length of the pipeline and what is recomputed are the best under these rules, as an
+        engineer would find them. Where nothing fits under the rules for degrees and chunks, these are given up.
+
+        Raises:
+            PlanError: If nothing fits.
+        """
+        if self._production is None:
+            found = self._baselines()
+            if not found.plans:
+                found = self._baselines(by_the_rules=False)
+            if not found.plans:
+                found.enough = self._enough(more=math.isfinite(found.least_memory))
+            self._production = found.best
+        return self._production
+
+    def _enough(self, more: bool) -> int | None:
+        """The number of devices nearest to what was asked for that can be planned; doubled where there must be more."""
+        if more:
+            numbers = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
+        else:
+            numbers = sorted(divisible(self.workload, self.topology), key=lambda one: (abs(one - self.devices), -one))
+        for one in numbers[:16]:
+            other = Explorer(
+                self.workload, self.topology, self.cost.calibration, products=self.cost.products, devices=one
+            )
+            if other._baselines().plans:
+                return one
+        return None
+
+    def _baselines(self, by_the_rules: bool = True) -> Exploration:
+        """The layouts that follow the rules of the production-like plan, with their schedule, best first."""
+        found = Exploration()
+        network, shared = production_network(self.topology), {}  # type: ignore[var-annotated]
+        tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
+        jobs = []
+        for layout in self._possible(found):
+            if by_the_rules and (
+                (layout.tensor, layout.context, layout.microbatch) != (tensor, 1, 1)
+                or layout.chunks != self._fixed_chunks(layout)
+            ):
+                continue
+            job = self.job(layout, PRODUCTION_ORDER, network, shared)
+            if by_the_rules or self._holds(job, found):
+                jobs.append(job)
+        if not by_the_rules:
+            jobs = sorted(jobs, key=lambda job: job.estimate().seconds)[:_FREELY]
+        for job in jobs:
+            plan = self._simulated(job, _FIXED, found)
+            if plan is not None:
+                found.plans.append(plan)
+        found.plans.sort(key=lambda plan: plan.seconds)
+        return found
+
+    def _fixed_chunks(self, layout: Layout) -> int:
+        if layout.pipeline == 1:
+            return 1
+        return max(one for one in (1, 2, 4) if one * layout.pipeline <= self.workload.model.layers)
+
+    def again(self, plan: Plan, topology: Topology) -> Step:
+        """A plan as it is, on another cluster: what a change of the network would do to it.
+
+        Args:
+            plan: Degrees, order, schedule and settings stay.
+            topology: With as many devices at least.
+        """
+        mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
+        if topology.device != self.topology.device:  # no products were measured on that device
+            cost = CostModel(topology.device, cost.calibration)
+        return simulate_step(Job(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
+
+    def _possible(self, found: Exploration) -> Iterator[Layout]:
+        for layout in layouts(self.workload, self.topology, self.devices):
+            problems = layout.problems(self.workload)
+            if problems:
+                found.dropped[problems[0]] += 1
+            else:
+                yield layout
+
+    def _simulated(self, job: Job, only: set[str] | None, found: Exploration) -> Plan | None:
+        """The best schedule of a layout that fits the memory."""
+        best: Plan | None = None
+        if job.busiest >= min((plan.seconds for plan in found.plans), default=float("inf")):
+            found.dropped["computes for longer than a plan that was found"] += 1
+            return None
+        if job.microbatches * job.layout.stages > _MOST_ACTIONS:
+            found.dropped[f"more than {_MOST_ACTIONS:,} actions (microbatches times stages)"] += 1
+            return None
+        peak = job.layout.devices * self.cost.device.matrix_flops_per_s
+        for name, make in families(job).items():
+            if only is not None and name not in only:
+                continue
+            schedule = make()
+            needed = max(sum(rank.values()) for rank in held(job, schedule))
+            if needed > self._limit:
+                found.dropped[f"{name} needs more memory than a device has"] += 1
+                found.least_memory = min(found.least_memory, needed)
+                continue
+            step = simulate_step(job, schedule)
+            found.simulated += 1
+            if best is None or step.seconds < best.seconds:
+                best = Plan(job.layout, job.mesh.order, job.network or {}, schedule, step, self.workload.flops, peak)
+        return best
+
+    def _with_its_own(self, plan: Plan) -> Plan | None:
+        """A plan with a schedule made for it; None where there is nothing to gain."""
+        job = self.job(plan.layout, plan.order, plan.network)
+        schedule = plan.schedule
+        limits = []
+        for rank in range(schedule.ranks):
+            stages = schedule.stages_of(rank)
+            fit = bisect_right(
+                range(1, len(stages) * schedule.microbatches + 1),
+                self._limit,
+                key=lambda live, stages=stages: sum(job.held(stages, live).values()),  # type: ignore[misc]
+            )
+            limits.append(fit)
+        problem = Problem.of(
+            schedule.rank_of, schedule.microbatches, stage_seconds(job, schedule), ways(job), limits, split=True
+        )
+        if plan.step.timeline.seconds <= (1 + _LITTLE) * problem.bound:
+            return None
+        own = shortest(problem, _EFFORT)
+        return replace(plan, schedule=own, step=simulate_step(job, own))
+
+    def explore(self, only: Iterable[Dimension] = ALL, *, keep: int = 16, improve: int = 2) -> Exploration:
+        """Search; what is not searched is as in :meth:`production`.
+
+        More than one dimension are searched each alone first, so that a search is never worse than a smaller one. An
+        interrupt (Ctrl-C) ends the search with what was found until then.
+
+        Args:
+            only: Dimensions that are free. Placement: degrees and which dimension crosses which links; scheduling:
+                order of microbatches, chunks, microbatch size, recomputation; network: settings of every level.
+            keep: Layouts of each order that are simulated.
+            improve: The best plans for which schedules of their own are made, where scheduling is free.
+        """
+        begin = time.perf_counter()
+        free = tuple(one for one in ALL if one in set(only))
+        found = Exploration(searched=free)
+        base = self.production()
+        found.plans.append(base)
+        try:
+            for one in free if len(free) > 1 else ():
+                self._progress(f"searching {one} alone")
+                alone = Exploration(plans=[base])
+                try:
+                    self._search((one,), base, alone, keep, improve)
+                finally:
+                    found.take(one, alone)
+            self._progress(f"searching {', '.join(free)}")
+            self._search(free, base, found, keep, improve)
+        except KeyboardInterrupt:
+            found.interrupted = True
+        found.plans = _distinct(found.plans)
+        found.seconds = time.perf_counter() - begin
+        return found
+
+    def _search(self, free: tuple[Dimension, ...], base: Plan, found: Exploration, keep: int, improve: int) -> None:
+        network = tuned_network(self.topology) if "network" in free else dict(base.network)
+        orders: list[tuple[str, ...]] = [base.order]
+        if "placement" in free:
+            cut = self.workload.sequence > _SHORTEST_PART
+            orders = [one for one in ORDERS if cut or one[:2] == ("tensor", "context")]
+        schedules = None if "scheduling" in free else _FIXED
+        ranked: dict[tuple[str, ...], list[tuple[float, int, Job]]] = {order: [] for order in orders}
+        shared: dict[Any, Any] = {}
+        seen: set[tuple[Layout, tuple[str, ...]]] = set()
+        for layout in self._possible(found):
+            if not self._allowed(layout, base.layout, free):
+                continue
+            for order in orders:
+                way = (layout, _lengthy(layout, order))
+                if way in seen:
+                    continue
+                seen.add(way)
+                job = self.job(layout, order, network, shared)
+                if not self._holds(job, found):
+                    break  # whatever the order
+                found.estimated += 1
+                ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
+                if found.estimated % 500 == 0:
+                    self._progress(f"{found.estimated:,} layouts estimated")
+        tried: dict[tuple[Layout, tuple[str, ...]], Plan | None] = {}
+
+        def simulated(job: Job) -> Plan | None:
+            key = (job.layout, job.mesh.order)
+            if key not in tried:
+                tried[key] = self._simulated(job, schedules, found)
+                found.plans += [plan for plan in [tried[key]] if plan is not None]
+                self._progress(f"{found.simulated:,} steps simulated")
+            return tried[key]
+
+        for order in orders:
+            ranked[order].sort(key=lambda entry: entry[:2])
+            fit = 0
+            for _, _, job in ranked[order][: 4 * keep]:
+                fit += simulated(job) is not None
+                if fit == keep:
+                    break
+        everything = sorted((entry for order in orders for entry in ranked[order]), key=lambda entry: entry[:2])
+        self._climb([job for _, _, job in everything], simulated, [plan for plan in tried.values() if plan])
+        best = [plan for plan in _distinct(found.plans) if plan.layout.pipeline > 1] if schedules is None else []
+        for plan in best[:improve]:
+            self._progress(f"a schedule made for {plan.layout}")
+            own = self._with_its_own(plan)
+            if own is not None:
+                found.simulated += 1
+                found.plans.append(own)
+
+    def outlook(self, chunks: Collection[int]) -> float:
+        """Estimated seconds of the fastest among few layouts that fit, one sequence a microbatch; infinite for none.
+
+        Args:
+            chunks: Number of chunks that a pipeline rank may have.
+        """
+        best, network, shared = math.inf, tuned_network(self.topology), {}  # type: ignore[var-annotated]
+        for layout in self._possible(Exploration()):
+            if layout.microbatch == 1 and layout.chunks in chunks and not layout.shard_weights:
+                job = self.job(layout, PRODUCTION_ORDER, network, shared)
+                if self._least_memory(job) <= self._limit:
+                    best = min(best, job.estimate().seconds)
+        return best
+
+    def _climb(self, jobs: Sequence[Job], simulated: Callable[[Job], Plan | None], begin: Sequence[Plan]) -> None:
+        """From the best plan to a better neighbour, as long as there is one.
+
+        Neighbours differ in one respect. The estimate, by which the first plans were chosen, knows no latencies and
+        one schedule only; this corrects it where they matter.
+
+        Args:
+            jobs: By their estimates.
+            simulated: Gives a job's plan.
+            begin: Plans that were found.
+        """
+        best = min(begin, key=lambda plan: plan.seconds, default=None)
+        better = best
+        while better is not None:
+            best, better = better, None
+            tried: Counter[str] = Counter()
+            for job in jobs:
+                respect = _respect(best, job)
+                if respect is None or tried[respect] == _NEIGHBOURS:
+                    continue
+                tried[respect] += 1
+                plan = simulated(job)
+                if plan is not None and plan.seconds < (better or best).seconds:
+                    better = plan
+
+    def _holds(self, job: Job, found: Exploration) -> bool:
+        """Whether devices have the memory under some schedule; if not, that is noted."""
+        needed = self._least_memory(job)
+        if needed > self._limit:
+            found.dropped["needs more memory than a device has"] += 1
+            found.least_memory = min(found.least_memory, needed)
+        return needed <= self._limit
+
+    def _least_memory(self, job: Job) -> float:
+        """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""
+        part = 2 / 3 if job.layout.chunks == 2 else 1.0
+        return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
+
+    def _allowed(self, layout: Layout, base: Layout, free: Sequence[Dimension]) -> bool:
+        same = []
+        if "placement" not in free:
+            same += ["tensor", "context", "expert", "pipeline", "data", "shards", "shard_weights"]
+        if "scheduling" not in free:
+            same += ["microbatch"]
+            if "placement" not in free:
+                same += ["chunks", "recompute"]
+            elif layout.chunks != self._fixed_chunks(layout):
+                return False  # another pipeline, but the same rule
+        return all(getattr(layout, name) == getattr(base, name) for name in same)
+
+
+def _largest(of: int, limit: int) -> int:
+    return max(one for one in _powers(limit) if of % one == 0)

@@ -1,0 +1,522 @@
+"""The analytic stage: a step's time and memory from formulas, fast enough to try thousands of layouts a second.
+
+What it leaves out (latencies that a schedule hides or not, shared links over time) is what the simulation of a schedule
+adds; what both share is the cost of layers, stages and collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+
+from cordillera.cost import CostModel
+from cordillera.planning.language.workload import (
+    BYTES,
+    Layout,
+    Seconds,
+    Workload,
+    activation_bytes,
+    embedding_seconds,
+    head_seconds,
+    layer_seconds,
+    layers_of_stages,
+)
+from cordillera.planning.network.collective_cost import direct_seconds, doubling_seconds, ring_seconds
+from cordillera.planning.network.flows import max_min_rates
+from cordillera.planning.network.mesh import Edges, Mesh
+from cordillera.planning.network.settings import NetworkSettings
+
+_ISSUE_S = 2e-6  # seconds that a device takes to send one more message at the same time; an assumption
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout is predicted to take.
+
+    Attributes:
+        layout: Sizes of the dimensions of parallelism.
+        order: Order of the dimensions on the cluster, innermost first.
+        parts: Seconds of a step by cause; their sum is the step.
+        memory: Bytes on a device of each pipeline rank: weights, gradients, optimizer state, activations.
+        flops: FLOPs of the model's own arithmetic in a step, over all devices.
+        peak: FLOPs per second of all devices' matrix engines.
+    """
+
+    layout: Layout
+    order: tuple[str, ...]
+    parts: dict[str, float]
+    memory: tuple[dict[str, float], ...]
+    flops: float
+    peak: float
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs over what the devices could have done (MFU)."""
+        return self.flops / (self.seconds * self.peak)
+
+    @property
+    def memory_bytes(self) -> float:
+        """On the device that needs most."""
+        return max(sum(rank.values()) for rank in self.memory)
+
+
+_Line = tuple[float, float]  # seconds, and seconds a byte
+_Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
+
+
+_direct_seconds = partial(direct_seconds, overhead=_ISSUE_S)
+
+
+@lru_cache(maxsize=4096)
+def _by_bytes(
+    seconds: Callable[[int, float, float, float], float], n: int, ranks: int, edges: Edges, rate: float
+) -> _Line:
+    """What a collective takes whatever its size, and for each byte, of which every rank of a part has its share."""
+    many = 1e18  # so that the difference is as exact as the formula
+    of_bytes = seconds(n, many / ranks, 0.0, rate) - seconds(n, 0.0, 0.0, rate)
+    return seconds(n, 0.0, edges.latency, rate), of_bytes / many
+
+
+class Fabric:
+    """What pairs of devices of a mesh really get of their links.
+
+    Args:
+        mesh: Where a job's ranks lie.
+        cost: Cost model of the devices.
+        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
+    """
+
+    def __init__(self, mesh: Mesh, cost: CostModel, network: Mapping[str, NetworkSettings] | None = None) -> None:
+        self.mesh, self.cost, self.network = mesh, cost, network
+
+    def rate(self, edges: Edges) -> float:
+        """Bytes per second that pairs of devices really get."""
+        if edges.level == 0:
+            return edges.bytes_per_s * self.cost.calibration.port
+        rate, settings = edges.bytes_per_s * self.cost.calibration.network, self.settings(edges)
+        if settings is None:
+            return rate
+        level = self.mesh.topology.levels[edges.level]
+        return settings.rate(rate, edges.latency, level.loss_rate, level.planes)
+
+    def settings(self, edges: Edges) -> NetworkSettings | None:
+        """Of the level that some pairs cross; None within hosts and where nothing was said of the network."""
+        if self.network is None or edges.level < 1:
+            return None
+        return self.network[self.mesh.topology.levels[edges.level].name]
+
+    def copied(self, edges: Edges) -> float:
+        """Part of a device's processors that messages between some pairs take while they are on the way."""
+        settings = self.settings(edges)
+        return 0.0 if settings is None else settings.processors
+
+
+class Job(Fabric):
+    """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
+
+    Args:
+        workload: Workload to train.
+        mesh: Where its ranks lie.
+        layout: Sizes of the dimensions of parallelism.
+        cost: Cost model of the devices.
+        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
+        shared: Filled with what jobs of as many devices with the same cluster, cost and network have in common.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        layout: Layout,
+        cost: CostModel,
+        network: Mapping[str, NetworkSettings] | None = None,
+        shared: dict[tuple[int, int], _Ways] | None = None,
+    ) -> None:
+        super().__init__(mesh, cost, network)
+        self._shared = {} if shared is None else shared
+        self.workload, self.layout = workload, layout
+        self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
+        self.microbatches = layout.microbatches(workload)
+        self._states: dict[tuple[int, int], dict[str, float]] = {}
+        self._meetings: dict[Edges, tuple[float, float]] = {}
+
+    def gather(self, size: float, count: int, stride: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
+
+        :attr:`cordillera.cost.Calibration.one_ring` leaves only the ring to groups with several devices of a host that
+        are not neighbours, as data parallelism has around tensor parallelism over less than a host.
+
+        Args:
+            size: Bytes of the whole.
+            count: Devices of a group.
+            stride: Devices from one of a group to the next.
+        """
+        if count == 1:
+            return 0.0
+        found = self._shared.get((count, stride))
+        if found is None:
+            found = self._shared[count, stride] = self._ways_to_gather(count, stride)
+        (fixed, by_byte), tiers = found
+        by_level = 0.0
+        for options in tiers:
+            by_level += min([a + b * size for a, b in options])
+        return min(fixed + by_byte * size, by_level) if tiers else fixed + by_byte * size
+
+    def _ways_to_gather(self, count: int, stride: int) -> _Ways:
+        """Seconds of a gather by its bytes: around one ring, and in each tier by what the network's settings allow."""
+        edges, tiers = self.mesh.group(count, stride)
+        ring = _by_bytes(ring_seconds, count, 1, edges, self.rate(edges))
+        if self.cost.calibration.one_ring and tiers[0].edges.level == 0 and stride > 1:
+            return ring, ()
+        found = []
+        for parts, ranks, edges in tiers:
+            settings, rate = self.settings(edges), self.rate(edges)
+            options = [_by_bytes(ring_seconds, parts, ranks, edges, rate)]
+            if settings is not None and settings.collectives == "cheapest":
+                options.append(_by_bytes(doubling_seconds, parts, ranks, edges, rate))
+                options.append(_by_bytes(_direct_seconds, parts, ranks, edges, rate))
+            found.append(tuple(options))
+        return ring, tuple(found) if tuple(found) != ((ring,),) else ()
+
+    def all_reduce(self, dimension: str, size: float) -> float:
+        """Seconds of an all-reduce over a dimension.
+
+        Args:
+            dimension: Dimension of the mesh.
+            size: Bytes that each device has and receives.
+        """
+        return 2 * self.gather(size, self.mesh.size(dimension), self.mesh.stride(dimension))
+
+    def among_copies(self, size: float, count: int, apart: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of weights or their gradients.
+
+        The devices over which sequences are cut are copies as well: what each of them has is gathered over the other
+        copies first, then over these.
+
+        Args:
+            size: Bytes of the whole.
+            count: Copies of a group.
+            apart: Copies from one of a group to the next.
+        """
+        context, seconds = self.layout.context, 0.0
+        if context > 1:
+            seconds = self.gather(size, context, self.mesh.stride("context"))
+        return seconds + self.gather(size / context, count, apart * self.mesh.stride("data"))
+
+    @cached_property
+    def tensor_reduce(self) -> float:
+        """Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices."""
+        if self.layout.tensor == 1:
+            return 0.0
+        size = BYTES * self.tokens * self.workload.model.hidden
+        return self.all_reduce("tensor", size) + self.cost.calibration.collective_s
+
+    @cached_property
+    def exchange(self) -> float:
+        """Seconds of one exchange of tokens between the devices that share a layer's experts, balanced routing."""
+        experts, n = self.workload.model.experts, self.layout.expert
+        if experts is None or n == 1:
+            return 0.0
+        size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
+        slowest, latency = 0.0, 0.0
+        for tier in self.mesh.group(n, self.mesh.stride("data"))[1]:
+            slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # what leaves a part
+            latency = max(latency, tier.edges.latency)
+        return slowest + latency + self.cost.calibration.collective_s
+
+    @cached_property
+    def layer(self) -> Seconds:
+        """One layer and one microbatch, a mean over layers where some have experts."""
+        one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        experts = self.workload.model.experts
+        if experts is not None and self.layout.expert > 1:
+            twice = 2 * self.exchange / experts.every  # to the experts and back
+            again = twice if self.layout.recompute == "full" else 0.0
+            one = Seconds(
+                one.forward + twice,
+                one.again + again,
+                one.input_gradient + twice,
+                one.weight_gradient,
+                one.tensor,
+            )
+        if self.layout.context > 1:
+            # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
+            size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
+            gather = self.gather(size, self.layout.context, self.mesh.stride("context"))
+            one = Seconds(
+                one.forward + gather,
+                one.again + (gather if self.layout.recompute == "full" else 0.0),
+                one.input_gradient + gather,
+                one.weight_gradient,
+                one.tensor,
+            )
+        return self._with_gathered(one, *self.layer_parameters)
+
+    def _with_gathered(self, one: Seconds, plain: float, mixed: float = 0.0) -> Seconds:
+        """A part of the model whose weights, where they are sharded, are gathered while the part before it is computed.
+
+        Once in the forward and once in the backward, which scatters the gradients besides (Zhao et al. 2023, section
+        3.3); what takes longer than the computation is waited for.
+
+        Args:
+            one: With all weights at hand.
+            plain: Its parameters on a device.
+            mixed: Those of experts.
+        """
+        layout = self.layout
+        if not layout.shard_weights:
+            return one
+        gather = self.among_copies(BYTES * plain, layout.shards) + self.cost.calibration.collective_s
+        if mixed:
+            gather += self.among_copies(BYTES * mixed, max(1, layout.shards // layout.expert), layout.expert)
+        share = self.copied(self.mesh.group(layout.shards, self.mesh.stride("data"))[0])
+        back = one.again + one.input_gradient + one.weight_gradient
+        forward = max(share * min(gather, one.forward), gather - one.forward)
+        backward = max(share * min(2.0 * gather, back), 2.0 * gather - back)
+        return Seconds(
+            one.forward + forward,
+            one.again,
+            one.input_gradient + backward,
+            one.weight_gradient,
+            one.tensor,
+            forward + backward,
+        )
+
+    @cached_property
+    def stage_layers(self) -> list[int]:
+        """Layers of every stage."""
+        return layers_of_stages(self.workload.model.layers, self.layout.stages)
+
+    @cached_property
+    def stages(self) -> list[Seconds]:
+        """Every stage and one microbatch."""
+        one, last = self.layer, self.layout.stages - 1
+        first_part = embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
+        inside = {count: one.times(count) for count in set(self.stage_layers)}
+        found = [inside[count] for count in self.stage_layers]
+        found[0] = found[0].plus(self._with_gathered(first_part, self.table))
+        found[last] = found[last].plus(self._with_gathered(last_part, self.table))
+        return found
+
+    @property
+    def busiest(self) -> float:
+        """Seconds that the busiest rank computes at least, under any schedule, chunks dealt out in turn or like a V."""
+        p, stages = self.layout.pipeline, self.stages
+        most = max(sum(stage.total for stage in stages[rank::p]) for rank in range(p))
+        if self.layout.chunks == 2:
+            most = min(most, max(stages[rank].total + stages[-1 - rank].total for rank in range(p)))
+        return self.microbatches * most
+
+    @cached_property
+    def message_bytes(self) -> float:
+        """Of one microbatch between two stages, from one device: tensor-parallel devices send a part each."""
+        return BYTES * self.tokens * self.workload.model.hidden / self.layout.tensor
+
+    def message_seconds(self, boundary: int) -> float:
+        """That a message occupies the way after a pipeline rank, latency left out."""
+        return self._messages[boundary % len(self._messages)]
+
+    @cached_property
+    def _messages(self) -> list[float]:
+        boundaries = self.mesh.boundaries
+        seconds = {edges: self.message_bytes / self.rate(edges) for edges in set(boundaries)}
+        return [seconds[edges] for edges in boundaries]
+
+    def meeting(self, boundary: int) -> tuple[float, float]:
+        """What messages after a pipeline rank and the reduction of gradients beside them do to one another.
+
+        On every link that both cross, pairs that send as equals have max-min fair shares; where messages go first, the
+        reduction has what they leave.
+
+        Args:
+            boundary: Boundary of the pipeline.
+
+        Returns:
+            How many times as long the message takes, and the part of its rate that the reduction loses meanwhile.
+        """
+        edges = self.mesh.boundary(boundary)
+        if edges not in self._meetings:
+            self._meetings[edges] = self._meeting(edges, boundary)
+        return self._meetings[edges]
+
+    def _meeting(self, edges: Edges, boundary: int) -> tuple[float, float]:
+        ring = self.mesh.ring("data")
+        if edges.level < 1 or ring.level < 1:
+            return 1.0, 0.0
+        settings = self.settings(edges)
+        message, reduction = alone = self.rate(edges), self.rate(ring)
+        for link in self.mesh.shared_links(boundary):
+            capacity = link.bytes_per_s * self.cost.calibration.network
+            if settings is not None and settings.classes == "messages":
+                left = capacity - alone[0] * link.messages
+                reduction = min(reduction, max(0.0, left) / link.rings)
+            else:
+                shares = max_min_rates([[0], [0]], [capacity], alone, counts=[link.messages, link.rings])
+                message, reduction = min(message, float(shares[0])), min(reduction, float(shares[1]))
+        return alone[0] / message, 1.0 - reduction / alone[1]
+
+    @cached_property
+    def layer_parameters(self) -> tuple[float, float]:
+        """Parameters of one layer on one device, a mean over layers: those that all copies share, and experts'."""
+        model, experts = self.workload.model, self.workload.model.experts
+        plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
+        if experts is None:
+            return (model.attention_weights + plain) / self.layout.tensor, 0.0
+        share = model.layers // experts.every / model.layers
+        mixed = float(model.matrices * model.hidden * experts.count * experts.ffn)
+        rest = model.feed_forward_weights(experts.every - 1) - mixed  # shared expert and router
+        own = model.attention_weights + share * rest + (1 - share) * plain
+        return own / self.layout.tensor, share * mixed / self.layout.tensor / self.layout.expert
+
+    def parameters(self, stages: Sequence[int]) -> tuple[float, float]:
+        """On one device of a rank that holds these stages: those that all copies share, and experts'."""
+        return self._parameters(*self._counted(stages))
+
+    def _counted(self, stages: Sequence[int]) -> tuple[int, int]:
+        """Layers and embedding tables of a rank that holds these stages."""
+        first, last = 0 in stages, self.layout.stages - 1 in stages
+        tables = max(first, last) if self.workload.model.tied else first + last
+        return sum(map(self.stage_layers.__getitem__, stages)), tables
+
+    def _parameters(self, layers: int, tables: int) -> tuple[float, float]:
+        plain, mixed = self.layer_parameters
+        return layers * plain + tables * self.table, layers * mixed
+
+    @cached_property
+    def table(self) -> float:
+        """Parameters of an embedding matrix on one device."""
+        return self.workload.model.vocabulary * self.workload.model.hidden / self.layout.tensor
+
+    def updated(self, stages: Sequence[int]) -> float:
+        """Parameters of a rank's stages whose optimizer state one device holds: its part of those of all copies.
+
+        The devices over which sequences are cut share it too.
+        """
+        return self._updated(*self.parameters(stages))
+
+    def _updated(self, plain: float, mixed: float) -> float:
+        layout = self.layout
+        return (plain / layout.shards + mixed / max(1, layout.shards // layout.expert)) / layout.context
+
+    def reduce(self, stages: Sequence[int]) -> float:
+        """Seconds to reduce a rank's gradients of these stages over all copies of the model.
+
+        Where weights are sharded, gradients are scattered in every backward and only their parts remain to be reduced,
+        over groups of copies. Experts have fewer copies.
+        """
+        return self._reduced(*self.parameters(stages))
+
+    @cached_property
+    def reduce_latency(self) -> float:
+        """Seconds of :meth:`reduce` that no byte is to blame for."""
+        return self._reduced(0.0, 0.0)
+
+    def _reduced(self, plain: float, mixed: float) -> float:
+        layout = self.layout
+        if layout.shard_weights:
+            shares, groups = max(1, layout.shards // layout.expert), layout.data // layout.shards
+            size = BYTES * (plain / layout.shards + mixed / shares) / layout.context
+            return 2 * self.gather(size, groups, layout.shards * self.mesh.stride("data"))
+        seconds = 2 * self.among_copies(BYTES * plain, layout.data)
+        if mixed:
+            seconds += 2 * self.among_copies(BYTES * mixed, layout.data // layout.expert, layout.expert)
+        return seconds
+
+    @cached_property
+    def dealt_out(self) -> list[range]:
+        """The stages of every pipeline rank, dealt out in turn."""
+        p = self.layout.pipeline
+        return [range(rank, self.layout.stages, p) for rank in range(p)]
+
+    def held(self, stages: Sequence[int], live: int) -> dict[str, float]:
+        """Bytes on a device, by cause.
+
+        Args:
+            stages: That its rank holds.
+            live: Microbatches of a stage whose activations it holds at a time.
+        """
+        activations = live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations
+        return {**self._state(*self._counted(stages)), "activations": activations}
+
+    def _state(self, layers: int, tables: int) -> dict[str, float]:
+        """Bytes of a rank's weights, gradients and optimizer state on a device."""
+        found = self._states.get((layers, tables))
+        if found is None:
+            work, parameters = self.workload, self._parameters(layers, tables)
+            weights, updated = sum(parameters), self._updated(*parameters)
+            if self.layout.shard_weights:
+                weights = updated + 2.0 * sum(self.layer_parameters)  # and the layer at work and the next
+            found = self._states[layers, tables] = {
+                "weights": weights * work.weight_bytes,
+                "gradients": weights * work.gradient_bytes,
+                "optimizer": updated * work.optimizer_bytes,
+            }
+        return found
+
+    @cached_property
+    def layer_activations(self) -> float:
+        """Bytes of one layer for one microbatch."""
+        return activation_bytes(self.workload, self.layout)
+
+    @cached_property
+    def tied_seconds(self) -> float:
+        """To add up the gradients of input and output embeddings that are one matrix on two ranks."""
+        if not self.workload.model.tied or self.layout.pipeline == 1:
+            return 0.0
+        return BYTES * self.table / self.rate(self.mesh.boundary(self.layout.pipeline - 1))
+
+    def live_chunks(self, rank: int) -> int:
+        """Microbatches of a chunk whose activations a rank of (interleaved) 1F1B holds."""
+        p, v, m = self.layout.pipeline, self.layout.chunks, self.microbatches
+        if v == 1:
+            return min(m, p - rank)
+        return min(m * v, (v - 1) * min(m, p) + 2 * (p - 1 - rank) + 1)
+
+    @cached_property
+    def memory(self) -> tuple[dict[str, float], ...]:
+        """Bytes on a device of each pipeline rank under (interleaved) 1F1B, by cause."""
+        return tuple(self.held(stages, self.live_chunks(rank)) for rank, stages in enumerate(self.dealt_out))
+
+    def estimate(self) -> Estimate:
+        """The step of (interleaved) 1F1B.
+
+        The slowest rank's slot for every microbatch, the other ranks' slots once to fill and drain the pipeline, then
+        what is not hidden of gradient reduction, and the optimizer.
+        """
+        layout = self.layout
+        p, v, m = layout.pipeline, layout.chunks, self.microbatches
+        send = [0.0] * p
+        if p > 1:
+            ways = [self.message_seconds(i) for i in range(p - 1)]
+            # a slot sends and receives once each way, for every chunk
+            send = [2 * v * ways[min(rank, p - 2)] for rank in range(p)]
+        slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
+        slow = max(slots)
+        at = slots.index(slow)
+        tensor = sum(stage.tensor for stage in self.stages[at::p])
+        gather = sum(stage.gather for stage in self.stages[at::p])
+        weights = [rank["weights"] for rank in self.memory]
+        heaviest = self.dealt_out[weights.index(max(weights))]
+        reduce = self.reduce(heaviest)
+        if layout.overlap_gradients:
+            backward = sum(s.again + s.input_gradient + s.weight_gradient for s in self.stages[at::p])
+            reduce = max(0.0, reduce - backward)
+        parts = {
+            "compute": m * max(0.0, slow - tensor - gather - send[at]),  # can be slightly below 0 by rounding
+            "tensor parallel": m * tensor,
+            "sharded weights": m * gather,
+            "pipeline messages": m * send[at],
+            # chunks come round once a pass of all ranks, however few microbatches there are
+            "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
+            "gradient reduction": reduce + self.tied_seconds,
+            "optimizer": self.cost.optimizer(self.updated(heaviest)),
+        }
+        peak = layout.devices * self.cost.device.matrix_flops_per_s
+        return Estimate(layout, self.mesh.order, parts, self.memory, self.workload.flops, peak)

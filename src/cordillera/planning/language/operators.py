@@ -1,0 +1,83 @@
+"""Which matrix products a workload needs, to be measured, and how much of a plan rests on measured ones."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cordillera.cost import Calibration, CostModel, Shape, whole
+from cordillera.planning.language.explorer import MICROBATCHES, inner_degrees
+from cordillera.planning.language.workload import Layout, Workload, head_seconds, layer_seconds
+from cordillera.topology import Device
+
+
+class _Listing(CostModel):
+    """A cost model that lists the products that it is asked for."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, Calibration())
+        self.asked: set[Shape] = set()
+
+    def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
+        self.asked.add(whole(rows, columns, inner, count))
+        return super().product(rows, columns, inner, count)
+
+
+class _ProductsAlone(CostModel):
+    """A cost model in which nothing but matrix products takes time: all of them, or those that were measured."""
+
+    def __init__(self, cost: CostModel, counted: set[Shape] | None) -> None:
+        super().__init__(cost.device, cost.calibration.model_copy(update={"layer_s": 0.0}), cost.products)
+        self._counted = counted
+
+    def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
+        if self._counted is not None and whole(rows, columns, inner, count) not in self._counted:
+            return 0.0
+        return super().product(rows, columns, inner, count)
+
+    def stream(self, size: float) -> float:
+        return 0.0
+
+    def attention(self, flops: float) -> float:
+        return 0.0
+
+
+def shapes(workload: Workload, device: Device, host: int) -> list[Shape]:
+    """The products of one device, over the degrees and the microbatches that a search tries.
+
+    Args:
+        workload: What is trained.
+        device: On what; its figures do not matter.
+        host: Devices of a host, within which tensor parallelism stays.
+
+    Returns:
+        ``(rows, columns, inner, count)`` of each, see :meth:`cordillera.cost.CostModel.product`; the smallest first.
+    """
+    listing = _Listing(device)
+    for (tensor, context), microbatch in product(inner_degrees(workload, host), MICROBATCHES):
+        layout = Layout(tensor=tensor, context=context, microbatch=microbatch)
+        if workload.batch % microbatch == 0 and not layout.problems(workload):
+            layer_seconds(workload, layout, listing, 0.0)
+            head_seconds(workload, layout, listing, 0.0)
+    return sorted(listing.asked, key=lambda shape: (shape[0] * shape[1] * shape[2] * shape[3], shape))
+
+
+def measured_share(workload: Workload, layout: Layout, cost: CostModel) -> float:
+    """How much of the time of a step's matrix products, over all devices, rests on shapes that were measured.
+
+    Fused attention is not a matrix product here, nor are collectives.
+
+    Args:
+        workload: What is trained.
+        layout: How it is cut.
+        cost: With the measured products, or none.
+
+    Returns:
+        From 0 to 1.
+    """
+
+    def seconds(counted: set[Shape] | None) -> float:
+        alone = _ProductsAlone(cost, counted)
+        layers = workload.model.layers * layer_seconds(workload, layout, alone, 0.0).total
+        return layers + head_seconds(workload, layout, alone, 0.0).total
+
+    return seconds(set(cost.products.seconds) if cost.products is not None else set()) / seconds(None)

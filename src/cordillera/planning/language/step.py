@@ -1,0 +1,253 @@
+"""A whole training step in time: a pipeline schedule on its cluster, then gradients, then the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cordillera.errors import PlanError
+from cordillera.planning.language.job import Job
+from cordillera.planning.pipeline.schedules import (
+    Kind,
+    Schedule,
+    breadth_first,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    warmup_for_latency,
+    zero_bubble,
+    zero_bubble_v,
+)
+from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, simulate
+
+_SHORT = 0.02  # of a microbatch's slot: messages that take less are not hidden by running further ahead
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as simulated.
+
+    Attributes:
+        timeline: Timeline of the pipeline.
+        parts: Seconds by cause on the rank that ends last; their sum is the step.
+        memory: Bytes on a device of each pipeline rank, by cause.
+    """
+
+    timeline: Timeline
+    parts: dict[str, float]
+    memory: tuple[dict[str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def memory_bytes(self) -> float:
+        """On the device that needs most."""
+        return max(sum(rank.values()) for rank in self.memory)
+
+
+def stage_seconds(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> StageSeconds:
+    """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
+
+    Messages that kernels copy take processors: an action that receives or sends one takes as much longer as these do
+    not compute while it is on the way.
+
+    Args:
+        job: With as many stages as the schedule.
+        schedule: Whose rank has which stage.
+        slow: How many times as long pipeline ranks compute. Their tensor-parallel collectives take what they take,
+            and are part of all actions of a stage alike.
+    """
+    if len(job.stages) != schedule.stages:
+        raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
+    p = job.layout.pipeline
+    lost = [0.0] * schedule.stages
+    for stage, (a, b) in enumerate(pairwise(schedule.rank_of)):
+        if a != b:
+            boundary = a if b == (a + 1) % p else b
+            copying = job.copied(job.mesh.boundary(boundary)) * job.message_seconds(boundary)
+            lost[stage] += copying
+            lost[stage + 1] += copying
+    by = [1.0] * schedule.stages
+    for number, one in enumerate(job.stages if slow else ()):
+        factor = (slow or {}).get(schedule.rank_of[number], 1.0)
+        if factor != 1.0 and one.total > 0:
+            by[number] = factor + (1.0 - factor) * (one.tensor + one.gather) / one.total
+    stages = list(zip(job.stages, by, lost, strict=True))
+    return StageSeconds(
+        [stage.forward * times + extra for stage, times, extra in stages],
+        [(stage.again + stage.input_gradient) * times + extra for stage, times, extra in stages],
+        [stage.weight_gradient * times for stage, times, _ in stages],
+    )
+
+
+def ways(job: Job) -> dict[tuple[int, int], Way]:
+    """Between neighbouring pipeline ranks, and from the last to the first, in both directions."""
+    p, found = job.layout.pipeline, {}
+    for rank in range(p if p > 1 else 0):
+        other = (rank + 1) % p
+        meeting = job.meeting(rank) if job.layout.overlap_gradients else (1.0, 0.0)
+        one = Way(job.mesh.boundary(rank).latency, job.message_seconds(rank), None, *meeting)
+        found[rank, other] = one
+        found.setdefault((other, rank), one)
+    return found
+
+
+def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
+    """Bytes on a device of each pipeline rank under a schedule, by cause.
+
+    Args:
+        job: Workload and its layout.
+        schedule: Whose live microbatches count.
+    """
+    ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+    return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
+
+
+def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
+    """Where in a rank's actions the last backward of each of its stages is, in order of these positions.
+
+    Args:
+        schedule: Schedule of the pipeline.
+        rank: Rank in the pipeline.
+    """
+    lasts = {a.stage: i for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    return dict(sorted(lasts.items(), key=lambda item: item[1]))
+
+
+def reduced(
+    job: Job,
+    schedule: Schedule,
+    rank: int,
+    times: Callable[[int], tuple[Any, Any]],
+    reduce: Callable[[int], float],
+    delayed: Mapping[tuple[int, int], float] | None = None,
+) -> Any:
+    """When a rank has reduced its gradients; an array where times are arrays.
+
+    It does so when its last backward is done, or, where the layout overlaps them, layer by layer as the last
+    microbatch's backward does them, one after the other and beside what it still computes.
+
+    Args:
+        job: Workload and its layout.
+        schedule: Schedule of the pipeline.
+        rank: Rank in the pipeline.
+        times: Start and end of the rank's action at a position, seconds.
+        reduce: Seconds to reduce the gradients of a stage over the copies of the model.
+        delayed: Seconds that messages took from that, by rank and position of the action.
+    """
+    delayed = delayed or {}
+    last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
+    for stage, i in last_backwards(schedule, rank).items():
+        layers, seconds = job.stage_layers[stage], reduce(stage)
+        if job.layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
+            start, end = times(i)
+            begun = np.minimum(begun, start)
+            clock = np.maximum(clock, start) + seconds + delayed.get((rank, i), 0.0)
+            clock = np.maximum(clock, end + seconds / max(layers, 1))
+        else:
+            clock = np.maximum(clock, last) + seconds
+    # what copying takes from the last backward
+    last = last + job.copied(job.mesh.ring("data")) * np.maximum(0.0, np.minimum(last, clock) - begun)
+    first, end_rank = schedule.rank_of[0], schedule.rank_of[-1]
+    tied = job.tied_seconds if first != end_rank and rank in (first, end_rank) else 0.0
+    return np.maximum(last, clock) + tied
+
+
+def optimizer_seconds(job: Job, schedule: Schedule, rank: int) -> float:
+    """Of a rank's optimizer.
+
+    Args:
+        job: Workload and its layout.
+        schedule: For the rank's stages.
+        rank: Rank in the pipeline.
+    """
+    return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
+
+
+def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> Step:
+    """Simulate a step: the pipeline, then :func:`reduced`, then the optimizer; it ends with the last rank.
+
+    Args:
+        job: Workload and its layout.
+        schedule: Schedule of the pipeline.
+        slow: How many times as long pipeline ranks compute, where one has a slow device. The copy with it is the one
+            that is simulated, as all others wait for it to reduce their gradients.
+    """
+    slow = slow or {}
+    ranks = range(schedule.ranks)
+    reductions = None
+    if job.layout.overlap_gradients and job.layout.data > 1:
+        reductions = [{i: job.reduce([stage]) for stage, i in last_backwards(schedule, r).items()} for r in ranks]
+    timeline = simulate(schedule, stage_seconds(job, schedule, slow), ways(job), reductions)
+    memory = held(job, schedule)
+
+    def of(rank: int) -> Callable[[int], tuple[float, float]]:
+        return lambda i: (float(timeline.starts[rank][i]), float(timeline.ends[rank][i]))
+
+    finish = [
+        float(reduced(job, schedule, rank, of(rank), lambda stage: job.reduce([stage]), timeline.delayed))
+        for rank in ranks
+    ]
+    optimizer = [slow.get(rank, 1.0) * optimizer_seconds(job, schedule, rank) for rank in ranks]
+    at = int(np.argmax([a + b for a, b in zip(finish, optimizer, strict=True)]))
+    tensor = job.microbatches * sum(job.stages[stage].tensor for stage in schedule.stages_of(at))
+    gather = job.microbatches * sum(job.stages[stage].gather for stage in schedule.stages_of(at))
+    end, waiting, busy = float(timeline.ends[at][-1]), float(timeline.waiting[at]), float(timeline.busy[at])
+    parts = {
+        "compute": max(0.0, busy - tensor - gather),
+        "tensor parallel": tensor,
+        "sharded weights": gather,
+        "pipeline messages": waiting,
+        "pipeline bubble": end - busy - waiting,
+        "gradient reduction": finish[at] - end,
+        "optimizer": optimizer[at],
+    }
+    return Step(timeline, parts, memory)
+
+
+def families(job: Job) -> dict[str, Callable[[], Schedule]]:
+    """The schedules that a layout can run, by name.
+
+    Args:
+        job: Its number of chunks decides which.
+    """
+    p, m, v = job.layout.pipeline, job.microbatches, job.layout.chunks
+    if p == 1:
+        return {"1f1b": lambda: one_forward_one_backward(1, m)} if v == 1 else {}
+    found: dict[str, Callable[[], Schedule]] = {}
+    if v == 1:
+        found["gpipe"] = lambda: gpipe(p, m)
+        found["1f1b"] = lambda: one_forward_one_backward(p, m)
+        found["zero bubble H1"] = lambda: zero_bubble(p, m)
+        found["zero bubble H2"] = lambda: zero_bubble(p, m, 2)
+        slots = [stage.total for stage in job.stages]
+        forward = max(stage.forward for stage in job.stages)
+        lag = [job.mesh.boundary(i).latency + job.message_seconds(i) for i in range(p - 1)]
+        slow = [one if one > _SHORT * max(slots) else 0.0 for one in lag]  # a whole forward more would hide little
+        extra = warmup_for_latency(slow, forward, max(slots) - forward)
+        for part in (1, 2, 4) if any(extra) else ():  # less where memory does not last for all
+            more = [min(-(-w // part), m) for w in extra]
+            found[f"1f1b ahead by {more[0]}"] = partial(one_forward_one_backward, p, m, more)
+            found[f"zero bubble ahead by {more[0]}"] = partial(zero_bubble, p, m, 1, more)
+        return found
+    found["interleaved"] = lambda: interleaved(p, m, v)
+    group = 2 * p
+    while group < m:
+        found[f"interleaved by {group}"] = partial(interleaved, p, m, v, group)
+        group *= 2
+    found["breadth first"] = lambda: breadth_first(p, m, v)
+    if v == 2:
+        found["ZBV"] = lambda: zero_bubble_v(p, m)
+        if m >= 2 * p:
+            found["DualPipeV"] = lambda: dual_pipe_v(p, m)
+    return found

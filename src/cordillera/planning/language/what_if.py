@@ -1,0 +1,307 @@
+"""What a bad day does to a plan: a slow device, latencies that vary, a lost domain.
+
+Lost planes, narrower links and losses of packets are changes of the cluster
+(:meth:`cordillera.topology.Topology.changed`), under which the plan is simulated as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cordillera.errors import PlanError
+from cordillera.planning.language.explorer import ALL, Dimension, Exploration, Explorer, Plan, divisible
+from cordillera.planning.language.step import (
+    Step,
+    last_backwards,
+    optimizer_seconds,
+    reduced,
+    simulate_step,
+    stage_seconds,
+    ways,
+)
+from cordillera.planning.pipeline.simulator import Way, simulate_late
+from cordillera.topology import Topology
+
+DRAWS = 10_000
+_MOST = 1_000_000  # largest factor and jitter, so that times stay finite
+_MEANS = {
+    "--slow": "how many times as long a device computes",
+    "--jitter": "what is added to a latency on average, as a part of it",
+}
+_AS_GOOD = 0.95  # of what all devices' seconds were before: a number of devices with as little needs no smaller rival
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that is not as planned, and the step then.
+
+    Attributes:
+        what: In words.
+        seconds: Seconds of a step.
+        devices: Number of devices that take part in the step.
+        note: More, in words.
+        figures: The same for programs.
+    """
+
+    what: str
+    seconds: float
+    devices: int
+    note: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def speed(self, before: float) -> float:
+        """Steps a second more (below 0: fewer) than before, as a part, to the hundredth of a percent.
+
+        Args:
+            before: Seconds of a step.
+        """
+        return round(before / self.seconds - 1, 4) + 0.0  # never -0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``plan.json``."""
+        return asdict(self)
+
+
+def check(slow: float | None = None, jitter: float | None = None) -> None:
+    """Refuse what is not a factor or not a jitter.
+
+    Args:
+        slow: Result of :func:`slow_device`.
+        jitter: Result of :func:`jittered`.
+
+    Raises:
+        PlanError: For what is too small or not finite.
+    """
+    for name, value, least in (("--slow", slow, 1), ("--jitter", jitter, 0)):
+        if value is not None and not least <= value <= _MOST:
+            raise PlanError(f"{value:g} is not from {least} to {_MOST:,}", where=name, remedy=_MEANS[name])
+
+
+def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
+    """A plan as it is, on a cluster that was changed.
+
+    Args:
+        explorer: Explorer that found the plan.
+        plan: Stays as it is.
+        change: In words.
+        topology: Changed.
+    """
+    step, room = explorer.again(plan, topology), topology.device.memory_bytes
+    over = step.memory_bytes > room
+    note = f"but it needs {step.memory_bytes / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if over else ""
+    return Case(change, step.seconds, plan.layout.devices, note, {"kind": "change"})
+
+
+def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
+    """One device takes longer to compute, wherever it does most harm.
+
+    The tensor-parallel devices beside it wait in their collectives, so its whole pipeline rank is slow; other ranks
+    wait for messages; other copies of the model wait to reduce gradients. So the step is that of the copy that holds
+    the device, and lies between the plan's step and ``factor`` times that.
+
+    Args:
+        explorer: Explorer that found the plan.
+        plan: Stays as it is.
+        factor: How many times as long it computes.
+
+    Raises:
+        PlanError: For a factor below 1.
+    """
+    check(slow=factor)
+    job = explorer.job(plan.layout, plan.order, plan.network)
+    by_rank: list[Step] = [simulate_step(job, plan.schedule, {rank: factor}) for rank in range(plan.schedule.ranks)]
+    seconds = [step.seconds for step in by_rank]
+    worst, least = int(np.argmax(seconds)), int(np.argmin(seconds))
+    note = (
+        f"in pipeline rank {worst}, where it costs most; {seconds[least]:.3f} s in rank {least}, where it costs least"
+    )
+    return Case(
+        f"one device {factor:g} times as slow",
+        seconds[worst],
+        plan.layout.devices,
+        note if plan.schedule.ranks > 1 else "",
+        {"kind": "slow", "factor": factor, "seconds_by_rank": seconds, "parts": by_rank[worst].parts},
+    )
+
+
+def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
+    """Steps of one copy of the model with latencies that vary, seconds: ``[draws]``, sorted.
+
+    Every message arrives later than the network's latency by an exponentially distributed time (as a queue of random
+    arrivals makes packets wait) whose mean is ``jitter`` times the latency. A message of several tensor- and
+    context-parallel devices is there when the last of their parts is. The many hops of a gradient reduction add up, so
+    each takes the mean; collectives inside a stage keep their time. Messages and reductions hold one another up in the
+    plan's step but not here, so only differences between steps so computed count.
+
+    Args:
+        explorer: Explorer that found the plan.
+        plan: Stays as it is.
+        jitter: Mean of what is added to a latency, as a part of it.
+        draws: How many steps.
+        seed: Seed of the draws.
+
+    Raises:
+        PlanError: For a jitter that is negative or not finite.
+    """
+    check(jitter=jitter)
+    job, schedule = explorer.job(plan.layout, plan.order, plan.network), plan.schedule
+    generator = np.random.default_rng(seed)
+    parts = plan.layout.tensor * plan.layout.context
+
+    def late(way: Way) -> NDArray[np.float64]:
+        if jitter * way.latency == 0:
+            return np.zeros(draws)
+        last = generator.random(draws) ** (1.0 / parts)  # the largest of as many uniform draws
+        return -jitter * way.latency * np.log1p(-last)
+
+    def reduce(stage: int) -> float:
+        return job.reduce([stage]) + jitter * job.reduce_latency
+
+    keep = [
+        {*last_backwards(schedule, rank).values(), len(actions) - 1} for rank, actions in enumerate(schedule.actions)
+    ]
+    times = simulate_late(schedule, stage_seconds(job, schedule), ways(job), late, keep)
+    ends = [
+        reduced(job, schedule, rank, times[rank].__getitem__, reduce) + optimizer_seconds(job, schedule, rank)
+        for rank in range(schedule.ranks)
+    ]
+    return np.sort(np.broadcast_to(np.max(np.broadcast_arrays(*ends), axis=0), draws))
+
+
+def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed: int = 0) -> Case:
+    """The median and the 99th percentile of a step whose latencies vary: see :func:`jittered`.
+
+    All copies of the model wait for the last of them, so a quantile ``q`` of a step with ``D`` copies is the quantile
+    ``q ** (1 / D)`` of one copy.
+
+    Args:
+        explorer: Explorer that found the plan.
+        plan: Stays as it is.
+        part: Mean of what is added to a latency, as a part of it.
+        draws: Steps of one copy.
+        seed: Seed of the draws.
+
+    Raises:
+        PlanError: For a jitter that is negative or not finite.
+    """
+    steps = jittered(explorer, plan, part, draws, seed)
+    steady = float(jittered(explorer, plan, 0.0, 1)[0])
+    p50, p99 = (
+        plan.seconds + (float(np.quantile(steps, q ** (1.0 / plan.layout.data), method="higher")) - steady)
+        for q in (0.5, 0.99)
+    )
+    return Case(
+        f"latencies {part:.0%} longer on average, each by chance",
+        p50,
+        plan.layout.devices,
+        f"at the median; {p99:.3f} s or more in one step of a hundred (p99)",
+        {"kind": "jitter", "jitter": part, "p50": p50, "p99": p99, "draws": draws, "seed": seed},
+    )
+
+
+def replan(
+    explorer: Explorer,
+    plan: Plan,
+    topology: Topology,
+    only: Iterable[Dimension] = ALL,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Explorer, Exploration]:
+    """Search again on what is left of a cluster, with as many devices as can be used well.
+
+    Where the batch and the layers cannot be divided over all that are left, or only into a pipeline of awkward length,
+    fewer are used: the number whose best layout is estimated to be the fastest. Numbers are tried from the largest down
+    until none that is smaller could be faster with each device as productive as before.
+
+    Args:
+        explorer: Explorer that found the plan.
+        plan: Before.
+        topology: What is left.
+        only: Dimensions that are searched.
+        progress: Called with a sentence now and then.
+
+    Raises:
+        PlanError: If no number of them can be planned.
+    """
+    chunks = {1, plan.layout.chunks}
+    before = explorer.outlook(chunks) * explorer.devices
+    ranked: list[tuple[float, int, Explorer]] = []
+    most = min(explorer.devices, topology.devices)
+    numbers = sorted(one for one in divisible(explorer.workload, topology) if most / 2 <= one <= most)
+    for devices in reversed(numbers):
+        if ranked and _AS_GOOD * before / devices > min(ranked)[0]:
+            break
+        cost = explorer.cost
+        one = Explorer(
+            explorer.workload, topology, cost.calibration, products=cost.products, devices=devices, progress=progress
+        )
+        estimate = one.outlook(chunks)
+        if math.isfinite(estimate):
+            ranked.append((estimate, -devices, one))
+    for _, _, one in sorted(ranked, key=lambda entry: entry[:2]):
+        try:
+            return one, one.explore(only)
+        except PlanError:  # no production-like plan to begin with
+            continue
+    raise PlanError(f"{most:,} devices are left, no plan is possible on them", where=topology.name)
+
+
+def survivors(topology: Topology, domain: str) -> Topology:
+    """What is left of a cluster without a domain.
+
+    Args:
+        topology: The cluster.
+        domain: ``building``, or ``building:1`` for the second of them.
+
+    Raises:
+        PlanError: If there is no such domain, or nothing else.
+    """
+    level, colon, number = domain.partition(":")
+    if colon and not re.fullmatch("[0-9]{1,18}", number):
+        raise PlanError("is not a domain", where=domain, remedy="write level or level:number, as building:1")
+    return topology.without(level, int(number or 0))
+
+
+def lost(
+    explorer: Explorer,
+    plan: Plan,
+    domain: str,
+    only: Iterable[Dimension] = ALL,
+    progress: Callable[[str], None] | None = None,
+) -> Case:
+    """A domain is gone; the plan cannot run, and another is searched on the rest.
+
+    Args:
+        explorer: Explorer that found the plan.
+        plan: Before.
+        domain: As for :func:`survivors`.
+        only: Dimensions that are searched.
+        progress: Called with a sentence now and then.
+
+    Raises:
+        PlanError: If there is no such domain, or no plan without it.
+        KeyboardInterrupt: If the search was interrupted.
+    """
+    left = survivors(explorer.topology, domain)
+    after, found = replan(explorer, plan, left, only, progress)
+    if found.interrupted:
+        raise KeyboardInterrupt  # half of a search would pass for what can be had
+    best, before = found.best, explorer.topology.devices
+    note = f"by a new search on {after.devices:,} devices ({best.layout}, {best.schedule.name})"
+    if after.devices < min(explorer.devices, left.devices):
+        note += f"; batch and layers are not divided as well over all {left.devices:,} that are left"
+    gone = before - left.devices
+    note += f"; {gone:,} of {before:,} devices ({gone / before:.2%}) are gone"
+    return Case(
+        f"{domain} lost",
+        best.seconds,
+        after.devices,
+        note,
+        {"kind": "lost", "devices_left": left.devices, "devices_gone": gone, "plan": best.to_json()},
+    )

@@ -1,0 +1,521 @@
+"""What is trained: a model's shapes, its batch, and how both are cut over devices.
+
+Everything here is counted, nothing is fitted: parameters, FLOPs, bytes of activations and of state, and the seconds
+that :class:`cordillera.cost.CostModel` gives for the shapes that one device sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cordillera.cost import CostModel
+from cordillera.errors import PlanError
+from cordillera.planning.ranking.workload import Recommender, divisors
+from cordillera.topology import Label, Numeric, Words, parse, shipped, validate
+
+# Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
+# products of sizes are floats.
+Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
+Count = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
+Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Recompute = Literal["none", "selective", "full"]
+
+BYTES = 2  # of a weight, an activation and its gradient in 16 bits
+_GRADIENT_TRAFFIC = 6  # bytes a weight and microbatch: a gradient read, added to the sum and written, in 16 bits each
+_FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of so many score matrices
+_UNFUSED_SOFTMAX = 104  # bytes a score, over all passes, where that kernel cannot be used
+_LOGIT_TRAFFIC = 52  # bytes a logit: cross entropy in 32 bits, forwards and backwards
+
+
+class Experts(BaseModel):
+    """A mixture of experts in place of the feed-forward net.
+
+    Attributes:
+        count: Experts of a layer.
+        active: Experts that a token goes to.
+        ffn: Width of an expert.
+        shared_ffn: Width of the one that all tokens go to; 0 for none.
+        every: Each so many layers have experts, the others a plain feed-forward net.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    count: Count
+    active: Count
+    ffn: Count
+    shared_ffn: Annotated[int, Numeric, Field(ge=0, le=1 << 32)] = 0
+    every: Count = 1
+
+    @model_validator(mode="after")
+    def _has_as_many(self) -> Experts:
+        if self.active > self.count:
+            raise ValueError(f"{self.active} active of {self.count} experts")
+        return self
+
+
+class Transformer(BaseModel):
+    """A decoder's shapes.
+
+    Attributes:
+        layers: ``L``.
+        hidden: ``h``.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads; None for as many as ``heads``.
+        head_dim: None for ``h / heads``.
+        ffn: Width of the feed-forward net; None for ``4 h``.
+        gated: Whether it has a gate (SwiGLU), a third matrix.
+        vocabulary: ``V``.
+        tied: Whether output and input embeddings are one matrix.
+        fused_attention: One kernel that keeps no scores and skips what is masked; otherwise matrix products with a
+            masked softmax between them, as Megatron-LM had them in 2021.
+        experts: None for a dense model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Layers
+    hidden: Count
+    heads: Count
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    ffn: Count | None = None
+    gated: bool = False
+    vocabulary: Count = 51_200
+    tied: bool = True
+    fused_attention: bool = False
+    experts: Experts | None = None
+
+    @model_validator(mode="after")
+    def _divides(self) -> Transformer:
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"heads ({self.heads}) do not divide hidden ({self.hidden}); give head_dim")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads ({self.kv_heads}) do not divide heads ({self.heads})")
+        return self
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all values."""
+        return (self.kv_heads or self.heads) * self.head
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of a feed-forward net."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_weights(self) -> int:
+        """Parameters of a layer's attention."""
+        return self.hidden * (2 * self.queries + 2 * self.keys)
+
+    def feed_forward_weights(self, layer: int) -> int:
+        """Parameters of a layer's feed-forward net, all experts and the router included."""
+        e = self.experts
+        if e is None or (layer + 1) % e.every:
+            return self.matrices * self.hidden * (self.ffn or 4 * self.hidden)
+        return self.hidden * (self.matrices * (e.count * e.ffn + e.shared_ffn) + e.count)
+
+    @cached_property
+    def parameters(self) -> int:
+        """All of them but norms' and biases'."""
+        layers = sum(self.attention_weights + self.feed_forward_weights(layer) for layer in range(self.layers))
+        return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those that one token passes, embeddings' lookup left out."""
+        e, total = self.experts, self.vocabulary * self.hidden
+        for layer in range(self.layers):
+            total += self.attention_weights + self.feed_forward_weights(layer)
+            if e is not None and not (layer + 1) % e.every:
+                total -= self.hidden * self.matrices * e.ffn * (e.count - e.active)
+        return total
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Of a forward and a backward without recomputation; scores that causal attention masks are not counted.
+
+        Args:
+            sequence: Tokens of a sequence.
+        """
+        return 6.0 * self.active_parameters + 6.0 * self.layers * sequence * self.queries
+
+
+class Workload(BaseModel):
+    """A training job.
+
+    Attributes:
+        name: For people.
+        description: One sentence.
+        source: Origin of the figures.
+        model: Model that is trained.
+        sequence: Tokens of a sequence.
+        batch: Sequences of a step, over all devices.
+        weight_bytes: Bytes of a parameter in use.
+        gradient_bytes: Bytes of a parameter's gradient.
+        optimizer_bytes: Bytes of a parameter's optimizer state, including a master copy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Label = "workload"
+    description: Words = ""
+    source: Words = ""
+    model: Transformer
+    sequence: Count
+    batch: Count
+    weight_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
+    gradient_bytes: Annotated[Bytes, Field(ge=0.01)] = 4.0
+    optimizer_bytes: Bytes = 12.0
+
+    @property
+    def flops(self) -> float:
+        """Of a step, by the model's own arithmetic."""
+        return self.batch * self.sequence * self.model.flops_per_token(self.sequence)
+
+
+def load(source: str | Path) -> Workload | Recommender:
+    """Read a workload by its shipped name or the path of a TOML file: a transformer's or a recommendation model's.
+
+    Raises:
+        PlanError: If there is no such file, or with every mistake in it.
+    """
+    content = parse(source, "cordillera.workloads", "workload")
+    if ("model" in content) == ("tables" in content):
+        raise PlanError(
+            "has both [model] and [[tables]]" if "model" in content else "has neither [model] nor [[tables]]",
+            where=str(source),
+            remedy="a transformer has [model], a recommendation model has [[tables]]",
+        )
+    if "tables" in content:
+        return validate(Recommender, content, str(source))
+    return validate(Workload, content, str(source))
+
+
+def names() -> dict[str, str]:
+    """Shipped workloads with their descriptions."""
+    return shipped("cordillera.workloads")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is cut over devices.
+
+    Attributes:
+        tensor: Devices over which every layer's matrices are cut (TP).
+        context: Devices over which every sequence is cut (CP).
+        expert: Devices over which a layer's experts are spread (EP); taken out of the data-parallel ones.
+        pipeline: Devices over which layers are spread (PP).
+        data: Copies of the model, sharded or not (DP).
+        shards: Of these copies, over how many consecutive ones weights, gradients and optimizer state are cut.
+        shard_weights: Whether weights are gathered layer by layer (FSDP); else only optimizer state is cut (ZeRO-1).
+        chunks: Stages that one pipeline rank holds (``v``).
+        microbatch: Sequences of a microbatch on one copy.
+        sequence_parallel: Whether norms and dropouts are cut over the tensor-parallel devices too.
+        recompute: Parts of the forward that the backward computes again.
+        overlap_gradients: Whether gradients are reduced while the last microbatch's backward runs.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    data: int = 1
+    shards: int = 1
+    shard_weights: bool = False
+    chunks: int = 1
+    microbatch: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    overlap_gradients: bool = False
+
+    @property
+    def devices(self) -> int:
+        """How many it takes."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return self.pipeline * self.chunks
+
+    def microbatches(self, workload: Workload) -> int:
+        """Of a step, on one copy."""
+        return workload.batch // (self.data * self.microbatch)
+
+    def problems(self, workload: Workload) -> list[str]:
+        """Why the layout cannot be, each with the number that would do; empty if it can."""
+        model, found = workload.model, []
+        for name in ("tensor", "context", "expert", "pipeline", "data", "shards", "chunks", "microbatch"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}, at least 1 is needed")
+        if found:
+            return found
+        keys, ffn, cuts = model.kv_heads or model.heads, model.ffn or 4 * model.hidden, self.data * self.microbatch
+        if model.heads % self.tensor:
+            found.append(
+                f"tensor {self.tensor} does not divide heads {model.heads}{_nearest(self.tensor, model.heads)}"
+            )
+        elif keys % self.tensor and self.tensor % keys:
+            found.append(
+                f"tensor {self.tensor} and kv_heads {keys}: neither divides the other{_nearest(self.tensor, keys)}"
+            )
+        if ffn % self.tensor:
+            found.append(f"tensor {self.tensor} does not divide ffn {ffn}{_nearest(self.tensor, ffn)}")
+        if self.context > 1 and workload.sequence % (2 * self.context):
+            nearest = _nearest(self.context, workload.sequence // 2) if workload.sequence % 2 == 0 else ": 1 would"
+            found.append(
+                f"context {self.context} does not cut {workload.sequence} tokens into two equal parts each{nearest}"
+            )
+        if self.stages > model.layers:
+            found.append(f"{self.stages} stages are more than {model.layers} layers: {model.layers} would do")
+        if workload.batch % cuts:
+            found.append(
+                f"data {self.data} x microbatch {self.microbatch} does not divide batch {workload.batch}"
+                f"{_nearest(cuts, workload.batch)}"
+            )
+        if self.data % self.shards:
+            found.append(f"shards {self.shards} does not divide data {self.data}{_nearest(self.shards, self.data)}")
+        if self.sequence_parallel and self.tensor == 1:
+            found.append("sequence_parallel needs tensor above 1")
+        if self.expert > 1 and model.experts is None:
+            found.append("expert above 1 needs a model with experts")
+        elif self.expert > 1 and model.experts is not None:
+            count = model.experts.count
+            if count % self.expert:
+                found.append(f"expert {self.expert} does not divide {count} experts{_nearest(self.expert, count)}")
+            if self.data % self.expert:
+                found.append(f"expert {self.expert} does not divide data {self.data}{_nearest(self.expert, self.data)}")
+        return found
+
+    def check(self, workload: Workload) -> None:
+        """Refuse a layout that cannot be.
+
+        Raises:
+            PlanError: With every reason.
+        """
+        problems = self.problems(workload)
+        if problems:
+            raise PlanError("; ".join(problems), where=str(self))
+
+    def __str__(self) -> str:
+        words = [f"TP{self.tensor}", f"PP{self.pipeline}", f"DP{self.data}"]
+        words[1:1] = [f"CP{self.context}"] if self.context > 1 else []
+        words += [f"EP{self.expert}"] if self.expert > 1 else []
+        words += [f"FSDP{self.shards}"] if self.shard_weights else []
+        words += [f"v{self.chunks}"] if self.chunks > 1 else []
+        return " ".join([*words, f"mb{self.microbatch}"])
+
+
+def _nearest(value: int, of: int) -> str:
+    return f": {min(divisors(of), key=lambda d: (abs(d - value), d))} would"
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """Layers of every stage, as equal as can be; where some are left over, first and last stages have the fewest.
+
+    Both ends carry an embedding besides (Llama 3, section 3.3.2, takes a layer from each).
+
+    Args:
+        layers: Number of layers of the model.
+        stages: Number of stages of the pipeline.
+    """
+    fewest, more = divmod(layers, stages)
+    if not more:
+        return [fewest] * stages
+    inside_out = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
+    counts = [fewest] * stages
+    for stage in inside_out[:more]:
+        counts[stage] += 1
+    return counts
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One layer, or a part of the model, and one microbatch on one device.
+
+    Attributes:
+        forward: Seconds of the forward.
+        again: Seconds of recomputing the forward.
+        input_gradient: Seconds of the input's gradient.
+        weight_gradient: Seconds of the weights' gradient and of its accumulation.
+        tensor: Part of these seconds that is spent in collectives over the tensor-parallel devices.
+        gather: Part of these seconds that is spent waiting for weights and gradients that are cut over copies.
+    """
+
+    forward: float = 0.0
+    again: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    tensor: float = 0.0
+    gather: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of forward and backward."""
+        return self.forward + self.again + self.input_gradient + self.weight_gradient
+
+    def times(self, count: float) -> Seconds:
+        """As often one after the other."""
+        return Seconds(
+            self.forward * count,
+            self.again * count,
+            self.input_gradient * count,
+            self.weight_gradient * count,
+            self.tensor * count,
+            self.gather * count,
+        )
+
+    def plus(self, other: Seconds) -> Seconds:
+        """Both, one after the other."""
+        return Seconds(
+            self.forward + other.forward,
+            self.again + other.again,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.tensor + other.tensor,
+            self.gather + other.gather,
+        )
+
+    def at_least(self, floor: float) -> Seconds:
+        """In proportion longer, where they are shorter than the host needs."""
+        if self.total >= floor or self.total == 0:
+            return self
+        by = floor / self.total
+        return Seconds(
+            self.forward * by, self.again * by, self.input_gradient * by, self.weight_gradient * by, self.tensor
+        )
+
+
+def activation_bytes(workload: Workload, layout: Layout) -> float:
+    """Of one layer for one microbatch on one device.
+
+    Source: Korthikanti et al. 2022, table 2; with fused attention no scores are kept, and a gated feed-forward net
+    keeps two more tensors of its width.
+
+    Args:
+        workload: Shapes.
+        layout: Degrees and what is recomputed.
+    """
+    model, t = workload.model, layout.tensor
+    tokens = workload.sequence / layout.context * layout.microbatch
+    full = tokens * model.hidden
+    if layout.recompute == "full":
+        return 2.0 * full / (t if layout.sequence_parallel else 1)
+    ffn = _tokens_width(model)
+    own = 10.0 * full / (t if layout.sequence_parallel else 1)  # norms' inputs, dropouts' masks, block inputs
+    cut = tokens * (4.0 * model.queries + 4.0 * model.keys + (8.0 if model.gated else 4.0) * ffn) / t
+    scores = 0.0
+    if layout.recompute == "none" and not model.fused_attention:
+        scores = 5.0 * model.heads * tokens * workload.sequence / t
+    return own + cut + scores
+
+
+def _tokens_width(model: Transformer) -> float:
+    """Width of the feed-forward nets that a token passes, a mean over layers."""
+    plain = float(model.ffn or 4 * model.hidden)
+    e = model.experts
+    if e is None:
+        return plain
+    own = float(e.active * e.ffn + e.shared_ffn)
+    return own / e.every + plain * (1 - 1 / e.every)
+
+
+def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> Seconds:
+    """One layer and one microbatch on one device.
+
+    Matrix products by their shapes, attention, what streams through memory (norms, biases, activations, residuals,
+    dropouts, in bytes counted from Megatron-LM's kernels), gradient accumulation, and the collectives of tensor
+    parallelism: two in the forward, two in the backward.
+
+    Args:
+        workload: Shapes.
+        layout: Degrees.
+        cost: Cost model of the device.
+        reduce: Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices.
+    """
+    model, t = workload.model, layout.tensor
+    rows = layout.microbatch * workload.sequence / layout.context
+    ffn = _tokens_width(model)
+    up = ffn * (2 if model.gated else 1)
+    shapes = [
+        ((model.queries + 2 * model.keys) / t, model.hidden),
+        (model.hidden, model.queries / t),
+        (up / t, model.hidden),
+        (model.hidden, ffn / t),
+    ]
+    products = [cost.linear(rows, *shape) for shape in shapes]
+    forward, of_input, of_weight = (sum(part) for part in zip(*products, strict=True))
+    if model.fused_attention:
+        core = cost.attention(2.0 * rows * workload.sequence * model.queries / t)  # half of the scores are masked
+        core_back = 2.5 * core
+    else:
+        count = layout.microbatch * model.heads / t / layout.context
+        both = cost.product(workload.sequence, workload.sequence, model.head, count)
+        both += cost.product(workload.sequence, model.head, workload.sequence, count)
+        scores = BYTES * count * workload.sequence**2
+        core = both + cost.stream(4.0 * scores)  # softmax that reads what is not masked, dropout
+        core_back = 2.0 * both + cost.stream(4.5 * scores)
+        if layout.microbatch * model.heads // layout.tensor % _FUSED_SOFTMAX:
+            core_back += cost.stream(_UNFUSED_SOFTMAX * count * workload.sequence**2)
+    x = BYTES * rows * model.hidden
+    own = x / t if layout.sequence_parallel else x
+    wide = BYTES * rows * ffn * (1.5 if model.gated else 1.0) / t
+    pointwise = cost.stream(11.0 * own + 6.0 * x / t + 2.0 * wide)
+    pointwise_back = cost.stream(17.0 * own + 3.0 * x / t + 3.0 * wide)
+    weights = (model.parameters - model.vocabulary * model.hidden * (1 if model.tied else 2)) / model.layers
+    accumulate = cost.stream(_GRADIENT_TRAFFIC * weights / t / layout.expert)
+    again = 0.0
+    if layout.recompute == "full":
+        again = forward + core + pointwise + 2.0 * reduce
+    elif layout.recompute == "selective" and not model.fused_attention:
+        again = core
+    return Seconds(
+        forward=forward + core + pointwise + 2.0 * reduce,
+        again=again,
+        input_gradient=of_input + core_back + pointwise_back + 2.0 * reduce,
+        weight_gradient=of_weight + accumulate,
+        tensor=reduce * (6.0 if layout.recompute == "full" else 4.0),
+    ).at_least(cost.calibration.layer_s)
+
+
+def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> Seconds:
+    """The input embedding and one microbatch on the first stage.
+
+    Args:
+        workload: Shapes.
+        layout: Degrees.
+        cost: Cost model of the device.
+        reduce: As in :func:`layer_seconds`.
+    """
+    x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
+    return Seconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
+
+
+def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> Seconds:
+    """The output embedding, the loss and one microbatch on the last stage.
+
+    Args:
+        workload: Shapes.
+        layout: Degrees.
+        cost: Cost model of the device.
+        reduce: As in :func:`layer_seconds`.
+    """
+    rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor
+    forward, of_input, of_weight = cost.linear(rows, own, workload.model.hidden)
+    loss = cost.stream(_LOGIT_TRAFFIC * rows * own)
+    return Seconds(forward + loss, 0.0, of_input + reduce, of_weight, reduce)

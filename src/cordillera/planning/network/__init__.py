@@ -1,0 +1,1 @@
+"""Networks: cost and plans of collectives."""

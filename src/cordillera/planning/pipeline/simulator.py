@@ -1,0 +1,433 @@
+"""What a pipeline schedule does in time: every action and every message with its start and end.
+
+Ranks take their actions in order, each as soon as the one before is done and its inputs have arrived. A message leaves
+when the action that makes it ends, waits for the messages before it on the same way (one first-in first-out queue for
+each ordered pair of ranks, both directions at once), occupies the way for its transmission and arrives after the
+latency. Times are exact for this model: no event is missed and nothing is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cordillera.errors import PlanError
+from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """How long a stage's actions take on its rank, in seconds.
+
+    Attributes:
+        forward: Of each stage, ``F``.
+        input_gradient: Of each stage, ``I``.
+        weight_gradient: Of each stage, ``W``; a whole backward takes both.
+        joined: What the actions of a joined pair take, as a part of what they take alone; below 1 where a kernel hides
+            the communication of one behind the other.
+        microbatches: What each microbatch takes, as a multiple of these times; None where all are alike. Packed
+            documents make microbatches of unequal work.
+    """
+
+    forward: Sequence[float]
+    input_gradient: Sequence[float]
+    weight_gradient: Sequence[float]
+    joined: float = 1.0
+    microbatches: Sequence[float] | None = None
+
+    @classmethod
+    def equal(cls, stages: int, forward: float, backward: float, joined: float = 1.0) -> StageSeconds:
+        """All stages alike, half of a backward for the input and half for the weights.
+
+        Args:
+            stages: How many.
+            forward: Seconds.
+            backward: Seconds of the whole backward.
+            joined: See above.
+        """
+        half = [backward / 2] * stages
+        return cls([forward] * stages, half, half, joined)
+
+    def of(self, action: Action) -> float:
+        """Seconds of one action alone."""
+        times = 1.0 if self.microbatches is None else self.microbatches[action.microbatch]
+        return times * self.of_kind(action.kind, action.stage)
+
+    def of_kind(self, kind: Kind, stage: int) -> float:
+        """Seconds of an action, before what its microbatch multiplies them by.
+
+        Args:
+            kind: What is done.
+            stage: For which stage.
+        """
+        if kind is Kind.FORWARD:
+            return self.forward[stage]
+        if kind is Kind.INPUT:
+            return self.input_gradient[stage]
+        if kind is Kind.WEIGHT:
+            return self.weight_gradient[stage]
+        return self.input_gradient[stage] + self.weight_gradient[stage]
+
+    def check(self, stages: int, microbatches: int) -> None:
+        """Refuse times that are negative, not finite, or of another number of stages or microbatches.
+
+        Args:
+            stages: Of the schedule.
+            microbatches: Of the schedule.
+
+        Raises:
+            PlanError: Names the part and the stage or microbatch.
+        """
+        for name in ("forward", "input_gradient", "weight_gradient"):
+            values = getattr(self, name)
+            if len(values) != stages:
+                raise PlanError(f"{len(values)} values for {stages} stages", where=f"stage seconds, {name}")
+            for stage, value in enumerate(values):
+                if not (math.isfinite(value) and value >= 0):
+                    raise PlanError(f"{value} is not a time", where=f"stage seconds, {name}, stage {stage}")
+        if not (math.isfinite(self.joined) and self.joined > 0):
+            raise PlanError(f"{self.joined} is not a part of a time", where="stage seconds, joined")
+        if self.microbatches is None:
+            return
+        if len(self.microbatches) != microbatches:
+            raise PlanError(
+                f"{len(self.microbatches)} values for {microbatches} microbatches", where="stage seconds, microbatches"
+            )
+        for microbatch, value in enumerate(self.microbatches):
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{value} is not a multiple of a time", where=f"stage seconds, microbatch {microbatch}")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How messages travel from one rank to another.
+
+    Attributes:
+        latency: One-way, seconds.
+        forward: Seconds that a message of activations occupies the way.
+        backward: Seconds that a message of gradients does; None for as long as activations.
+        slowed: How many times as long it does beside a reduction of gradients.
+        lost: Part of its rate that the reduction loses meanwhile.
+    """
+
+    latency: float = 0.0
+    forward: float = 0.0
+    backward: float | None = None
+    slowed: float = 1.0
+    lost: float = 0.0
+
+    def occupied(self, kind: Kind) -> float:
+        """Seconds for the message that an action sends."""
+        return self.forward if kind is Kind.FORWARD or self.backward is None else self.backward
+
+    def check(self, where: str) -> None:
+        """Refuse negative and infinite times."""
+        for name in ("latency", "forward", "backward"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PlanError(
+                    f"a {name} of {value} s", where=where, remedy="a way needs a capacity above 0 and a finite latency"
+                )
+        if not (1 <= self.slowed < math.inf and 0 <= self.lost <= 1):
+            raise PlanError(f"messages {self.slowed} times as long, {self.lost} of a rate lost", where=where)
+
+    def beside(self, seconds: float, reduction: float) -> tuple[float, float]:
+        """A message while gradients are reduced: when it has passed, and by how much the reduction ends later.
+
+        Args:
+            seconds: That the message alone occupies the way.
+            reduction: Seconds that the reduction alone still takes.
+        """
+        together = seconds * self.slowed
+        if self.lost * together + reduction < together:  # the reduction ends first
+            together = reduction / (1.0 - self.lost)
+        return seconds + together * (1.0 - 1.0 / self.slowed), together * self.lost
+
+
+@dataclass(frozen=True)
+class Message:
+    """One transfer between ranks.
+
+    Attributes:
+        action: Whose result it carries.
+        source: Rank.
+        target: Rank.
+        queued: When its producer ended, seconds.
+        start: When it got the way.
+        end: When it left the way.
+        arrival: When it was there.
+    """
+
+    action: Action
+    source: int
+    target: int
+    queued: float
+    start: float
+    end: float
+    arrival: float
+
+
+@dataclass
+class Timeline:
+    """A schedule in time.
+
+    Attributes:
+        schedule: What was simulated.
+        starts: Of every action, by rank, seconds.
+        ends: Of every action, by rank, seconds.
+        waiting: Seconds that each rank is idle while a message for its next action is on its way: ``[P]``. This is
+            exposed communication; what remains of the idle time waits for other ranks' computation.
+        delayed: Seconds that messages took from reductions of gradients, by rank and place of the action with which the
+            reduction began.
+    """
+
+    schedule: Schedule
+    starts: list[NDArray[np.float64]]
+    ends: list[NDArray[np.float64]]
+    waiting: NDArray[np.float64]
+    delayed: dict[tuple[int, int], float] = field(default_factory=dict)
+    _sent: list[tuple[int, int, int, float, float, float]] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """Every transfer, in order of the producers' ends within a rank."""
+        return [
+            Message(self.schedule.actions[source][i], source, target, float(self.ends[source][i]), start, end, arrival)
+            for source, target, i, start, end, arrival in self._sent
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max((float(ends[-1]) for ends in self.ends if len(ends)), default=0.0)
+
+    @property
+    def busy(self) -> NDArray[np.float64]:
+        """Seconds that each rank computes: ``[P]``."""
+        return np.array([float((e - s).sum()) for s, e in zip(self.starts, self.ends, strict=True)])
+
+    @property
+    def bubble(self) -> float:
+        """Part of all ranks' time that is not computation."""
+        total = self.seconds * len(self.ends)
+        return 1.0 - float(self.busy.sum()) / total if total else 0.0
+
+
+class _Step(NamedTuple):
+    """An action, prepared: places in the table of what has arrived, and what it takes."""
+
+    need: int  # where its input arrives; -1 if it needs none
+    out: int  # where its result arrives; -1 if none is passed on
+    way: int  # number of the way to there; -1 on the same rank
+    target: int  # rank
+    seconds: float
+    occupied: float  # seconds that its message occupies the way
+    leads: bool  # whether the next action begins with it
+
+
+Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None
+
+
+def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[list[list[_Step]], list[Way]]:
+    """Every rank's actions, and the ways that they use."""
+    seconds.check(schedule.stages, schedule.microbatches)
+    numbers: dict[tuple[int, int], int] = {}
+    known: list[Way] = []
+
+    def number(source: int, target: int) -> int:
+        pair = (source, target)
+        if pair not in numbers:
+            one = ways(source, target) if callable(ways) else (ways or {}).get(pair, Way())
+            one.check(f"way from rank {source} to rank {target}")
+            numbers[pair] = len(known)
+            known.append(one)
+        return numbers[pair]
+
+    m, last = schedule.microbatches, schedule.stages - 1
+    back = schedule.stages * m  # activations arrive in the first half of the table, gradients in the second
+    cost = {(kind, stage): seconds.of_kind(kind, stage) for kind in Kind for stage in range(schedule.stages)}
+    times = [1.0] * m if seconds.microbatches is None else seconds.microbatches
+    programs: list[list[_Step]] = []
+    for rank, actions in enumerate(schedule.actions):
+        program: list[_Step] = []
+        for i, (kind, stage, microbatch, joined) in enumerate(actions):
+            place, need, out, other = stage * m + microbatch, -1, -1, rank
+            if kind is Kind.FORWARD:
+                need = place if stage else -1
+                if stage < last:
+                    out, other = place + m, schedule.rank_of[stage + 1]
+            elif kind is not Kind.WEIGHT:
+                need = back + place if stage < last else -1
+                if stage:
+                    out, other = back + place - m, schedule.rank_of[stage - 1]
+            way = number(rank, other) if other != rank else -1
+            leads = i + 1 < len(actions) and actions[i + 1].joined
+            duration = cost[kind, stage] * times[microbatch] * (seconds.joined if joined or leads else 1.0)
+            occupied = known[way].occupied(kind) if way >= 0 else 0.0
+            program.append(_Step(need, out, way, other, duration, occupied, leads))
+        programs.append(program)
+    return programs, known
+
+
+def _stuck(schedule: Schedule) -> PlanError:
+    schedule.check()  # says what is wrong with it
+    return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
+
+
+def simulate(
+    schedule: Schedule,
+    seconds: StageSeconds,
+    ways: Ways = None,
+    reductions: Sequence[Mapping[int, float]] | None = None,
+) -> Timeline:
+    """When every action and message of a schedule starts and ends.
+
+    Args:
+        schedule: Checked or not; one whose ranks wait for one another is refused.
+        seconds: Of the stages' actions.
+        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
+        reductions: Seconds for which each rank reduces gradients beside what it computes, one reduction after the
+            other, by the place of the action with which one begins. They and the messages that the rank sends meanwhile
+            hold one another up as the ways say.
+
+    Raises:
+        PlanError: For times that are not times, and for ranks that wait for one another.
+    """
+    programs, known = _prepared(schedule, seconds, ways)
+    begins = reductions or [{}] * len(programs)
+    reducing = [0.0] * len(programs)  # until then each rank reduces gradients
+    latest = [-1] * len(programs)  # the action with which the last reduction began
+    delayed: dict[tuple[int, int], float] = {}
+    back = schedule.stages * schedule.microbatches
+    ready: list[float | None] = [None] * (2 * back)
+    sent_at = [-1.0] * (2 * back)  # when a message was queued; -1 for what never left its rank
+    way_free, latency = [0.0] * len(known), [way.latency for way in known]
+    starts: list[list[float]] = [[] for _ in programs]
+    ends: list[list[float]] = [[] for _ in programs]
+    waiting = [0.0] * schedule.ranks
+    sent: list[tuple[int, int, int, float, float, float]] = []
+    position = [0] * schedule.ranks
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        program, own_starts, own_ends = programs[rank], starts[rank], ends[rank]
+        i, exposed = position[rank], 0.0
+        free = own_ends[-1] if own_ends else 0.0
+        while i < len(program):
+            need, out, way, other, duration, occupied, leads = program[i]
+            start = free
+            if need >= 0:
+                arrival = ready[need]
+                if arrival is None:
+                    break
+                if arrival > start:
+                    start = arrival
+            if leads:  # both begin as one, when the inputs of both are there
+                partner = program[i + 1].need
+                if partner >= 0:
+                    arrival = ready[partner]
+                    if arrival is None:
+                        break
+                    if arrival > start:
+                        start = arrival
+                        need = partner
+            if start > free and sent_at[need] >= 0.0:
+                exposed += start - max(free, sent_at[need])
+            free = start + duration
+            own_starts.append(start)
+            own_ends.append(free)
+            if i in begins[rank]:
+                reducing[rank], latest[rank] = max(reducing[rank], start) + begins[rank][i], i
+            if out >= 0:
+                if way < 0:
+                    ready[out] = free
+                else:
+                    begin = way_free[way]
+                    if begin < free:
+                        begin = free
+                    if reducing[rank] > begin:
+                        occupied, later = known[way].beside(occupied, reducing[rank] - begin)
+                        reducing[rank] += later
+                        delayed[rank, latest[rank]] = delayed.get((rank, latest[rank]), 0.0) + later
+                    done = begin + occupied
+                    way_free[way] = done
+                    arrival = done + latency[way]
+                    ready[out] = arrival
+                    sent_at[out] = free
+                    sent.append((rank, other, i, begin, done, arrival))
+                    if other not in runnable:
+                        runnable.append(other)
+            i += 1
+        position[rank] = i
+        waiting[rank] += exposed
+    if any(i < len(program) for i, program in zip(position, programs, strict=True)):
+        raise _stuck(schedule)
+    times = ([np.array(s) for s in starts], [np.array(e) for e in ends], np.array(waiting))
+    return Timeline(schedule, *times, delayed, sent)
+
+
+def simulate_late(
+    schedule: Schedule,
+    seconds: StageSeconds,
+    ways: Ways,
+    late: Callable[[Way], NDArray[np.float64]],
+    keep: Sequence[Collection[int]],
+) -> list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]]:
+    """:func:`simulate` many times at once, every message late by an amount of its own in each of them.
+
+    The order of all actions and messages is that of the schedule, whatever they take; so one pass does all draws, with
+    an array where :func:`simulate` has a number.
+
+    Args:
+        schedule: As above.
+        seconds: As above.
+        ways: As above.
+        late: Called once for each message, with its way: seconds by which it arrives later, ``[draws]``.
+        keep: Positions of the actions that are asked for, by rank.
+
+    Returns:
+        For each rank, start and end of each action that was asked for, seconds: ``[draws]`` each.
+
+    Raises:
+        PlanError: As above.
+    """
+    programs, known = _prepared(schedule, seconds, ways)
+    arrived: dict[int, NDArray[np.float64]] = {}
+    way_free: list[NDArray[np.float64] | float] = [0.0] * len(known)
+    free: list[NDArray[np.float64]] = [np.zeros(1)] * schedule.ranks
+    found: list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = [{} for _ in programs]
+    position = [0] * schedule.ranks
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        program = programs[rank]
+        for i in range(position[rank], len(program)):
+            one = program[i]
+            needs = [need for need in (one.need, program[i + 1].need if one.leads else -1) if need >= 0]
+            if any(need not in arrived for need in needs):
+                break
+            start = free[rank]
+            for need in needs:
+                start = np.maximum(start, arrived[need])
+            if one.need >= 0:
+                del arrived[one.need]  # nothing else needs it, and the table would hold every message's draws
+            free[rank] = end = start + one.seconds
+            if i in keep[rank]:
+                found[rank][i] = (start, end)
+            if one.out >= 0 and one.way < 0:
+                arrived[one.out] = end
+            elif one.out >= 0:
+                way_free[one.way] = done = np.maximum(way_free[one.way], end) + one.occupied
+                arrived[one.out] = done + known[one.way].latency + late(known[one.way])
+                if one.target not in runnable:
+                    runnable.append(one.target)
+            position[rank] = i + 1
+    if any(i < len(program) for i, program in zip(position, programs, strict=True)):
+        raise _stuck(schedule)
+    return found

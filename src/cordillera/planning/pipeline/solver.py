@@ -1,0 +1,236 @@
+"""The shortest pipeline schedule that fits in memory, proven by a solver: OR-tools' CP-SAT.
+
+The search starts from :func:`cordillera.planning.pipeline.tuning.tuned`, which it measures. Schedules are of the same kind:
+microbatches of every stage in order, no joined pairs of actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+from cordillera.errors import DependencyError
+from cordillera.planning.pipeline.problem import B, F, I, Problem, W, Ways
+from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
+from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way
+from cordillera.planning.pipeline.tuning import shortest
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A schedule, and how good it can be.
+
+    Attributes:
+        schedule: The best that was found.
+        seconds: What the simulator says that it takes.
+        bound: No schedule of this problem takes less.
+        optimal: Whether it is proven that none is shorter. Exact where times are multiples of one unit (see
+            :func:`optimal`); else up to the rounding, which is what remains between ``seconds`` and ``bound``.
+    """
+
+    schedule: Schedule
+    seconds: float
+    bound: float
+    optimal: bool
+
+
+def _unit(values: Sequence[float], longest: float) -> tuple[Fraction, bool]:
+    """The unit of time for a solver that knows whole numbers, and whether all values are multiples of it."""
+    parts = [Fraction(value).limit_denominator(1_000_000) for value in values if value]
+    exact = all(
+        abs(float(part) - value) <= 1e-12 * value for part, value in zip(parts, filter(None, values), strict=True)
+    )
+    if parts and exact:
+        whole = reduce(math.lcm, (part.denominator for part in parts))
+        unit = Fraction(reduce(math.gcd, (int(part * whole) for part in parts)), whole)
+        if longest / unit < 1 << 24:
+            return unit, True
+    return Fraction(longest) / (1 << 24) or Fraction(1), not parts
+
+
+def _in_units(problem: Problem, unit: Fraction, exact: bool) -> Problem:
+    """The problem with whole numbers for times: exact, or rounded down so that a bound of it is a bound."""
+
+    def whole(value: float) -> float:
+        return float(round(Fraction(value) / unit) if exact else Fraction(value) // unit)
+
+    times = problem.seconds
+    forward, inputs, weights = (
+        [whole(v) for v in part] for part in (times.forward, times.input_gradient, times.weight_gradient)
+    )
+    ways = {
+        pair: Way(whole(way.latency), whole(way.forward), None if way.backward is None else whole(way.backward))
+        for pair, way in problem.ways.items()
+    }
+    return replace(problem, seconds=StageSeconds(forward, inputs, weights), ways=ways)
+
+
+def optimal(
+    rank_of: Sequence[int],
+    microbatches: int,
+    seconds: StageSeconds,
+    ways: Ways | None = None,
+    limits: Sequence[int] | None = None,
+    split_backward: bool = False,
+    time_limit_s: float = 60.0,
+) -> Solved:
+    """The schedule with the shortest step, by OR-tools' CP-SAT, or the best within a time with a bound.
+
+    Actions are intervals that do not overlap on their rank, messages intervals that do not overlap on their way and
+    leave in the order of their producers; activations are held from the start of a forward to the end of the whole
+    backward or of the weights' part. The search starts from :func:`~cordillera.planning.pipeline.tuning.tuned`. Times are
+    whole multiples of one unit where there is one (denominators up to 1,000,000, to 12 digits, and a step of less
+    than ``2**24`` units); else they are rounded down to ``2**-24`` of the step that rules find, so that the bound
+    stays a bound. Of several schedules of equal length, which is returned may differ from call to call.
+
+    Args:
+        rank_of: The rank that holds each stage.
+        microbatches: ``m``.
+        seconds: Of the stages' actions; joined pairs are not made.
+        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
+        limits: Forwards whose activations a rank may hold at a time; None for any number.
+        split_backward: Whether the weights' gradients may be done apart from the inputs'.
+        time_limit_s: After how many seconds the solver stops, on two threads.
+
+    Raises:
+        DependencyError: If OR-tools is not installed.
+        PlanError: For times that are not times, and for limits that let no microbatch pass.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise DependencyError(
+            "optimal schedules need OR-tools", where="cordillera.planning", remedy="pip install 'cordillera[plan]'"
+        ) from error
+
+    problem = Problem.of(rank_of, microbatches, seconds, ways, limits, split_backward)
+    first = shortest(problem)
+    reached = problem.timeline(first).seconds
+    if reached <= problem.bound * (1 + 1e-12):
+        return Solved(first, reached, min(reached, problem.bound), True)
+
+    times = (*problem.seconds.forward, *problem.seconds.input_gradient, *problem.seconds.weight_gradient)
+    messages = [t for way in problem.ways.values() for t in (way.latency, way.occupied(F), way.occupied(B))]
+    unit, exact = _unit([*times, *messages], reached)
+    scaled = _in_units(problem, unit, exact)
+    begin = scaled.timeline(first)
+    model = cp_model.CpModel()
+    start = _stated(scaled, model, int(begin.seconds), begin)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 2
+    solver.parameters.random_seed = 0
+    solver.parameters.max_time_in_seconds = time_limit_s
+    status = solver.solve(model)
+
+    best = first
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        # actions that take no time come before those that start with them, in the order of their dependencies
+        def place(item: tuple[Kind, int, int]) -> tuple[int, float, int, int]:
+            kind, stage, microbatch = item
+            depth = {F: stage, W: 2 * scaled.stages}.get(kind, 2 * scaled.stages - 1 - stage)
+            return solver.value(start[item]), scaled.cost[kind, stage], depth, microbatch
+
+        lists = (
+            sorted((item for item in start if scaled.rank_of[item[1]] == r), key=place) for r in range(scaled.ranks)
+        )
+        made = Schedule(
+            "optimal", microbatches, problem.rank_of, tuple(tuple(Action(*i) for i in one) for one in lists)
+        )
+        taken = problem.timeline(made).seconds
+        if taken < reached:
+            best, reached = made, taken
+    proven = status == cp_model.OPTIMAL
+    least = problem.bound
+    if status != cp_model.UNKNOWN:
+        least = max(least, float(Fraction(solver.best_objective_bound) * unit))
+    return Solved(best, reached, reached if proven and exact else min(least, reached), proven)
+
+
+def _stated(problem: Problem, model: Any, horizon: int, hint: Timeline) -> dict[tuple[Kind, int, int], Any]:
+    """Write a problem in whole numbers into a model; the variables of the actions' starts."""
+    count = problem.microbatches
+    cost = {key: int(value) for key, value in problem.cost.items()}
+    start = {
+        (*key, i): model.new_int_var(0, horizon - cost[key], "{}{} {}".format(*key, i))
+        for key in cost
+        for i in range(count)
+    }
+    for own in problem.own:
+        model.add_no_overlap(
+            [
+                model.new_fixed_size_interval_var(start[kind, stage, i], cost[kind, stage], "")
+                for kind in problem.kinds
+                for stage in own
+                for i in range(count)
+            ]
+        )
+    for (kind, stage), duration in cost.items():
+        for i in range(count - 1):
+            model.add(start[kind, stage, i + 1] >= start[kind, stage, i] + duration)
+        if kind is I:
+            for i in range(count):
+                model.add(start[W, stage, i] >= start[I, stage, i] + duration)
+
+    sent: dict[tuple[int, int], dict[tuple[Kind, int], list[Any]]] = {}
+    for (kind, stage), duration in cost.items():
+        target, pair = problem.target(kind, stage), problem.crosses(kind, stage)
+        if target is None:
+            continue
+        latency = occupied = 0
+        if pair is not None:
+            latency, occupied = int(problem.ways[pair].latency), int(problem.ways[pair].occupied(kind))
+        # messages that take no time wait only for such as do
+        queued = pair is not None and max(problem.ways[pair].occupied(k) for k in (F, problem.back)) > 0
+        for i in range(count):
+            leaves = start[kind, stage, i] + duration
+            if queued and pair is not None:
+                begun = model.new_int_var(0, horizon, "")
+                model.add(begun >= leaves)
+                sent.setdefault(pair, {}).setdefault((kind, stage), []).append(begun)
+                leaves = begun + occupied
+            model.add(start[(*target, i)] >= leaves + latency)
+    for pair, queues in sent.items():
+        size = {key: int(problem.ways[pair].occupied(key[0])) for key in queues}
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(x, size[key], "") for key, queue in queues.items() for x in queue]
+        )
+        for key, queue in queues.items():
+            for a, b in pairwise(queue):
+                model.add(b >= a + size[key])
+        keys = list(queues)
+        for a, b in ((a, b) for n, a in enumerate(keys) for b in keys[n + 1 :]):
+            for i in range(count):
+                for j in range(count):
+                    earlier = model.new_bool_var("")
+                    for x, ix, y, iy, case in ((a, i, b, j, earlier), (b, j, a, i, ~earlier)):
+                        model.add(start[(*y, iy)] >= start[(*x, ix)] + cost[x]).only_enforce_if(case)
+                        model.add(queues[y][iy] >= queues[x][ix] + size[x]).only_enforce_if(case)
+
+    for rank, own in enumerate(problem.own):
+        limit = problem.limits[rank]
+        if len(own) == 1:
+            for i in range(count - limit):
+                freed = start[problem.free, own[0], i] + cost[problem.free, own[0]]
+                model.add(start[F, own[0], i + limit] >= freed)
+        elif limit < count * len(own):
+            spans = []
+            for stage in own:
+                for i in range(count):
+                    freed = start[problem.free, stage, i] + cost[problem.free, stage]
+                    held = model.new_int_var(0, horizon, "")
+                    spans.append(model.new_interval_var(start[F, stage, i], held, freed, ""))
+            model.add_cumulative(spans, [1] * len(spans), limit)
+
+    end = model.new_int_var(int(problem.bound), horizon, "end")
+    for stage in range(problem.stages):
+        model.add(end >= start[problem.free, stage, count - 1] + cost[problem.free, stage])
+    model.minimize(end)
+    for actions, starts in zip(hint.schedule.actions, hint.starts, strict=True):
+        for action, at in zip(actions, starts, strict=True):
+            model.add_hint(start[action[:3]], int(at))
+    return start

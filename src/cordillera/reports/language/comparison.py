@@ -1,0 +1,170 @@
+"""Language runs side by side: what they predict, what they cost, and what of it can be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from cordillera.errors import DataError
+from cordillera.reports.charts import compact
+from cordillera.reports.ranking.comparison import markdown_table, terminal_table
+from cordillera.run import Run
+from cordillera.training.language.records import LanguageRecords, mean
+from cordillera.training.ranking.evaluation import jsonable
+
+
+@dataclass(frozen=True)
+class LanguageRow:
+    """One run; unknown numbers are NaN.
+
+    Attributes:
+        name: Name of the run's folder.
+        loss: Loss of the final evaluation, or of the last one if there is no final one, in nats per token.
+        is_broken: Whether the loss of that evaluation is not finite.
+        difference: Difference of the loss to that of the first run; NaN if the two were evaluated on other tokens.
+        perplexity: Perplexity of the evaluation.
+        bits_per_byte: Bits per byte of the evaluation.
+        tokens: Number of tokens that the model was trained on.
+        tokens_per_second: Mean throughput of training, of all processes together.
+        mfu: Mean share of the devices' peak FLOP/s that training used.
+        parameters: Number of parameters of the model.
+        processes: Number of processes that trained the model.
+    """
+
+    name: str
+    loss: float
+    is_broken: bool
+    difference: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: float
+    tokens_per_second: float
+    mfu: float
+    parameters: float
+    processes: float
+
+
+@dataclass(frozen=True)
+class LanguageComparison:
+    """The result of :func:`compare_language`.
+
+    Attributes:
+        rows: In the order that was given; differences are to the first.
+        notes: What a reader must know before reading anything into the differences.
+    """
+
+    rows: list[LanguageRow]
+    notes: list[str]
+
+    def to_json(self) -> str:
+        """As strict JSON; NaN becomes null."""
+        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and texts of the table, a line for each run."""
+        headings = ["run", "loss", "diff", "perplexity", "bits/byte", "tokens", "tokens/s", "MFU"]
+        headings += ["parameters", "processes"]
+        lines = [
+            [
+                row.name,
+                "NaN" if row.is_broken else _text(row.loss, "{:.4f}"),
+                _text(row.difference, "{:+.4f}"),
+                _text(row.perplexity, "{:,.4g}"),
+                _text(row.bits_per_byte, "{:.4f}"),
+                compact(row.tokens) if math.isfinite(row.tokens) else "",
+                compact(row.tokens_per_second) if math.isfinite(row.tokens_per_second) else "",
+                _text(100 * row.mfu, "{:.1f} %"),
+                _text(row.parameters, "{:,.0f}"),
+                _text(row.processes, "{:,.0f}"),
+            ]
+            for row in self.rows
+        ]
+        return headings, lines
+
+    def to_markdown(self) -> str:
+        """As a Markdown table, followed by the notes."""
+        return markdown_table(*self.cells(), self.notes)
+
+    def to_table(self) -> Table:
+        """As a table for the terminal, notes below it."""
+        return terminal_table(*self.cells(), self.notes)
+
+
+def compare_language(runs: Sequence[Run]) -> LanguageComparison:
+    """Put language runs side by side.
+
+    Args:
+        runs: At least one; losses are compared with the first's.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        DataError: No run was given, one was given twice, or a file of one is not what it should be.
+    """
+    if not runs:
+        raise DataError("no run was given", where="compare")
+    seen: set[str] = set()
+    for run in runs:
+        folder = str(run.folder.resolve())
+        if folder in seen:
+            raise DataError("was given twice", where=str(run.folder), remedy="give each run once")
+        seen.add(folder)
+    entries = [LanguageRecords.read(run) for run in runs]
+    first, notes, rows = entries[0], [], []
+    for entry in entries:
+        problem = _other_tokens(first, entry)
+        if entry.warning:
+            notes.append(f"{entry.name}: {entry.warning}")
+        if entry.headline is not None and not math.isfinite(entry.headline[1]["loss"]):
+            notes.append(f"{entry.name}: the loss of its evaluation is NaN or infinite; the model is of no use.")
+        if entry.headline is None:
+            notes.append(f"{entry.name} has not been evaluated.")
+        elif problem:
+            notes.append(f"{entry.name} has no difference: its evaluation is {problem} that of {first.name}.")
+        rows.append(_row(first, entry, is_same=entry is not first and problem is None))
+    if len(entries) > 1:
+        notes.append(
+            f"Losses are in nats a token; differences are to {first.name}, and a negative one is better. One run a row "
+            "gives no interval: other seeds show what chance does."
+        )
+    return LanguageComparison(rows, notes)
+
+
+def _other_tokens(first: LanguageRecords, entry: LanguageRecords) -> str | None:
+    """Why the losses of two runs say nothing of one another; None if they do, or if one is missing."""
+    if first.headline is None or entry.headline is None:
+        return None
+    (split, mine), (other, theirs) = entry.headline, first.headline
+    if split != other:
+        return f"of the split {split}, unlike"
+    if mine["targets"] != theirs["targets"]:
+        return "of other tokens than"
+    vocabularies = [(one.model.get("config") or {}).get("vocabulary") for one in (first, entry)]
+    return "over another vocabulary than" if vocabularies[0] != vocabularies[1] else None
+
+
+def _row(first: LanguageRecords, entry: LanguageRecords, *, is_same: bool) -> LanguageRow:
+    found = entry.headline[1] if entry.headline is not None else {}
+    loss = found.get("loss", math.nan)
+    return LanguageRow(
+        name=entry.name,
+        loss=loss,
+        is_broken=bool(found) and not math.isfinite(loss),
+        difference=loss - first.headline[1]["loss"] if is_same and first.headline is not None else math.nan,
+        perplexity=found.get("perplexity", math.nan),
+        bits_per_byte=found.get("bits_per_byte", math.nan),
+        tokens=entry.reached("tokens"),
+        tokens_per_second=mean(entry.train, lambda record: record["tokens_per_second"], "seconds"),
+        mfu=mean(entry.train, lambda record: record["mfu"], "seconds"),
+        parameters=entry.parameters,
+        processes=entry.size("world"),
+    )
+
+
+def _text(value: float, form: str) -> str:
+    return form.format(value) if math.isfinite(value) else ""

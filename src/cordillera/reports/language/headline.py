@@ -1,0 +1,124 @@
+"""The figures that a language run is judged by, as tiles; what was not recorded is named."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from cordillera.reports.charts import compact
+from cordillera.reports.page import duration, figure, tile, whole
+from cordillera.training.language.records import LanguageRecords, mean, total
+
+_RECORDED = {
+    "loss": "training loss",
+    "gradient_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "tokens": "tokens",
+    "tokens_per_second": "tokens a second",
+    "flops_per_second": "FLOP/s",
+    "mfu": "MFU",
+    "imbalance": "imbalance",
+    "delay": "token delay",
+    "memory_bytes": "memory",
+    "exposed_seconds": "exposed communication",
+    "data_seconds": "waiting for data",
+}
+_Tile = tuple[str, str, str, str]
+
+
+def headline(records: LanguageRecords) -> str:
+    """The section of the headline figures, and what could not be one.
+
+    Args:
+        records: Records of the run.
+
+    Returns:
+        HTML.
+    """
+    found = [_loss(records), _tokens(records), _rate(records), _utilisation(records), _skipped(records), _time(records)]
+    tiles = [tile(*one) for one in found if one is not None]
+    told = []
+    if records.headline is not None and math.isfinite(records.headline[1]["step"]):
+        split, evaluation = records.headline
+        told.append(f"Evaluated on the {split} split at step {whole(evaluation['step'])}.")
+    if missing := _unrecorded(records):
+        told.append(f"Not recorded: {', '.join(missing)}.")
+    grid = f'<div class="tiles">{"".join(tiles)}</div>' if tiles else "<h2>Results</h2>"
+    return f'<section aria-label="Results">{grid}<p class="soft small">{escape(" ".join(told))}</p></section>'
+
+
+def _loss(records: LanguageRecords) -> _Tile | None:
+    if records.headline is None:
+        return None
+    split, found = records.headline
+    if not math.isfinite(found["loss"]):
+        return f"{split} loss".capitalize(), "not finite", "NaN or infinity", "the model predicts nothing"
+    others = []
+    if math.isfinite(found["perplexity"]):
+        others.append(f"perplexity {found['perplexity']:,.4g}")
+    if math.isfinite(found["bits_per_byte"]):
+        others.append(f"{found['bits_per_byte']:.4f} bits a byte")
+    of = f" over {whole(found['targets'])} tokens" if math.isfinite(found["targets"]) else ""
+    return f"{split} loss".capitalize(), figure(found["loss"]), ", ".join(others), f"nats a token{of}; lower is better"
+
+
+def _tokens(records: LanguageRecords) -> _Tile | None:
+    tokens, steps, documents = records.reached("tokens"), records.reached("step"), records.last("documents")
+    if math.isnan(tokens):
+        return None
+    parts = [f"{whole(documents)} documents"] if math.isfinite(documents) else []
+    wanted = records.setting("training", "steps")
+    of = f" of {wanted:,}" if isinstance(wanted, int) and steps < wanted else ""
+    parts += [f"{whole(steps)}{of} steps"] if math.isfinite(steps) else []
+    ratio = f"{tokens / records.parameters:.3g} tokens a parameter" if records.parameters > 0 else ""
+    return "Tokens trained", compact(tokens), " in ".join(parts), ratio
+
+
+def _rate(records: LanguageRecords) -> _Tile | None:
+    speed = mean(records.train, lambda record: record["tokens_per_second"], "seconds")
+    if math.isnan(speed):
+        return None
+    rates = sorted(value for record in records.train if math.isfinite(value := record["tokens_per_second"]))
+    text = f"median record {compact(rates[len(rates) // 2])}"
+    return "Tokens a second", compact(speed), text, "of all processes together, in training steps"
+
+
+def _utilisation(records: LanguageRecords) -> _Tile | None:
+    flops = mean(records.train, lambda record: record["flops_per_second"], "seconds")
+    mfu = mean(records.train, lambda record: record["mfu"], "seconds")
+    meaning = "document mask counted, recomputation not"
+    if math.isfinite(mfu):
+        rate = f"{compact(flops)} FLOP/s" if math.isfinite(flops) else ""
+        return "MFU", f"{100 * mfu:.1f}\u00a0%", rate, f"of the devices' peak; {meaning}"
+    if math.isfinite(flops):
+        return "FLOP/s", compact(flops), "no MFU: the devices' peak is not known", meaning
+    return None
+
+
+def _skipped(records: LanguageRecords) -> _Tile | None:
+    if math.isnan(records.skipped):
+        return None
+    of = f"of {whole(steps)}" if math.isfinite(steps := records.reached("step")) else ""
+    return "Steps skipped", whole(records.skipped), of, "loss or gradient not finite; weights left as they were"
+
+
+def _time(records: LanguageRecords) -> _Tile | None:
+    seconds = total(records.train, "seconds")
+    if math.isnan(seconds):
+        return None
+    beside = (("validation", records.validating), ("checkpoints", total(records.of_kind("checkpoint"), "seconds")))
+    others = " and ".join(f"{duration(value)} of {name}" for name, value in beside if math.isfinite(value))
+    resumed = len(records.of_kind("resumed"))
+    times = "" if not resumed else "resumed once" if resumed == 1 else f"resumed {resumed:,} times"
+    return "Training time", duration(seconds), f"beside {others}" if others else "", times
+
+
+def _unrecorded(records: LanguageRecords) -> list[str]:
+    """What tiles, charts and tables lack."""
+    found = ["validation loss"] if records.headline is None else []
+    if records.headline is not None:
+        names = {"perplexity": "perplexity", "bits_per_byte": "bits a byte"}
+        found += [text for key, text in names.items() if math.isnan(records.headline[1][key])]
+    found += [text for key, text in _RECORDED.items() if math.isnan(records.last(key))]
+    found += [] if any(math.isfinite(one["seconds"]) for one in records.of_kind("checkpoint")) else ["checkpoints"]
+    return found

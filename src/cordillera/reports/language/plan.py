@@ -1,0 +1,509 @@
+"""Plans as people and programs read them: one HTML page that needs nothing else, JSON, a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from typing import Any, Protocol, TypeVar
+
+from cordillera.planning.language.explorer import Exploration, Explorer, Plan
+from cordillera.planning.language.operators import measured_share
+from cordillera.planning.language.what_if import Case
+from cordillera.planning.pipeline.schedules import Kind
+from cordillera.planning.pipeline.simulator import Timeline
+from cordillera.topology import Topology
+
+AnyPlan = TypeVar("AnyPlan")
+_Taken = TypeVar("_Taken", contravariant=True)
+
+_KINDS = {
+    Kind.FORWARD: ("forward", "Forward"),
+    Kind.BACKWARD: ("backward", "Backward"),
+    Kind.INPUT: ("backward", "Backward"),
+    Kind.WEIGHT: ("weight", "Weight gradient"),
+}
+_PARTS = {
+    "compute": "Computation",
+    "tensor parallel": "Tensor-parallel collectives",
+    "sharded weights": "Waiting for sharded weights",
+    "pipeline messages": "Waiting for pipeline messages",
+    "pipeline bubble": "Pipeline bubble",
+    "gradient reduction": "Gradient reduction that is not hidden",
+    "optimizer": "Optimizer",
+}
+_MEMORY = ("weights", "gradients", "optimizer", "activations")
+_WIDTH = 960.0
+DISTANCES_KM = (0.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0)
+OVERSUBSCRIPTIONS = (1.0, 2.0, 2.8, 4.0, 7.0, 14.0)
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """A timeline for ``chrome://tracing`` and Perfetto: ranks as processes, computation and messages as threads.
+
+    Args:
+        timeline: Simulated; the trace's times are in microseconds.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, actions in enumerate(timeline.schedule.actions):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
+        for i, action in enumerate(actions):
+            start, end = float(timeline.starts[rank][i]), float(timeline.ends[rank][i])
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(action),
+                    "cat": _KINDS[action.kind][0],
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": start * 1e6,
+                    "dur": (end - start) * 1e6,
+                }
+            )
+    for message in timeline.messages:
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{message.action} to rank {message.target}",
+                "cat": "message",
+                "pid": message.source,
+                "tid": 1 + message.target,
+                "ts": message.start * 1e6,
+                "dur": (message.arrival - message.start) * 1e6,
+            }
+        )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _seconds(value: float) -> str:
+    if value == 0:
+        return "0"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def _axis(value: float, most: float) -> str:
+    """Seconds on an axis: one unit for all of them."""
+    if value == 0:
+        return "0"
+    unit, factor = ("s", 1.0) if most >= 1 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
+    return f"{value * factor:.3g} {unit}"
+
+
+def _round(value: float) -> float:
+    """The next number up that people count in: 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten."""
+    ten = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    return next(ten * one for one in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if ten * one >= value * (1 - 1e-9))
+
+
+def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
+    """A pipeline to scale: a row for each rank, what it computes by kind, and messages on the way beneath it.
+
+    Args:
+        timeline: Simulated.
+        until: Draw the beginning alone, up to this time in seconds, with the microbatches' numbers; None for all.
+    """
+    ranks, total = timeline.schedule.ranks, until or timeline.seconds or 1.0
+    left, height = 56.0, max(12.0, min(30.0, 420.0 / ranks))
+    scale = (_WIDTH - left - 24) / total
+    paths: dict[str, list[str]] = {"forward": [], "backward": [], "weight": [], "message": []}
+    labels = []
+
+    def box(start: float, end: float, y: float, tall: float, gap: float) -> tuple[str, float]:
+        width = max((min(end, total) - start) * scale - gap, 0.15)
+        return f"M{left + start * scale:.2f} {y:.1f}h{width:.2f}v{tall:.1f}h{-width:.2f}z", width
+
+    for rank, actions in enumerate(timeline.schedule.actions):
+        y = 8 + rank * height
+        labels.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.36 + 4:.1f}" class="end">rank {rank}</text>')
+        for i, action in enumerate(actions):
+            start, end = float(timeline.starts[rank][i]), float(timeline.ends[rank][i])
+            if start >= total:
+                break
+            drawn, width = box(start, end, y, height * 0.72, 0.3)
+            paths[_KINDS[action.kind][0]].append(drawn)
+            number = str(action.microbatch)
+            if until and height >= 14 and width > 8 * len(number):
+                labels.append(
+                    f'<text x="{left + start * scale + width / 2:.1f}" y="{y + height * 0.36 + 3.5:.1f}" '
+                    f'class="number">{number}</text>'
+                )
+    for message in timeline.messages:
+        if message.start < total:
+            y = 8 + message.source * height + height * 0.76
+            paths["message"].append(box(message.start, message.arrival, y, height * 0.12, 0.0)[0])
+    bottom = 8 + ranks * height
+    ticks = _ticks(left, bottom, total, scale)
+    filled = "".join(f'<path class="{name}" d="{"".join(path)}"/>' for name, path in paths.items() if path)
+    name = "The beginning of a step, enlarged" if until else "What every pipeline rank does in a step"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="{name}">{ticks}{filled}'
+        f"{''.join(labels)}</svg>"
+    )
+
+
+def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
+    """A time axis: quarters of the whole."""
+    return "".join(
+        f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
+        f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
+        f'class="middle">{_axis(part * total, total)}</text>'
+        for part in (0, 0.25, 0.5, 0.75, 1)
+    )
+
+
+def _beginning(timeline: Timeline) -> float | None:
+    """Seconds after which a rank has done so many actions that more could not be told apart; None if all can."""
+    readable = 48
+    ends = [float(ends[readable - 1]) for ends in timeline.ends if len(ends) > readable]
+    return min(ends, default=None)
+
+
+def bars_svg(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    names: Mapping[str, str],
+    unit: str = "s",
+    limit: tuple[str, float] | None = None,
+) -> str:
+    """Stacked bars, one below the other, on one scale.
+
+    Args:
+        rows: Labels and values by part.
+        names: Parts in the order in which they are stacked.
+        unit: ``s``, or ``B`` for bytes.
+        limit: Name and value of a line across the bars.
+    """
+    most = max((sum(values.get(name, 0.0) for name in names) for _, values in rows), default=0.0) or 1.0
+    most = max(most, limit[1] if limit else 0.0)
+    kind = "part" if unit == "s" else "held"
+    left, height = 210.0 if unit == "s" else 70.0, 26.0 if len(rows) <= 12 else 16.0
+    scale = (_WIDTH - left - 90) / most
+    drawn = []
+    for i, (label, values) in enumerate(rows):
+        x, y = left, 4 + i * height
+        drawn.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.37 + 4:.1f}" class="end">{escape(label)}</text>')
+        for number, (name, title) in enumerate(names.items()):
+            value = max(values.get(name, 0.0), 0.0)
+            shown = _seconds(value) if unit == "s" else f"{value / 1e9:.1f} GB"
+            drawn.append(
+                f'<rect class="{kind}{number}" x="{x:.2f}" y="{y:.1f}" width="{value * scale:.2f}" '
+                f'height="{height * 0.74:.1f}"><title>{escape(title)}: {shown}</title></rect>'
+            )
+            x += value * scale
+        total = sum(values.get(name, 0.0) for name in names)
+        text = _seconds(total) if unit == "s" else f"{total / 1e9:.1f} GB"
+        beside = max(x, left + limit[1] * scale) if limit is not None else x
+        drawn.append(f'<text x="{beside + 6:.1f}" y="{y + height * 0.37 + 4:.1f}">{text}</text>')
+    bottom = 8 + len(rows) * height
+    if limit is not None:
+        x = left + limit[1] * scale
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom:.1f}"/>')
+        drawn.append(f'<text x="{x:.1f}" y="{bottom + 12:.1f}" class="middle">{escape(limit[0])}</text>')
+        bottom += 16
+    return f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom:.0f}" role="img">{"".join(drawn)}</svg>'
+
+
+def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
+    """Step time over a property of the network, one line for each plan; points are equally spaced, x is written.
+
+    Args:
+        x: Values of the property.
+        series: Seconds at each, by name of the plan.
+        title: Of the x axis.
+    """
+    width, height, left, bottom = _WIDTH / 2 - 10, 220.0, 52.0, 180.0
+    tick = _round(max(max(values) for values in series.values()) / 3)
+    most = 3 * tick
+    step = (width - left - 20) / max(len(x) - 1, 1)
+    place = [left + i * step for i in range(len(x))]
+    drawn = [
+        f'<text x="{at:.1f}" y="{bottom + 16:.0f}" class="middle">{value:g}</text>'
+        for at, value in zip(place, x, strict=True)
+    ]
+    for part in (0.0, 1 / 3, 2 / 3, 1.0):
+        y = bottom - part * (bottom - 12)
+        drawn.append(f'<line x1="{left}" x2="{width - 12:.0f}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="end">{_axis(part * most, most)}</text>')
+    for number, (name, values) in enumerate(series.items()):
+        points = " ".join(
+            f"{at:.1f},{bottom - value / most * (bottom - 12):.1f}" for at, value in zip(place, values, strict=True)
+        )
+        drawn.append(f'<polyline class="line{number}" points="{points}"><title>{escape(name)}</title></polyline>')
+        drawn += [
+            f'<circle class="dot{number}" cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="3">'
+            f"<title>{escape(name)}, {value:g}: {_seconds(seconds)}</title></circle>"
+            for point, value, seconds in zip(points.split(), x, values, strict=True)
+        ]
+    drawn.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 4:.0f}" class="middle">{escape(title)}</text>')
+    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">{"".join(drawn)}</svg>'
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What changes of the network would do to plans that stay as they are.
+
+    Attributes:
+        distances: Seconds at each of :data:`DISTANCES_KM`, by plan.
+        oversubscriptions: Seconds at each of :data:`OVERSUBSCRIPTIONS` of the outermost level, by plan.
+        upgrades: A change in words and the seconds of the best plan after it.
+    """
+
+    distances: dict[str, list[float]]
+    oversubscriptions: dict[str, list[float]]
+    upgrades: list[tuple[str, float]]
+
+
+class _Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+class _Repeats(Protocol[_Taken]):
+    """An explorer of either kind."""
+
+    topology: Topology
+
+    def again(self, plan: _Taken, topology: Topology) -> _Timed: ...
+
+
+def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
+    """Simulate plans again on changed networks; None for a cluster of one level.
+
+    Args:
+        explorer: With the cluster.
+        plans: By name, the best one first.
+    """
+    topology = explorer.topology
+    if len(topology.levels) < 2:
+        return None
+    outer = topology.levels[-1].name
+    far = [topology.changed({f"{outer}.distance_km": km}) for km in DISTANCES_KM]
+    narrow = [
+        topology.changed({f"{outer}.oversubscription": by, f"{outer}.bytes_per_s": None}) for by in OVERSUBSCRIPTIONS
+    ]
+    best = next(iter(plans.values()))
+    upgrades = []
+    for level in topology.levels[1:]:
+        for words, change in (
+            (f"twice the capacity of links into each {level.name}", {f"{level.name}.bytes_per_s": "*=2"}),
+            (f"half the latency within each {level.name}", {f"{level.name}.latency_s": "/=2"}),
+        ):
+            upgrades.append((words, explorer.again(best, topology.changed(change)).seconds))
+    return Sensitivity(
+        {name: [explorer.again(plan, one).seconds for one in far] for name, plan in plans.items()},
+        {name: [explorer.again(plan, one).seconds for one in narrow] for name, plan in plans.items()},
+        upgrades,
+    )
+
+
+def reasons(best: Plan, base: Plan) -> list[str]:
+    """Why a plan is faster than another, the largest difference first.
+
+    Args:
+        best: The faster.
+        base: The slower.
+    """
+    if best is base:
+        return ["It is the production-like plan itself: nothing that was searched is faster."]
+    found = []
+    changes = {
+        name: (base.step.parts[name], best.step.parts[name])
+        for name in sorted(_PARTS, key=lambda n: best.step.parts[n] - base.step.parts[n])
+    }
+    for name, (before, after) in changes.items():
+        if abs(after - before) > 0.005 * base.seconds:
+            word = "less" if after < before else "more"
+            found.append(
+                f"{_PARTS[name]}: {_seconds(before)} to {_seconds(after)}, {_seconds(abs(after - before))} {word}."
+            )
+    if best.across != base.across:
+        found.append(f"What crosses the outermost links: {best.across} instead of {base.across}.")
+    return found
+
+
+def measured(explorer: Explorer, plan: Plan) -> str:
+    """What a plan's matrix products rest on, as a sentence; empty where none were measured.
+
+    Args:
+        explorer: With the cost model.
+        plan: Of its search.
+    """
+    products = explorer.cost.products
+    if products is None:
+        return ""
+    share = measured_share(explorer.workload, plan.layout, explorer.cost)
+    rest = "" if share == 1 else "; the rest on the formula"
+    return f"{100 * share:.1f} % of the time of matrix products rests on {products}{rest}"
+
+
+def _products(explorer: Explorer, plans: Mapping[str, Plan]) -> dict[str, Any] | None:
+    """The measured products and the share of each plan's that rests on them, for ``plan.json``."""
+    products = explorer.cost.products
+    if products is None:
+        return None
+    return {
+        "source": products.source,
+        "device": products.device,
+        "dtype": products.dtype,
+        "rows": len(products.seconds),
+        "measured_share": {
+            name: measured_share(explorer.workload, plan.layout, explorer.cost) for name, plan in plans.items()
+        },
+    }
+
+
+def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[Case] = ()) -> dict[str, Any]:
+    """The content of ``plan.json``: the best plans, each with what a run needs to take it.
+
+    Args:
+        explorer: With workload and cluster.
+        found: By the search.
+        base: The production-like plan.
+        cases: What else was asked about the best plan.
+    """
+    return {
+        "workload": explorer.workload.model_dump(mode="json"),
+        "cluster": explorer.topology.model_dump(mode="json"),
+        "calibration": explorer.cost.calibration.model_dump(mode="json"),
+        "products": _products(explorer, {"best": found.best, "production": base}),
+        "devices": explorer.devices,
+        "searched": list(found.searched),
+        "estimated": found.estimated,
+        "simulated": found.simulated,
+        "interrupted": found.interrupted,
+        "search_seconds": found.seconds,
+        "dropped": dict(found.dropped.most_common()),
+        "production": base.to_json(),
+        "plans": [plan.to_json() for plan in found.plans[:10]],
+        "what_if": [case.to_json() for case in cases],
+    }
+
+
+def page(
+    explorer: Explorer,
+    found: Exploration,
+    base: Plan,
+    compared: Mapping[str, Plan],
+    changes: Sensitivity | None,
+    cases: Sequence[Case] = (),
+) -> str:
+    """``plan.html``: one file that needs nothing else, for the screen (light and dark) and for paper.
+
+    Args:
+        explorer: With workload and cluster.
+        found: By the search.
+        base: The production-like plan.
+        compared: Best plans of smaller searches by name, to be shown beside.
+        changes: What other networks would do.
+        cases: What else was asked about the best plan.
+    """
+    best, work, topology = found.best, explorer.workload, explorer.topology
+    tokens = work.batch * work.sequence / best.seconds
+    cards = {
+        "Step": _seconds(best.seconds),
+        "Tokens a second": f"{tokens / 1e6:.2f} M" if tokens >= 1e6 else f"{tokens:,.0f}",
+        "Of the devices' peak (MFU)": f"{100 * best.utilisation:.1f} %",
+        "Memory of the fullest device": f"{best.step.memory_bytes / 1e9:.1f} GB",
+        "Against production-like": f"{base.seconds / best.seconds:.2f} times",
+        "Crosses the outermost links": best.across,
+    }
+    rows = [("production-like", base.step.parts)]
+    rows += [(name, plan.step.parts) for name, plan in compared.items()]
+    rows += [("this plan", best.step.parts)]
+    memory = [(f"rank {rank}", parts) for rank, parts in enumerate(best.step.memory)]
+    legend = "".join(f'<span><i class="part{i}"></i>{escape(title)}</span>' for i, title in enumerate(_PARTS.values()))
+    kinds = "".join(
+        f'<span><i class="{name}"></i>{title}</span>'
+        for name, title in dict([*_KINDS.values(), ("message", "Message on its way")]).items()
+    )
+    held = "".join(f'<span><i class="held{i}"></i>{name.capitalize()}</span>' for i, name in enumerate(_MEMORY))
+    table = "".join(
+        f"<tr><td>{i}</td><td>{escape(str(plan.layout))}</td><td>{escape(plan.layout.recompute)}</td>"
+        f"<td>{escape(plan.across)}</td><td>{escape(plan.schedule.name)}</td><td>{_seconds(plan.seconds)}</td>"
+        f"<td>{100 * plan.utilisation:.1f} %</td><td>{plan.step.memory_bytes / 1e9:.0f} GB</td></tr>"
+        for i, plan in enumerate(found.plans[:10], 1)
+    )
+    more = ""
+    if changes is not None:
+        outer = topology.levels[-1].name
+        upgrades = "".join(
+            f"<tr><td>{escape(words)}</td><td>{_seconds(seconds)}</td>"
+            f"<td>{100 * (best.seconds / seconds - 1):+.2f} %</td></tr>"
+            for words, seconds in changes.upgrades
+        )
+        names = "".join(
+            f'<span><i class="dot{i}"></i>{escape(name)}</span>' for i, name in enumerate(changes.distances)
+        )
+        more = (
+            f"<h2>If the network were another</h2><p>The same plans, simulated again; a new search may find better "
+            f'ones.</p><p class="legend">{names}</p><div class="pair">'
+            + lines_svg(DISTANCES_KM, changes.distances, f"km of fibre within each {outer}")
+            + lines_svg(OVERSUBSCRIPTIONS, changes.oversubscriptions, f"oversubscription of links into each {outer}")
+            + "</div><table><thead><tr><th>With</th><th>Step</th><th>Speed</th></tr></thead><tbody>"
+            + f"{upgrades}</tbody></table>"
+        )
+    if cases:
+        asked = "".join(
+            f"<tr><td>{escape(case.what)}</td><td>{_seconds(case.seconds)}</td>"
+            f"<td>{100 * case.speed(best.seconds):+.2f} %</td><td>{case.devices:,}</td>"
+            f'<td class="note">{escape(case.note)}</td></tr>'
+            for case in cases
+        )
+        more += (
+            "<h2>What if</h2><table><thead><tr><th>With</th><th>Step</th><th>Speed</th><th>Devices</th><th></th></tr>"
+            f"</thead><tbody>{asked}</tbody></table>"
+        )
+    settings = "".join(
+        f"<tr><td>{escape(name)}</td><td>{one.queue_pairs} x {one.messages} x {one.message_bytes / 2**20:g} MiB</td>"
+        f"<td>{one.balance}</td><td>{one.recovery}</td><td>{'yes' if one.zero_copy else 'no'}</td></tr>"
+        for name, one in best.network.items()
+    )
+    network = ""
+    if settings:
+        network = (
+            "<h2>Network settings</h2><table><thead><tr><th>Level</th><th>Connections x messages x size</th>"
+            "<th>Balance</th><th>Recovery</th><th>Zero copy</th></tr></thead><tbody>" + settings + "</tbody></table>"
+        )
+    dropped = "".join(
+        f"<tr><td>{escape(reason)}</td><td>{count:,}</td></tr>" for reason, count in found.dropped.most_common(8)
+    )
+    timeline, enlarged = best.step.timeline, ""
+    if (beginning := _beginning(timeline)) is not None:
+        enlarged = f"<h3>Its beginning, enlarged (numbers are microbatches)</h3>{timeline_svg(timeline, beginning)}"
+    capacity = topology.device.memory_bytes
+    limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
+    style = (resources.files("cordillera.planning") / "plan_style.css").read_text(encoding="utf-8")
+    why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons(best, base))
+    boxes = "".join(
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in cards.items()
+    )
+    note = "<p><b>The search was interrupted: this is the best plan until then.</b></p>" if found.interrupted else ""
+    table_used = measured(explorer, best)
+    products = f"<p>{escape(table_used)}.</p>" if table_used else ""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(work.name)} on {escape(topology.name)}</title><style>{style}</style></head><body><main>
+<h1>{escape(work.name)} on {escape(topology.name)}</h1>
+<p>{escape(work.description)}. {escape(topology.description)}; {explorer.devices:,} devices are used.
+All times are <b>simulated</b>.</p>{note}
+<div class="cards">{boxes}</div>
+<h2>The plan</h2><p><b>{escape(str(best.layout))}</b>, recomputation {best.layout.recompute}, schedule
+{escape(best.schedule.name)}, order on the cluster {escape(", ".join(best.order))} (innermost first).</p>
+<h2>Why it wins</h2><p>Against the production-like plan ({escape(str(base.layout))}, recomputation
+{base.layout.recompute}, {escape(base.schedule.name)}, {base.across} across):</p><ul>{why}</ul>
+<h2>Where a step goes</h2><p class="legend">{legend}</p>{bars_svg(rows, _PARTS)}
+<h2>The pipeline in time</h2><p class="legend">{kinds}</p>{timeline_svg(timeline)}{enlarged}
+<h2>Memory of a device by pipeline rank</h2><p class="legend">{held}</p>
+{bars_svg(memory, {name: name for name in _MEMORY}, "B", limit)}
+{more}{network}
+<h2>The next best</h2><table><thead><tr><th></th><th>Layout</th><th>Recomputes</th><th>Across</th><th>Schedule</th>
+<th>Step</th><th>MFU</th><th>Memory</th></tr></thead><tbody>{table}</tbody></table>
+<h2>What was left out</h2><p>{found.estimated:,} layouts were estimated and {found.simulated:,} steps simulated in
+{found.seconds:.1f} s.</p><table><thead><tr><th>Reason</th><th>Times</th></tr></thead><tbody>{dropped}</tbody></table>
+<h2>Constants of the cost model</h2><p>{escape(explorer.cost.calibration.provenance)}.</p>{products}
+</main></body></html>
+"""

@@ -1,0 +1,371 @@
+"""Runs side by side, with intervals that come from repeating them with other seeds.
+
+Runs whose recipes differ in nothing but seed and name form one group, a row of the table. Groups are compared with the
+first one by pairing runs of equal seed (same initial weights where shapes agree, same order of samples), because the
+noise that both share cancels in the difference. One seed gives a difference and no interval.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import scipy
+from rich.table import Table
+
+from cordillera.errors import DataError
+from cordillera.reports.page import part, read_object, read_recipe
+from cordillera.run import Run
+from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
+
+METRICS = ("ne", "auc", "log_loss", "calibration", "gauc")
+NAMED = ("run", "task")
+_SIZES = ("parameters", "embedding_parameters", "training_flops")
+_NOT_IDENTITY = ("seed", "name", "description", "device", "threads")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds.
+
+    Attributes:
+        value: The mean; NaN if a run does not define the metric.
+        low: Lower end of Student's interval of the mean; NaN with fewer than two seeds.
+        high: Upper end.
+        count: How many seeds.
+    """
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+    count: int = 0
+
+    @property
+    def excludes_zero(self) -> bool:
+        """True if there is an interval and zero is outside it."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs of one recipe with several seeds.
+
+    Attributes:
+        name: Folder name of the first run.
+        model: Name of the model.
+        runs: Folder names of the runs.
+        seeds: Seeds, in the order of ``runs``.
+        metrics: Means over seeds, by task and metric.
+        differences: Differences to the first row, by task: ``relative_ne`` (percent, negative is better), ``auc``,
+            ``log_loss``, ``calibration`` and ``gauc``, over the seeds that both rows have. Empty in the first row.
+        parameters: Number of parameters outside the tables; None if unknown.
+        embedding_parameters: Number of parameters in the tables.
+        training_flops: FLOPs of training for each example.
+        examples_per_second: Mean over seeds of the median training throughput; NaN if unknown.
+        is_complete: Whether the training of all runs was completed.
+    """
+
+    name: str
+    model: str
+    runs: list[str]
+    seeds: list[int]
+    metrics: dict[str, dict[str, Estimate]]
+    differences: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+    parameters: int | None = None
+    embedding_parameters: int | None = None
+    training_flops: int | None = None
+    examples_per_second: float = math.nan
+    is_complete: bool = True
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare`.
+
+    Attributes:
+        rows: The first is what the others are compared with.
+        tasks: Tasks that all runs have.
+        level: Confidence of the intervals.
+        notes: What a reader must know before reading anything into the differences.
+    """
+
+    rows: list[Row]
+    tasks: list[str]
+    level: float
+    notes: list[str]
+
+    def to_json(self) -> str:
+        """As strict JSON; NaN becomes null."""
+        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and texts of the table: one line for each row and task."""
+        several = len(self.tasks) > 1
+        headings = ["run", *(["task"] if several else []), "seeds", "NE", "AUC", "calibration", "NE diff", "AUC diff"]
+        headings += ["dense parameters", "training FLOPs", "examples/s"]
+        lines = []
+        for row in self.rows:
+            for task in self.tasks:
+                values, differences = row.metrics[task], row.differences.get(task, {})
+                line = [
+                    row.name if row.is_complete else f"{row.name} (not finished)",
+                    *([task] if several else []),
+                    str(len(row.seeds)),
+                ]
+                line += [_estimate(values[name], 4) for name in ("ne", "auc", "calibration")]
+                line += [
+                    _estimate(differences.get("relative_ne"), 2, signed=True, unit=" %"),
+                    _estimate(differences.get("auc"), 4, signed=True),
+                ]
+                line += ["" if size is None else f"{size:,}" for size in (row.parameters, row.training_flops)]
+                line.append("" if math.isnan(row.examples_per_second) else f"{row.examples_per_second:,.0f}")
+                lines.append(line)
+        return headings, lines
+
+    def to_markdown(self) -> str:
+        """As a Markdown table, followed by the notes."""
+        return markdown_table(*self.cells(), self.notes)
+
+    def to_table(self) -> Table:
+        """As a table for the terminal, notes below it."""
+        return terminal_table(*self.cells(), self.notes)
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A Markdown table, followed by notes.
+
+    Args:
+        headings: Headings of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
+        lines: Texts of the cells.
+        notes: Sentences.
+    """
+    rule = ["---" if heading in NAMED else "---:" for heading in headings]
+    table = ["| " + " | ".join(_markdown(cell) for cell in line) + " |" for line in [headings, rule, *lines]]
+    return "\n".join([*table, "", *(f"- {_markdown(note)}" for note in notes)]) + "\n"
+
+
+def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
+    """A table for the terminal, notes below it.
+
+    Args:
+        headings: Headings of the columns, as for :func:`markdown_table`.
+        lines: Texts of the cells.
+        notes: Sentences.
+    """
+    table = Table(caption="\n".join(notes), caption_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in NAMED else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def mean_interval(values: Sequence[float], level: float = 0.95) -> Estimate:
+    """The mean of independent repetitions with Student's interval.
+
+    Args:
+        values: One a repetition.
+        level: Confidence.
+
+    Returns:
+        The estimate; without an interval if there are fewer than two values, NaN if one of them is.
+    """
+    count = len(values)
+    if not count:
+        return Estimate(math.nan)
+    mean = math.fsum(values) / count
+    if count < 2 or not math.isfinite(mean):
+        return Estimate(mean, count=count)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    half = float(scipy.stats.t.ppf((1 + level) / 2, count - 1)) * deviation / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, count)
+
+
+def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
+    """Put finished runs side by side.
+
+    Args:
+        runs: At least one; the group of the first is what the others are compared with.
+        level: Confidence of the intervals.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        DataError: no run was given, a run has no test evaluation, one seed of one recipe was given twice, the runs have
+            no task in common, or their test splits differ.
+    """
+    if not runs:
+        raise DataError("no run was given", where="compare")
+    entries = [_Entry.read(run) for run in runs]
+    tasks = [task for task in entries[0].metrics if all(task in entry.metrics for entry in entries)]
+    if not tasks:
+        raise DataError(f"the runs share no task: {[list(entry.metrics) for entry in entries]}", where="compare")
+    _check_same_data(entries)
+    groups: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        group = groups.setdefault(entry.identity, [])
+        twin = next((other for other in group if other.seed == entry.seed), None)
+        if twin is not None:
+            raise DataError(
+                f"has the same recipe and seed ({entry.seed}) as {twin.name}, so it is no repetition",
+                where=entry.name,
+                remedy="give each run once, and train repetitions with --seed",
+            )
+        group.append(entry)
+    members = list(groups.values())
+    notes: list[str] = []
+    rows: list[Row] = []
+    for group in members:
+        differences = {} if group is members[0] else _differences(members[0], group, tasks, level, notes)
+        rows.append(_row(group, tasks, differences, level))
+    notes += [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
+    if any(len(group) == 1 for group in members):
+        notes.append("One seed gives no interval: train the same recipe with more seeds (--seed) before concluding.")
+    notes.append(
+        f"Brackets: {100 * level:g} % intervals of the mean over seeds (Student's t). Differences are to "
+        f"{rows[0].name}, paired by seed; a negative NE difference is better."
+    )
+    return Comparison(rows, tasks, level, notes)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    seed: int
+    identity: str
+    model: dict[str, Any]
+    model_name: str
+    metrics: dict[str, dict[str, float]]
+    examples_per_second: float
+    is_complete: bool
+    notes: list[str]
+
+    @classmethod
+    def read(cls, run: Run) -> _Entry:
+        path = run.folder / "evaluation.json"
+        if not path.exists():
+            raise DataError(
+                "has no evaluation.json", where=str(run.folder), remedy="run `cordillera evaluate` on it first"
+            )
+        _, recipe = read_recipe(run)
+        seed = recipe.get("seed", 0)
+        if not isinstance(seed, int):
+            raise DataError(f"seed is no number: {str(seed)[:40]!r}", where=str(run.recipe_file))
+        card = read_object(run.folder / "model.json")
+        for size in _SIZES:
+            if not isinstance(card.get(size), int | None):
+                raise DataError(f"{size} is no number", where=str(run.folder / "model.json"), remedy="restore the file")
+        same = {key: value for key, value in recipe.items() if key not in _NOT_IDENTITY}
+        rates = sorted(
+            rate
+            for record in run.metrics()
+            if record.get("kind") == "train" and math.isfinite(rate := number(record.get("examples_per_second")))
+        )
+        evaluation, status = Evaluation.from_object(read_object(path), str(path)), run.status()
+        told = [status.warning if status is not None else ""]
+        told.append(evaluation.age(status, keeps_best="patience" in part(recipe, "training")))
+        notes = [text for text in told if text]
+        for task, result in evaluation.tasks.items():
+            # Data without groups has no GAUC.
+            why = {name: why for name, why in result.undefined.items() if (name, why) != ("gauc", "no groups")}
+            notes += [f"{name} of {task} is undefined: {reason}." for name, reason in why.items()]
+        return cls(
+            name=run.folder.resolve().name,
+            seed=seed,
+            identity=json.dumps(same, sort_keys=True, default=str),
+            model=card,
+            model_name=str(card.get("name", part(recipe, "model").get("name", ""))),
+            metrics=evaluation.metrics(),
+            examples_per_second=rates[len(rates) // 2] if rates else math.nan,
+            is_complete=status is None or status.is_complete,
+            notes=notes,
+        )
+
+
+def _check_same_data(entries: Sequence[_Entry]) -> None:
+    first = entries[0]
+    for entry in entries[1:]:
+        for task in set(first.metrics) & set(entry.metrics):
+            for count in ("examples", "positives", "weight"):
+                mine, others = first.metrics[task].get(count), entry.metrics[task].get(count)
+                if mine != others:
+                    raise DataError(
+                        f"was evaluated on other data than {first.name}: {count} of '{task}' are {others} and {mine}",
+                        where=entry.name,
+                        remedy="compare runs over one data set and split",
+                    )
+
+
+def _differences(
+    base: Sequence[_Entry], group: Sequence[_Entry], tasks: Sequence[str], level: float, notes: list[str]
+) -> dict[str, dict[str, Estimate]]:
+    by_seed = {entry.seed: entry for entry in base}
+    pairs = [(by_seed[entry.seed], entry) for entry in group if entry.seed in by_seed]
+    if not pairs:
+        notes.append(
+            f"{group[0].name} and {base[0].name} share no seed, so no difference is given: pairing needs equal seeds."
+        )
+        return {}
+    unpaired = len(base) + len(group) - 2 * len(pairs)
+    if unpaired:
+        notes.append(
+            f"{group[0].name}: differences over the {len(pairs)} seeds that it shares with {base[0].name}; {unpaired} "
+            "runs have no partner."
+        )
+    result = {}
+    for task in tasks:
+        found: dict[str, list[float]] = {"relative_ne": []}
+        for first, second in pairs:
+            mine, theirs = second.metrics[task], first.metrics[task]
+            base_ne = _get(theirs, "ne")
+            found["relative_ne"].append(100 * (_get(mine, "ne") / base_ne - 1) if base_ne else math.nan)
+            for name in METRICS[1:]:
+                found.setdefault(name, []).append(_get(mine, name) - _get(theirs, name))
+        result[task] = {name: mean_interval(values, level) for name, values in found.items()}
+    return result
+
+
+def _get(metrics: Mapping[str, float], name: str) -> float:
+    return metrics.get(name, math.nan)
+
+
+def _row(
+    group: Sequence[_Entry], tasks: Sequence[str], differences: dict[str, dict[str, Estimate]], level: float
+) -> Row:
+    card = group[0].model
+    return Row(
+        is_complete=all(entry.is_complete for entry in group),
+        name=group[0].name,
+        model=group[0].model_name,
+        runs=[entry.name for entry in group],
+        seeds=[entry.seed for entry in group],
+        metrics={
+            task: {name: mean_interval([_get(entry.metrics[task], name) for entry in group], level) for name in METRICS}
+            for task in tasks
+        },
+        differences=differences,
+        parameters=card.get("parameters"),
+        embedding_parameters=card.get("embedding_parameters"),
+        training_flops=card.get("training_flops"),
+        examples_per_second=math.fsum(entry.examples_per_second for entry in group) / len(group),
+    )
+
+
+def _estimate(estimate: Estimate | None, digits: int, *, signed: bool = False, unit: str = "") -> str:
+    if estimate is None:
+        return ""
+    if math.isnan(estimate.value):
+        return "undefined"
+    sign = "+" if signed else ""
+    text = f"{estimate.value:{sign}.{digits}f}{unit}"
+    if math.isnan(estimate.low):
+        return text
+    return f"{text} [{estimate.low:{sign}.{digits}f}, {estimate.high:{sign}.{digits}f}]"
+
+
+def _markdown(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") if text != "---:" else text

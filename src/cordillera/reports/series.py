@@ -1,0 +1,207 @@
+"""Lines of a run's records, on axes that are linear, or logarithmic where values span much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import ClassVar, Literal
+
+from cordillera.reports.charts import Chart, compact, log_ticks, nice_ticks
+from cordillera.reports.page import POINTS, Pictures
+
+_WIDE = 100.0  # largest over smallest from which an axis may be logarithmic
+_MOST_DOTS = 60  # on a line
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where values lie along an axis.
+
+    Attributes:
+        limits: Places of its ends.
+        ticks: Places and texts; None for round numbers.
+        is_log: Whether places are logarithms of values.
+    """
+
+    LINEAR: ClassVar[Axis]
+
+    limits: tuple[float, float]
+    ticks: list[tuple[float, str]] | None = None
+    is_log: bool = False
+
+    @classmethod
+    def log(cls, low: float, high: float) -> Axis:
+        """A logarithmic axis between two values, ``low`` and ``high``, both above zero."""
+        limits = math.log10(low), math.log10(high)
+        return cls(limits, log_ticks(*limits), is_log=True)
+
+    @classmethod
+    def to(cls, values: Iterable[float]) -> Axis:
+        """A linear axis from zero to the largest of ``values``."""
+        top = max((value for value in values if 0 < value < math.inf), default=1.0)
+        return cls((0.0, top))
+
+    @classmethod
+    def of_progress(cls, values: Iterable[float]) -> Axis:
+        """An axis that holds all ``values``: like :meth:`to`, or logarithmic if they span much."""
+        known = [value for value in values if 0 < value < math.inf]
+        is_wide = bool(known) and max(known) > _WIDE * min(known)
+        return cls.log(min(known), max(known)) if is_wide else cls.to(known)
+
+    @classmethod
+    def from_zero(cls, values: Iterable[float]) -> Axis:
+        """A linear axis from zero to somewhat beyond the largest of ``values``."""
+        top = 1.1 * max((value for value in values if value < math.inf), default=0.0)
+        limits = (0.0, top if top > 0 else 1.0)
+        ticks = nice_ticks(*limits)
+        return cls(limits, [(tick, compact(tick)) for tick in ticks] if top >= 1e4 or top < 1e-2 else None)
+
+    @property
+    def top(self) -> float:
+        """The largest value that it shows."""
+        return 10 ** self.limits[1] if self.is_log else self.limits[1]
+
+    def place(self, value: float) -> float:
+        """Where a ``value`` lies; NaN where the axis cannot show it."""
+        if not math.isfinite(value) or (self.is_log and value <= 0):
+            return math.nan
+        return math.log10(value) if self.is_log else value
+
+
+Axis.LINEAR = Axis((0.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points that belong together.
+
+    Attributes:
+        name: What they are.
+        style: One of the charts' (``s0`` to ``s3``).
+        xs: In the data's units.
+        ys: Likewise.
+        drawn: As a line, as dots, or both.
+    """
+
+    name: str
+    style: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    drawn: Literal["line", "dots", "both"] = "line"
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        style: str,
+        records: Sequence[Mapping[str, float]],
+        x: str,
+        y: str | Callable[[Mapping[str, float]], float],
+        drawn: Literal["line", "dots", "both"] = "line",
+    ) -> Series:
+        """What records hold.
+
+        Args:
+            name: What they are.
+            style: One of the charts'.
+            records: A point each.
+            x: Key of the horizontal coordinate.
+            y: Key of the vertical one, or what gives it.
+            drawn: As a line, as dots, or both.
+        """
+        ys = [record[y] if isinstance(y, str) else y(record) for record in records]
+        return cls(name, style, [record[x] for record in records], ys, drawn)
+
+    @property
+    def is_drawable(self) -> bool:
+        """Whether there is a point at all."""
+        return any(math.isfinite(x) and math.isfinite(y) for x, y in zip(self.xs, self.ys, strict=True))
+
+    def told(self) -> str:
+        """What it shows, for those who cannot see it."""
+        known = [y for y in self.ys if math.isfinite(y)]
+        if self.drawn == "dots":
+            return f"{self.name}: {len(known):,}."
+        return (
+            f"{self.name}: first {known[0]:.4g}, last {known[-1]:.4g}, lowest {min(known):.4g}, "
+            f"highest {max(known):.4g}, {len(known):,} values."
+        )
+
+    def places(self, x: Axis, y: Axis, *, thinned: bool = True) -> tuple[list[float], list[float]]:
+        """Where the points lie; a line has at most a few hundred, each the mean of neighbours.
+
+        Args:
+            x: The horizontal axis; points that it cannot show are left out.
+            y: The vertical one; what it cannot show is NaN, and so is a mean with it.
+            thinned: Whether there may be fewer points than values.
+        """
+        pairs = [(x.place(a), y.place(b)) for a, b in zip(self.xs, self.ys, strict=True)]
+        pairs = [pair for pair in pairs if math.isfinite(pair[0])]
+        if thinned and len(pairs) > POINTS:
+            low, high = min(a for a, _ in pairs), max(a for a, _ in pairs)
+            bins: dict[int, list[tuple[float, float]]] = {}
+            for pair in pairs:
+                bins.setdefault(int((pair[0] - low) / (high - low or 1.0) * POINTS), []).append(pair)
+            pairs = [(sum(a for a, _ in one) / len(one), sum(b for _, b in one) / len(one)) for one in bins.values()]
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def draw(
+    pictures: Pictures,
+    heading: str,
+    series: Sequence[Series],
+    labels: tuple[str, str],
+    caption: str,
+    *,
+    x: Axis | None = None,
+    y: Axis | None = None,
+    level: tuple[float, str] | None = None,
+    places: Sequence[tuple[float, str]] = (),
+) -> str:
+    """A chart of several series.
+
+    Args:
+        pictures: Of the page.
+        heading: Above it.
+        series: What to draw; those without a point are left out.
+        labels: Names and units of the two axes.
+        caption: Below it.
+        x: The horizontal axis; None for a linear one from zero.
+        y: The vertical axis; None for one from zero.
+        level: Value and text of a horizontal reference line.
+        places: Values and texts of vertical ones.
+
+    Returns:
+        HTML; nothing if there is nothing to draw but dots.
+    """
+    series = [one for one in series if one.is_drawable]
+    if all(one.drawn == "dots" for one in series):
+        return ""
+    x = x or Axis.to(value for one in series for value in one.xs)
+    y = y or Axis.from_zero(value for one in series for value in one.ys)
+    told = " ".join(one.told() for one in series)
+    x_label, y_label = labels
+    chart = Chart(heading, told, x.limits, y.limits, x_label=x_label, y_label=y_label, x_ticks=x.ticks, y_ticks=y.ticks)
+    if level is not None:
+        chart.rule(y=y.place(level[0]), text=level[1])
+    for place, text in places:
+        chart.rule(x=x.place(place), text=text)
+    for one in series:
+        xs, ys = one.places(x, y)
+        if one.drawn != "dots":
+            chart.line(xs, ys, one.style)
+        has_all = one.drawn == "dots" or (one.drawn == "both" and len(xs) <= _MOST_DOTS)
+        points = range(len(ys)) if has_all else _alone(ys)  # a line needs two
+        chart.dots([xs[index] for index in points], [ys[index] for index in points], one.style)
+    key = "".join(
+        f' <span class="entry"><span class="key {one.style}"></span>{escape(one.name)}</span>' for one in series
+    )
+    return pictures.draw(heading, chart, caption, key if len(series) > 1 else "")
+
+
+def _alone(ys: Sequence[float]) -> list[int]:
+    """Points whose neighbours are missing."""
+    known = [False, *(math.isfinite(y) for y in ys), False]
+    return [at for at in range(len(ys)) if known[at + 1] and not (known[at] or known[at + 2])]

@@ -1,0 +1,300 @@
+"""A language model with the tokenizer that belongs to it: text in, text out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from cordillera.data.assets import ASSETS, stored_asset
+from cordillera.data.tokenizers.chat import Message
+from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text, load_tokenizer
+from cordillera.errors import CheckpointError, DataError, DependencyError
+from cordillera.models.language.checkpoints import open_checkpoint, read_model
+from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of
+from cordillera.models.language.llama import Llama
+from cordillera.run import Run
+from cordillera.serving.language.generation import check_prompts, for_decoding, generate
+from cordillera.serving.language.sampler import Sampling
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""What weights can be in memory, by name."""
+
+Finish = Literal["stop", "length"]
+
+
+class Piece(NamedTuple):
+    """The text that became certain with one more token.
+
+    Attributes:
+        sequence: Number of the prompt that it continues.
+        text: Empty where a token ends inside a character, or is special.
+        finish: Why the sequence ends here: ``stop`` (the model ended it) or ``length``; None while it goes on.
+    """
+
+    sequence: int
+    text: str
+    finish: Finish | None
+
+
+@dataclass
+class Completion:
+    """What a prompt became.
+
+    Attributes:
+        text: Without the prompt.
+        tokens: Number of generated tokens, including the one that ended the text.
+        finish: ``stop``, ``length``, or None if generation was interrupted.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    finish: Finish | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece of this prompt's text."""
+        self.text += piece.text
+        self.tokens += 1
+        self.finish = piece.finish
+
+
+class LanguageModel:
+    """A checkpoint and its tokenizer. Opening reads names and shapes; weights are read when they are first needed.
+
+    Args:
+        name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run, or of one of
+            its checkpoints.
+        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+        tokenizer: A file or folder; None for that of the checkpoint, or of the run's text.
+
+    Attributes:
+        path: Path of the checkpoint.
+        config: The model's shapes.
+        tokenizer: Text to ids and back.
+
+    Raises:
+        DataError: an asset that was not fetched, an unknown name, no tokenizer or one with more tokens than the model.
+        CheckpointError: there is no checkpoint of a Llama, or it is damaged.
+        DependencyError: the device, or a library, is not there.
+    """
+
+    def __init__(
+        self,
+        name: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        tokenizer: str | Path | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose one of {', '.join(DTYPES)}")
+        self.dtype, self.device = DTYPES[dtype], _device(device)
+        self.path = find_model(name)
+        self._source = open_checkpoint(self.path)
+        self.config = self._source.config
+        self.tokenizer = load_tokenizer(_tokenizer_of(name, self.path) if tokenizer is None else tokenizer)
+        if self.tokenizer.vocab_size > self.config.vocabulary:
+            raise DataError(
+                f"has {self.tokenizer.vocab_size:,} tokens, the model has {self.config.vocabulary:,}",
+                where=str(self.tokenizer.path),
+                remedy="use the tokenizer that belongs to the model",
+            )
+
+    @cached_property
+    def model(self) -> Llama:
+        """The model; the first use reads the weights.
+
+        Raises:
+            CheckpointError: weights are NaN or infinite, or the files have changed since they were first read.
+        """
+        files = self._source.files
+        with ThreadPoolExecutor(1, "first sight") as pool:  # reads the files while the model reads them too
+            compared = pool.submit(compare_with_first_sight, files, record_of(files)) if files else None
+            model = for_decoding(read_model(self._source, self.dtype, self.device).eval())
+            if compared is not None:
+                compared.result()
+        return model
+
+    def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
+        """Token ids of prompts, as the model expects them.
+
+        Args:
+            prompts: Texts.
+            chat: Whether each is what a user says in a chat that the model answers; False for text that it continues.
+                Default: chat where the tokenizer brings a format of chats.
+            system: Instructions to the model at the beginning of a chat.
+
+        Raises:
+            DataError: a prompt is empty or no text, there is no format of chats, or ``system`` without a chat.
+        """
+        for number, prompt in enumerate(prompts):
+            where = "prompt" if len(prompts) == 1 else f"prompt {number}"
+            check_text(prompt, where)  # before a template adds other text
+            if not prompt:
+                raise DataError("is empty", where=where, remedy="give some text")
+        if system is not None:
+            check_text(system, "system")
+        if chat is None:
+            chat = self.tokenizer.chat_format is not None
+        if not chat:
+            if system is not None:
+                raise DataError(
+                    "plain text has no system turn", where="system", remedy="put it before the prompt, or use a chat"
+                )
+            return self.tokenizer.encode_batch(prompts, bos=self.tokenizer.adds_bos)
+        before = [] if system is None else [Message("system", system)]
+        return [self.tokenizer.encode_chat([*before, Message("user", prompt)]) for prompt in prompts]
+
+    def stream(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        chat: bool | None = None,
+        system: str | None = None,
+        sampling: Sampling | None = None,
+    ) -> Iterator[Piece]:
+        """Continue prompts, or answer them, all together, and give the text as it comes.
+
+        Args:
+            prompts: Texts; one text is one prompt.
+            max_new_tokens: For each prompt; fewer where the context ends.
+            chat: As for :meth:`encode`.
+            system: As for :meth:`encode`.
+            sampling: None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`.
+
+        Returns:
+            One piece a token; in each step one for every prompt that goes on. What is wrong with the prompts is said at
+            the call, before weights are read.
+
+        Raises:
+            DataError: as :meth:`encode`; a prompt does not fit the context; while text comes, logits are not finite.
+            CheckpointError: as :attr:`model`.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        ids = self.encode(prompts, chat=chat, system=system)
+        check_prompts(self.config, ids, max_new_tokens)
+        return self._stream(ids, max_new_tokens, sampling)
+
+    def _stream(self, ids: list[list[int]], max_new_tokens: int, sampling: Sampling | None) -> Iterator[Piece]:
+        decoders = [StreamDecoder(self.tokenizer) for _ in ids]
+        stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
+        for sequence, token, finish in generate(self.model, ids, max_new_tokens, stop, sampling, count):
+            text = decoders[sequence].push(token)
+            yield Piece(sequence, text + decoders[sequence].finish() if finish else text, finish)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        chat: bool | None = None,
+        system: str | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[Completion]:
+        """Continue prompts, or answer them, to the end.
+
+        Args:
+            prompts: As for :meth:`stream`.
+            max_new_tokens: As for :meth:`stream`.
+            chat: As for :meth:`stream`.
+            system: As for :meth:`stream`.
+            sampling: As for :meth:`stream`.
+
+        Returns:
+            One completion a prompt, in their order.
+
+        Raises:
+            DataError: as :meth:`stream`.
+            CheckpointError: as :meth:`stream`.
+        """
+        found = [Completion() for _ in ([prompts] if isinstance(prompts, str) else prompts)]
+        for piece in self.stream(prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling):
+            found[piece.sequence].add(piece)
+        return found
+
+
+def load_language_model(
+    name: str | Path, *, dtype: str = "bfloat16", device: str = "auto", tokenizer: str | Path | None = None
+) -> LanguageModel:
+    """Open a checkpoint with its tokenizer and read its weights.
+
+    Args:
+        name: As for :class:`LanguageModel`.
+        dtype: As for :class:`LanguageModel`.
+        device: As for :class:`LanguageModel`.
+        tokenizer: As for :class:`LanguageModel`.
+
+    Raises:
+        DataError: as :class:`LanguageModel`.
+        CheckpointError: as :class:`LanguageModel`, or weights are NaN or infinite.
+        DependencyError: as :class:`LanguageModel`.
+    """
+    opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer)
+    opened.model  # noqa: B018 -- reads the weights
+    return opened
+
+
+def find_model(name: str | Path) -> Path:
+    """Where a model lies.
+
+    Args:
+        name: An asset's name, or a path (``./smollm2`` for a folder that is called as an asset is). Of a run's folder,
+            its newest checkpoint.
+
+    Raises:
+        DataError: an asset that was not fetched or is no model, or neither a name nor a path that exists.
+        CheckpointError: a run without a checkpoint.
+    """
+    models = [known for known, asset in ASSETS.items() if asset.kind == "model"]
+    if name in models:
+        return stored_asset(str(name))
+    path = Path(name).expanduser()
+    if _is_run(path):
+        found = sorted((path / "checkpoints").glob("step-*"))
+        if not found:
+            raise CheckpointError("holds no checkpoint yet", where=str(path), remedy="train first")
+        return found[-1]
+    if path.exists():
+        return path
+    if name in ASSETS:
+        raise DataError(f"is a {ASSETS[str(name)].kind}, not a model", where=str(name), remedy=f"use {models[0]}")
+    close = difflib.get_close_matches(str(name), models, n=1)
+    raise DataError(
+        f"is neither a model's name ({', '.join(models)}) nor a file or folder",
+        where=str(name),
+        remedy=f"did you mean {close[0]}?" if close else "give the path of a checkpoint",
+    )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "recipe.toml").is_file()
+
+
+def _tokenizer_of(name: str | Path, path: Path) -> str | Path:
+    """The tokenizer of a checkpoint at ``path``; a run's checkpoints have none, its folder says which."""
+    run, parent = Path(name).expanduser(), path.resolve().parent
+    if path == run and parent.name == "checkpoints":
+        run = parent.parent
+    if not _is_run(run):
+        return path
+    try:
+        return str(Run(run).read_json("model.json")["data"]["tokenizer"]["name"])
+    except (KeyError, TypeError) as error:
+        remedy = "name one with --tokenizer"
+        raise DataError("names no tokenizer", where=str(run / "model.json"), remedy=remedy) from error
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise DataError(f"unknown device {name!r}", where="device", remedy="choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DependencyError("no CUDA device is usable here", where="device", remedy="use device auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

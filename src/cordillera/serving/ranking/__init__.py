@@ -1,0 +1,1 @@
+"""Serving of ranking models."""

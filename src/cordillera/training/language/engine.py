@@ -1,0 +1,471 @@
+"""Training steps of a language model in many processes, the same as in one.
+
+An iteration is a list of packed microbatches, planned alike on every rank. Copies of the model take them in turn;
+labels are shifted within documents before anything is cut; and every token's loss is divided by the targets of the
+whole iteration, so that no mean of means depends on the packing or the mesh (Grattafiori et al. 2024, section 3.3.2:
+gradients are added up over microbatches and over ranks in 32 bits).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from cordillera.data.language.batches import PackedTokens
+from cordillera.distributed.context.attention import ContextParallelAttention, ContextParallelConfig
+from cordillera.distributed.context.shard_plan import SHARDINGS
+from cordillera.distributed.ledger import Ledger, Traffic
+from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.pipeline.runner import PipelineRunner
+from cordillera.distributed.tensor_parallel import local
+from cordillera.distributed.vocabulary_loss import IGNORED
+from cordillera.errors import DataError, PlanError, TrainingError
+from cordillera.models.language.llama import LlamaConfig
+from cordillera.models.language.parallelize import (
+    check_fit,
+    free_weights,
+    parallelize,
+    reduce_after,
+    reduce_now,
+)
+from cordillera.models.language.plain_attention import plain_attention
+from cordillera.models.language.stages import cut_model
+from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
+from cordillera.numerics.emulation.weight_storage import WeightStorage
+from cordillera.numerics.formats.cast_checks import self_test
+from cordillera.numerics.formats.precision import Precision
+from cordillera.planning.pipeline.schedules import Action, Kind
+from cordillera.training.language.gradients import StageGradients
+from cordillera.training.optimizers import build_adamw
+
+AGREED = "numbers that all ranks know"
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LanguageConfig(BaseModel):
+    """How weights are changed.
+
+    Attributes:
+        learning_rate: Of AdamW.
+        betas: Decay rates of its two moments.
+        eps: Added to its denominator.
+        weight_decay: Decoupled; spares norms.
+        clip: The largest norm of all gradients together; larger ones are scaled down to it. None for any.
+        precision: In which blocks compute, ``bf16`` or ``fp32``; weights, gradients' sums and moments are in 32 bits.
+        loss_rows: Tokens whose logits exist at a time.
+        compile: Whether blocks are compiled by ``torch.compile``, once for all numbers of tokens; it takes a compiler
+            of the device's, and a schedule that does not split backwards.
+        emulate: Compute as hardware with another number format would; needs ``precision = "fp32"`` and one process.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    learning_rate: float = Field(3e-4, ge=0, allow_inf_nan=False)
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
+    clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    precision: Precision = "fp32"
+    loss_rows: int = Field(1024, ge=1)
+    compile: bool = False
+    emulate: EmulationConfig | None = None
+
+    @model_validator(mode="after")
+    def _emulates_from_float32(self) -> LanguageConfig:
+        if self.emulate is not None:
+            self.emulate.check(self.precision, self.compile)
+        return self
+
+
+class StepReport(NamedTuple):
+    """What a step did; the same on every rank.
+
+    Attributes:
+        loss: Mean over the iteration's targets.
+        gradient_norm: Of all gradients together, before they are clipped.
+        targets: Tokens that were predicted.
+        is_skipped: Whether the weights stayed as they are, because a gradient or the loss was not finite.
+    """
+
+    loss: float
+    gradient_norm: float
+    targets: int
+    is_skipped: bool
+
+
+def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
+    """Refuse to emulate a number format where sums over processes would not be those of the format.
+
+    Args:
+        emulate: The format; None is never refused.
+        parallel: The mesh.
+
+    Raises:
+        PlanError: It has more than one process, or computes forwards again.
+    """
+    if emulate is None:
+        return
+    where = "training.emulate"
+    if parallel.world > 1:
+        raise PlanError(
+            f"a number format is emulated in one process, the mesh has {parallel.world}",
+            where=where,
+            remedy="leave [parallel] out, or train without emulation",
+        )
+    if parallel.recompute != "none":
+        raise PlanError(
+            "what a backward computes again would be rounded otherwise than at first",
+            where=where,
+            remedy="set parallel.recompute = 'none'",
+        )
+
+
+def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
+    """Each token's successor in its document; :data:`IGNORED` for the last of a document.
+
+    Args:
+        tokens: ``int64 [T]``.
+        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
+
+    Returns:
+        ``int64 [T]``.
+    """
+    labels = torch.full_like(tokens, IGNORED)
+    labels[:-1] = tokens[1:]
+    ends = offsets[1:][offsets[1:] > offsets[:-1]]  # an empty document has no last token
+    labels[ends.to(labels.device) - 1] = IGNORED
+    return labels
+
+
+class LanguageEngine:
+    """A Llama's weights and optimizer in many processes, and what changes them.
+
+    Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed;
+    those of a checkpoint are put in by :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
+
+    Args:
+        config: How weights are changed.
+        model: Sizes.
+        mesh: Of all processes.
+        seed: Of the weights, which do not depend on the mesh.
+
+    Attributes:
+        config: Likewise.
+        mesh: Likewise.
+        stages: That this process holds, by number.
+        optimizer: Of their weights.
+        storage: What is kept of weights beside those that are computed with, where a number format is emulated.
+        loss_scale: As it stands, where gradients have one.
+        ledger: This rank's traffic, since the engine was made: of weights, sequences, matrices, stages.
+        steps: That were begun.
+        skipped: Of these, those that left the weights as they were.
+
+    Raises:
+        PlanError: If the model's sizes do not allow the mesh, or blocks cannot be compiled.
+    """
+
+    Config = LanguageConfig
+
+    def __init__(self, config: LanguageConfig, model: LlamaConfig, mesh: ProcessMesh, seed: int = 0) -> None:
+        parallel = mesh.config
+        check_fit(model, parallel)
+        check_emulated(config.emulate, parallel)
+        self.config, self.model, self.mesh = config, model, mesh
+        self._schedule = parallel.make_schedule(4 * parallel.stages)
+        self._splits_backward = self._schedule.splits_backward
+        if config.compile:
+            self._check_compile()
+        held = self._schedule.stages_of(mesh.place["pipeline"])
+        self.stages = cut_model(model, parallel.stages, held)
+        self.ledger = Ledger()
+        for stage in self.stages.values():
+            parallelize(stage, mesh, config.precision, self.ledger, config.compile)
+            stage.loss_rows = config.loss_rows
+            stage.init_weights(seed)
+        self.optimizer = build_adamw(
+            nn.ModuleList(self.stages.values()),
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self.storage: WeightStorage | None = None
+        self._overflowed = False
+        if config.emulate is not None:
+            self_test(mesh.device_type)
+            named = {name: local(weight) for name, weight in self.stages[0].named_parameters() if weight.dim() >= 2}
+            self.storage = WeightStorage(config.emulate, named)
+        self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
+        self._gradients = StageGradients(self.stages, mesh, self.ledger)
+        self.steps = self.skipped = 0
+        self._context = ContextParallelConfig(transport=parallel.transport, deadline_s=parallel.deadline_s)
+        self._runners: dict[tuple[int, bool], PipelineRunner] = {}
+        self._left: Counter[int] = Counter()  # whole backwards of each stage that are to come in this step
+
+    def step(self, microbatches: Sequence[PackedTokens], rate: float = 1.0) -> StepReport:
+        """Change the weights by one iteration, unless a gradient or the loss is not finite.
+
+        Args:
+            microbatches: Of the whole job, alike on every rank; copies of the model take them in turn.
+            rate: Factor on the learning rate of this step, finite and at least 0.
+
+        Raises:
+            DataError: If a microbatch is none: its offsets do not fit its tokens, or a token is not in the vocabulary.
+            PlanError: If ranks were given different ones, the schedule has no place for so few, or the rate is none.
+            TrainingError: If there is nothing to predict in them, or another rank found a microbatch that is none.
+            PeerError: If another rank is not heard of in time; the processes must then be started anew.
+        """
+        _check_rate(rate)
+        loss, targets = self.backward(microbatches)
+        return self.update(loss, targets, rate)
+
+    def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
+        """Add up the gradients of one iteration, without changing weights.
+
+        Args:
+            microbatches: As in :meth:`step`.
+
+        Returns:
+            This process's part of the loss, and the targets of the whole iteration.
+
+        Raises:
+            DataError: As in :meth:`step`.
+            PlanError: As in :meth:`step`.
+            TrainingError: As in :meth:`step`.
+            PeerError: As in :meth:`step`.
+        """
+        own, targets = self._take(microbatches, "training")
+        self.steps += 1
+        self._left = Counter(dict.fromkeys(self.stages, len(own)))
+        with self._emulated(self.steps) as products:
+            loss = self._run(own, targets)
+        self._overflowed = products is not None and products.overflowed
+        if self._splits_backward:
+            for stage in self.stages.values():
+                reduce_now(stage)
+        self._gradients.complete()
+        return loss, targets
+
+    def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
+        """What the weights as they are lose on packed documents. Nothing is changed.
+
+        Args:
+            microbatches: As in :meth:`step`, but any number of them.
+
+        Returns:
+            The sum of the losses of all targets of the whole job, and how many they are; the same on every rank.
+
+        Raises:
+            DataError: As in :meth:`step`.
+            PlanError: If ranks were given different ones.
+            TrainingError: As in :meth:`step`.
+            PeerError: As in :meth:`step`.
+        """
+        own, targets = self._take(microbatches, "evaluation")
+        with self._emulated(0):
+            loss = self._run(own, None)
+        for stage in self.stages.values():
+            free_weights(stage)
+        return float(self._exchange([loss]).sum()), targets
+
+    def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
+        """Change the weights by the gradients that were added up, and clear them.
+
+        Args:
+            loss: This process's part, of :meth:`backward`.
+            targets: Likewise.
+            rate: Factor on the learning rate of this step, finite and at least 0.
+
+        Raises:
+            PlanError: If the rate is none.
+            PeerError: If another rank is not heard of in time.
+        """
+        _check_rate(rate)
+        # every rank adds up the same numbers in the same order, so all of them come to the same decision
+        loss, square = self._exchange([loss, self._gradients.square()]).sum(0).tolist()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        is_skipped = not (math.isfinite(norm) and math.isfinite(loss)) or self._overflowed
+        if self.loss_scale is not None:
+            self.loss_scale.update(is_skipped)
+        if is_skipped:
+            self.skipped += 1
+        else:
+            if self.config.clip is not None and norm > self.config.clip:
+                self._gradients.scale(self.config.clip / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * self.config.learning_rate
+            if self.storage is not None:
+                self.storage.before_update()
+            self.optimizer.step()
+            if self.storage is not None:
+                self.storage.after_update(self.steps)
+        self.optimizer.zero_grad()
+        return StepReport(loss, norm, targets, is_skipped)
+
+    def take_weights(self) -> None:
+        """Take what the stages hold for weights in full precision: after they were filled from outside."""
+        if self.storage is not None:
+            self.storage.after_update(0)
+
+    def _emulated(self, step: int) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
+        if self.config.emulate is None:
+            return contextlib.nullcontext()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return EmulatedProducts(self.config.emulate, step, scale)
+
+    def _check_compile(self) -> None:
+        from cordillera.models.language.compiling import check_compiler
+
+        check_compiler(self.mesh.device_type)
+        if self._splits_backward:
+            raise PlanError(
+                f"a compiled block's backward cannot be split, as {self.mesh.config.schedule} does",
+                where="compile",
+                remedy="another schedule, such as 1f1b or interleaved, or do not compile",
+            )
+
+    def _take(self, microbatches: Sequence[PackedTokens], purpose: str) -> tuple[list[PackedTokens], int]:
+        """This rank's microbatches, as many as every rank has, and the targets of the whole iteration."""
+        copies = self.mesh.config.copies
+        own = list(microbatches[self.mesh.copy :: copies])
+        problem = next(filter(None, map(self._problem, own)), None)
+        if problem is None:
+            own = [_labelled(one) for one in own]
+        targets = self._agree(own, len(microbatches), problem, purpose)
+        return own + [_nothing()] * (-(-len(microbatches) // copies) - len(own)), targets
+
+    def _run(self, own: Sequence[PackedTokens], targets: int | None) -> float:
+        """Forwards and backwards of the mean over the targets; without targets, forwards of the sum."""
+        inputs, arguments, rows = self._cut(own)
+        divisor = torch.tensor(float(targets or 1), device=self.mesh.device_type)
+        runner = self._runner(len(own), targets is not None)
+        losses = runner.step(inputs, [divisor] * len(own), arguments, rows).losses
+        # ranks that share matrices have the same losses
+        return 0.0 if losses is None or self.mesh.place["tensor"] else float(losses.double().sum())
+
+    def _problem(self, one: PackedTokens) -> str | None:
+        """What is wrong with a microbatch."""
+        tokens, offsets, labels = one
+        bounds = offsets.tolist()
+        if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
+            return f"offsets {bounds} do not rise from 0 to its {len(tokens)} tokens"
+        if labels is not None and len(labels) != len(tokens):
+            return f"{len(labels)} labels for {len(tokens)} tokens"
+        for name, given in (("token", tokens), ("label", None if labels is None else labels[labels != IGNORED])):
+            if (
+                given is not None
+                and len(given)
+                and not 0 <= int(given.min()) <= int(given.max()) < self.model.vocabulary
+            ):
+                wrong = given[(given < 0) | (given >= self.model.vocabulary)]
+                return f"{name} {int(wrong[0])} is not in the vocabulary of {self.model.vocabulary}"
+        return None
+
+    def _agree(self, own: Sequence[PackedTokens], count: int, problem: str | None, purpose: str) -> int:
+        """Hold against the other ranks what this one was given and for what; targets of the whole iteration."""
+        digest, targets = zlib.crc32(repr((purpose, self.steps, count)).encode()), 0
+        for one in own if problem is None else ():
+            assert one.labels is not None
+            for tensor in (one.tokens, one.offsets, one.labels):
+                digest = zlib.crc32(tensor.cpu().numpy().tobytes(), digest)
+            targets += int((one.labels != IGNORED).sum())
+        numbers = [self.mesh.copy, digest, targets, count, problem is not None]
+        found = self._exchange(numbers).long().tolist()
+        if problem is not None:
+            raise DataError(problem, where="microbatch")
+        first: dict[int, tuple[int, list[int]]] = {}
+        for rank, (copy, *rest, is_wrong) in enumerate(found):
+            if is_wrong:
+                raise TrainingError(f"rank {rank} was given a microbatch that is none", remedy="see its own message")
+            other, expected = first.setdefault(copy, (rank, rest))
+            if rest != expected or rest[-1] != found[0][3]:
+                raise PlanError(
+                    f"rank {rank} was given others than rank {other if rest != expected else 0}",
+                    where="microbatches",
+                    remedy="give every rank the whole iteration, in the same order",
+                )
+        total = sum(rest[1] for _, rest in first.values())
+        if not total:
+            raise TrainingError(
+                f"{count} microbatches without a target", where="microbatches", remedy="documents of 2 tokens or more"
+            )
+        return total
+
+    def _cut(self, own: Sequence[PackedTokens]) -> tuple[list[Tensor], list[tuple[object, ...]], list[int]]:
+        """This rank's tokens of each microbatch, what its stages take beside them, and the rows they pass on."""
+        parallel, device = self.mesh.config, self.mesh.device_type
+        inputs: list[Tensor] = []
+        arguments: list[tuple[object, ...]] = []
+        for tokens, offsets, labels in own:
+            assert labels is not None
+            if parallel.context == 1:
+                inputs.append(tokens.to(device))
+                core = None if self.config.emulate is None else plain_attention
+                arguments.append((offsets, None, labels.to(device), core))
+                continue
+            # one for each microbatch: of a pipeline several are under way, and a backward may compute its forward again
+            parts = ContextParallelAttention(self._context, self.mesh.context_group, self.ledger)
+            parts.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
+            inputs.append(parts.shard(tokens.to(device)))
+            arguments.append((offsets, parts.positions().to(device), parts.shard(labels.to(device)), parts))
+        ranks = parallel.tensor if parallel.sequence else 1
+        return inputs, arguments, [-(-len(tokens) // ranks) for tokens in inputs]
+
+    def _runner(self, microbatches: int, trains: bool) -> PipelineRunner:
+        if (microbatches, trains) not in self._runners:
+            make = self.mesh.config.make_schedule if trains else self._schedule.forwards
+            self._runners[microbatches, trains] = PipelineRunner(
+                make(microbatches),
+                self.stages,
+                torch.div,  # the sum of a microbatch's losses by the targets of all
+                self.mesh.pipeline_group,
+                deadline_s=self.mesh.config.deadline_s,
+                reduction="sum",
+                before=self._prepare,
+                ledger=self.ledger,
+            )
+        return self._runners[microbatches, trains]
+
+    def _prepare(self, action: Action) -> None:
+        """Gradients stay whole on each rank until a stage's last backward, and are then reduced once."""
+        if action.kind is Kind.FORWARD:
+            return
+        if self._splits_backward:  # weights stay for the second parts
+            reduce_after(self.stages[action.stage], False, False)
+            return
+        self._left[action.stage] -= 1
+        reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
+
+    def _exchange(self, numbers: Sequence[float]) -> Tensor:
+        """Every process's numbers, written down."""
+        began = time.perf_counter()
+        found = self.mesh.exchange(numbers)
+        others, seconds = self.mesh.config.world - 1, time.perf_counter() - began
+        if others:
+            self.ledger.record(AGREED, Traffic(1, 8 * others * len(numbers), others, seconds, seconds))
+        return found
+
+
+def _check_rate(rate: float) -> None:
+    if not (math.isfinite(rate) and rate >= 0):
+        raise PlanError(f"{rate} is no factor on a learning rate", where="rate", remedy="a finite one, 0 or more")
+
+
+def _labelled(one: PackedTokens) -> PackedTokens:
+    return one if one.labels is not None else one._replace(labels=next_tokens(one.tokens, one.offsets))
+
+
+def _nothing() -> PackedTokens:
+    """What a copy of the model takes where others take a microbatch: one token that predicts nothing."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return PackedTokens(zero, torch.tensor([0, 1]), zero + IGNORED)

@@ -1,0 +1,104 @@
+"""Gradients of a cut model, as one vector: what sharding leaves to be added up, their norm, their scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cordillera.distributed.collectives import Links
+from cordillera.distributed.ledger import Ledger
+from cordillera.distributed.mesh import ProcessMesh
+from cordillera.distributed.tensor_parallel import local
+from cordillera.models.language.stages import LlamaStage
+
+TIED, WHOLE = "gradients of the tied head", "gradients of norms"
+
+
+class StageGradients:
+    """Gradients of the stages that this process holds, each reduced over the ranks that share its weights.
+
+    Args:
+        stages: By number.
+        mesh: Of all processes.
+        ledger: Gets the traffic.
+    """
+
+    def __init__(self, stages: Mapping[int, LlamaStage], mesh: ProcessMesh, ledger: Ledger) -> None:
+        self._stages, self._mesh, parallel = stages, mesh, mesh.config
+        config = next(iter(stages.values())).config
+        self._ties_ends = config.tied and parallel.stages > 1
+        ends = mesh.ends_group
+        self._ends = None if ends is None else Links(ends, ledger, parallel.deadline_s)
+        self._tensor = Links(mesh.tensor.get_group(), ledger, parallel.deadline_s) if parallel.sequence else None
+
+    def complete(self) -> None:
+        """Add what other ranks have of the same weights.
+
+        Raises:
+            PeerError: If another rank is not heard of in time.
+        """
+        if self._tensor is not None:
+            self._add_whole(self._tensor)
+        if self._ties_ends:
+            self._add_tied()
+
+    def square(self) -> float:
+        """Sum of the squares of the elements that this rank answers for: each is counted on one rank.
+
+        It is no number where any element that this rank has is none, copies included.
+        """
+        place, total = self._mesh.place, 0.0
+        for number, name, parameter in self._parameters():
+            is_copy = place["replicate"] > 0 or (place["tensor"] > 0 and not _is_cut(parameter))
+            is_tied_copy = number > 0 and name == "embedding.weight"
+            if parameter.grad is not None:
+                square = float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
+                total += square * (not is_copy and not is_tied_copy)  # nothing, of a copy that is finite
+        return total
+
+    def scale(self, factor: float) -> None:
+        """Multiply all of them.
+
+        Args:
+            factor: By which.
+        """
+        for _, _, parameter in self._parameters():
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
+
+    def _add_whole(self, links: Links) -> None:
+        """Of weights that are not cut over the tensor ranks, each of which saw other tokens."""
+        gradients = [
+            local(parameter.grad)
+            for _, _, parameter in self._parameters()
+            if parameter.grad is not None and not _is_cut(parameter)
+        ]
+        total = links.all_reduce(WHOLE, torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def _add_tied(self) -> None:
+        """The embedding's and the tied head's, where first and last stage are two."""
+        ends = [self._stages[stage] for stage in (0, self._mesh.config.stages - 1) if stage in self._stages]
+        gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
+        if len(gradients) == 2:  # folded like a V: both ends are here
+            total = torch.stack(gradients).sum(0)
+            for gradient in gradients:
+                gradient.copy_(total)
+        elif gradients:
+            assert self._ends is not None
+            self._ends.all_reduce(TIED, gradients[0])
+
+    def _parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        for number, stage in self._stages.items():
+            for name, parameter in stage.named_parameters():
+                yield number, name, parameter
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Whether tensor ranks have different parts of it."""
+    assert isinstance(parameter, DTensor)
+    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())

@@ -1,0 +1,248 @@
+"""What the folder of a language run holds, read once and checked: its records as numbers, its other files as they are.
+
+A number that a file does not have, or has as null because it was not finite, is NaN here, and one beyond 1e100 is
+infinite; what is no number where one belongs is an error that names file and line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from cordillera.distributed.mesh import ParallelConfig
+from cordillera.errors import DataError
+from cordillera.reports.page import read_recipe
+from cordillera.run import Run, Status
+from cordillera.toml_files import explain
+
+Record = dict[str, float]
+
+_KEYS = {
+    "train": (
+        *("step", "tokens", "documents", "loss", "gradient_norm", "learning_rate", "targets", "skipped", "seconds"),
+        *("steps", "tokens_per_second", "flops_per_second", "mfu", "imbalance", "delay", "memory_bytes"),
+        *("communication_seconds", "exposed_seconds", "data_seconds"),
+    ),
+    "evaluation": ("step", "tokens", "loss", "perplexity", "bits_per_byte", "targets", "seconds"),
+    "checkpoint": ("step", "tokens", "seconds", "bytes"),
+    "skipped": ("step", "tokens", "loss", "gradient_norm"),
+    "resumed": ("step", "world"),
+}
+_SIGNED = ("loss", "bits_per_byte")
+_LARGEST = 1e100
+
+
+@dataclass(frozen=True)
+class LanguageRecords:
+    """Records of a language run, read from its files.
+
+    Attributes:
+        name: Name of the run's folder.
+        recipe_text: Text of the resolved recipe.
+        recipe: Parsed recipe.
+        train: Records of training, in order.
+        validations: Records of evaluations by split.
+        events: Kinds and records of checkpoints, skipped steps and resumptions, in order.
+        final: Evaluation of ``evaluation.json``; None without the file.
+        final_split: Split of the final evaluation.
+        model: Content of ``model.json``; empty without the file.
+        mesh: Mesh of the job; None if ``model.json`` does not hold one.
+        environment: Content of ``environment.json``; empty without the file.
+        status: Progress of training; None for runs of earlier versions, which did not record it.
+    """
+
+    name: str
+    recipe_text: str
+    recipe: dict[str, Any]
+    train: list[Record]
+    validations: dict[str, list[Record]]
+    events: list[tuple[str, Record]]
+    final: Record | None
+    final_split: str
+    model: dict[str, Any]
+    mesh: ParallelConfig | None
+    environment: dict[str, Any]
+    status: Status | None
+
+    @classmethod
+    def read(cls, run: Run) -> LanguageRecords:
+        """Read a run's files; files that do not exist yet are left out.
+
+        Args:
+            run: The run.
+
+        Raises:
+            DataError: A file does not hold what its name says.
+            RunError: A file, or a line of ``metrics.jsonl`` other than the last, is not JSON or does not match its
+                checksum.
+        """
+        recipe_text, recipe = read_recipe(run)
+        train: list[Record] = []
+        validations: dict[str, list[Record]] = {}
+        events: list[tuple[str, Record]] = []
+        for where, content in _lines(run):
+            kind = content.get("kind")
+            if not isinstance(kind, str) or kind not in _KEYS:
+                continue
+            record = _numbers(content, _KEYS[kind], where)
+            if kind == "train":
+                train.append(record)
+            elif kind == "evaluation":
+                validations.setdefault(str(content.get("split", "validation")), []).append(record)
+            else:
+                events.append((kind, record))
+        path = run.folder / "evaluation.json"
+        content = _object(run, path.name)
+        if content and content.get("kind") != "language":
+            raise DataError("is not an evaluation of a language model", where=str(path))
+        model = _read_model(run)
+        mesh = model.get("mesh")
+        return cls(
+            name=run.name,
+            recipe_text=recipe_text,
+            recipe=recipe,
+            train=train,
+            validations=validations,
+            events=events,
+            final=_numbers(content, _KEYS["evaluation"], str(path)) if content else None,
+            final_split=str(content.get("split", "validation")),
+            model=model,
+            mesh=ParallelConfig.model_validate(mesh) if mesh is not None else None,
+            environment=_object(run, "environment.json"),
+            status=run.status(),
+        )
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Events of a ``kind``: ``checkpoint``, ``skipped`` or ``resumed``."""
+        return [record for found, record in self.events if found == kind]
+
+    def setting(self, section: str, key: str) -> Any:
+        """What the recipe's ``section`` says of ``key``; None if nothing."""
+        found = self.recipe.get(section)
+        return found.get(key) if isinstance(found, dict) else None
+
+    @property
+    def headline(self) -> tuple[str, Record] | None:
+        """The evaluation that the run stands for, with its split: the final one, else the last on validation data."""
+        if self.final is not None:
+            return self.final_split, self.final
+        for split in ("validation", *self.validations):
+            if self.validations.get(split):
+                return split, self.validations[split][-1]
+        return None
+
+    @property
+    def skipped(self) -> float:
+        """Steps that left the weights as they were; NaN if nothing was recorded."""
+        counted = self.last("skipped")
+        listed = len(self.of_kind("skipped"))
+        return max(listed, counted) if math.isfinite(counted) else float(listed) if listed else counted
+
+    def reached(self, key: str) -> float:
+        """Largest ``step`` or ``tokens`` of all records, including those between two losses; NaN without records."""
+        records = [*self.train, *(record for kind, record in self.events if kind != "resumed")]
+        return max((record[key] for record in records if math.isfinite(record[key])), default=math.nan)
+
+    @property
+    def warning(self) -> str:
+        """Warning for readers of the figures of an incomplete run; empty for a complete one."""
+        if self.status is not None:
+            return self.status.warning
+        steps, wanted = self.reached("step"), self.setting("training", "steps")
+        if self.final is not None or not isinstance(wanted, int) or not steps < wanted:
+            return ""  # runs of earlier versions record no more than this
+        return f"This run is not finished: its records end at step {steps:,.0f} of {wanted:,}."
+
+    def last(self, key: str) -> float:
+        """The newest finite number of ``key`` in the records of training; NaN if there is none."""
+        return next((record[key] for record in reversed(self.train) if math.isfinite(record[key])), math.nan)
+
+    def size(self, key: str) -> float:
+        """A number of ``model.json`` by its ``key``; NaN if it is not there."""
+        return _number(self.model.get(key), key, "model.json")
+
+    @property
+    def parameters(self) -> float:
+        """Of the model; NaN if not known."""
+        return self.size("parameters")
+
+    @property
+    def validating(self) -> float:
+        """Seconds that evaluations took; NaN if not known."""
+        return total([record for found in self.validations.values() for record in found], "seconds")
+
+
+def total(records: Sequence[Record], key: str) -> float:
+    """The sum of what is finite of ``key`` over ``records``; NaN if nothing is."""
+    found = [record[key] for record in records if math.isfinite(record[key])]
+    return math.fsum(found) if found else math.nan
+
+
+def mean(records: Sequence[Record], value: Callable[[Record], float], weight: str) -> float:
+    """A weighted mean over the records where both value and weight are known.
+
+    Args:
+        records: Records of one kind.
+        value: Value of a record.
+        weight: Key of what it counts for.
+
+    Returns:
+        The mean; NaN without such records.
+    """
+    pairs = [(value(record), record[weight]) for record in records]
+    pairs = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and b > 0]
+    whole = math.fsum(b for _, b in pairs)
+    return math.fsum(a * (b / whole) for a, b in pairs) if pairs else math.nan
+
+
+def share(records: Sequence[Record], key: str) -> float:
+    """The share of the time of ``records`` that the seconds under ``key`` are; NaN where it was not recorded."""
+    return mean(records, lambda record: record[key] / record["seconds"] if record["seconds"] else math.nan, "seconds")
+
+
+def _object(run: Run, name: str) -> dict[str, Any]:
+    """Content of a JSON file of a run; empty without the file."""
+    return run.read_json(name) if (run.folder / name).exists() else {}
+
+
+def _read_model(run: Run) -> dict[str, Any]:
+    """``model.json``, its parts of the kinds that they are to be."""
+    path, model = run.folder / "model.json", _object(run, "model.json")
+    for key in ("config", "mesh", "data"):
+        if not isinstance(model.get(key), dict | None):
+            raise DataError(f"{key} is not an object", where=str(path), remedy="restore the file")
+    for key in ("parameters", "flops_per_token", "world"):
+        _number(model.get(key), key, str(path))
+    if model.get("mesh") is not None:
+        try:
+            ParallelConfig.model_validate(model["mesh"])
+        except ValidationError as error:
+            found = explain(error.errors(), lambda place: list(ParallelConfig.model_fields), "mesh")
+            raise DataError("; ".join(f"{key}: {text}" for key, text in found), where=f"{path}, mesh") from error
+    return model
+
+
+def _lines(run: Run) -> list[tuple[str, dict[str, Any]]]:
+    """Records and where they stand."""
+    path = run.folder / "metrics.jsonl"
+    return [(f"{path}, line {number}", record) for number, record in enumerate(run.metrics(), 1)]
+
+
+def _numbers(content: Mapping[str, Any], keys: Sequence[str], where: str) -> Record:
+    return {key: _number(content.get(key), key, where) for key in keys}
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{key} is no number: {str(value)[:40]!r}", where=where, remedy="restore the file")
+    if value < 0 and key not in _SIGNED:
+        raise DataError(f"{key} is negative: {str(value)[:40]}", where=where, remedy="restore the file")
+    if abs(value) > _LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return float(value)

@@ -1,0 +1,544 @@
+"""The loop that trains a language model: packed iterations in, updates out, the same steps on every rank.
+
+Everything that a step depends on (weights, moments, counters, the place in the text, documents that wait) is in a
+checkpoint, and none of it depends on the mesh: a run goes on bit for bit on the mesh that it was stopped on, and to
+rounding on any other that has places for no more microbatches than an iteration has. Only rank 0 writes the run's
+records; what it writes of other ranks comes with the exchange in which all agree on when to stop.
+
+Source: Grattafiori et al. 2024, section 3.4.1, for the schedule of rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from pydantic import Field
+
+from cordillera.data.language.batches import Microbatches, TextBatches, TextIteration
+from cordillera.data.prefetch import PrefetchedBatches
+from cordillera.distributed.job.watchdog import Watch
+from cordillera.errors import CordilleraError, Interrupted, TrainingError
+from cordillera.kernels.host_memory import keep_freed_memory
+from cordillera.models.language.flops import training_flops
+from cordillera.run import Run, RunError, disk_errors
+from cordillera.training.language.engine import LanguageConfig, LanguageEngine
+from cordillera.training.optimizers import schedule
+
+_Ended = Literal["finished", "exhausted", "interrupted"]
+_DRAWN = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbalance")
+
+
+class LanguageTrainingConfig(LanguageConfig):
+    """How a language model is trained.
+
+    Attributes:
+        start: A checkpoint whose weights training begins with: a model's name (``smollm2``), a folder, a GGUF file, or
+            the folder of a run. Null draws them from the seed.
+        steps: Updates of the whole run; fewer where the text ends.
+        warmup_steps: Over which the rate rises linearly from zero.
+        decay: Decay of the rate after the warm-up: ``none``, ``linear``, ``cosine``.
+        final_rate: The factor that the rate comes to after the last step, with ``linear`` and ``cosine``.
+        log_every: Steps between records, beside the one at the end.
+        evaluate_every: Steps between evaluations on held-out documents; null for the end only.
+        evaluation_tokens: An evaluation takes about so many tokens of held-out documents, the same ones every time;
+            null for all.
+        checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
+        keep_checkpoints: Number of newest checkpoints to keep.
+        asynchronous: Whether checkpoints are written while training goes on.
+        max_skipped: Number of skipped steps in a row after which training ends with an error.
+    """
+
+    start: str | None = None
+    steps: int = Field(1000, ge=1, le=10**12)
+    warmup_steps: int = Field(0, ge=0, le=10**12)
+    decay: Literal["none", "linear", "cosine"] = "cosine"
+    final_rate: float = Field(0.1, ge=0, le=1)
+    log_every: int = Field(10, ge=1)
+    evaluate_every: int | None = Field(None, ge=1)
+    evaluation_tokens: int | None = Field(None, ge=2)
+    checkpoint_every: int | None = Field(None, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    asynchronous: bool = True
+    max_skipped: int = Field(10, ge=1)
+
+
+@dataclass
+class LanguageProgress:
+    """Where a training stands. Everything in it is in the checkpoint.
+
+    Attributes:
+        step: Updates done or skipped.
+        tokens: Trained on.
+        documents: Likewise.
+        stale: Steps skipped in a row, up to this one.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    documents: int = 0
+    stale: int = 0
+
+
+class LanguageEvaluation(NamedTuple):
+    """How well held-out documents are predicted.
+
+    Attributes:
+        loss: Mean negative log-likelihood, nats a token.
+        perplexity: ``exp(loss)``.
+        bits_per_byte: Of the documents' text: it compares models of other vocabularies.
+        targets: Tokens that were predicted.
+        seconds: Seconds that it took.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    targets: int
+    seconds: float
+
+
+@dataclass
+class LanguageReport:
+    """How a training ended.
+
+    Attributes:
+        ended: ``finished`` (all steps done), ``exhausted`` (the text ended), ``interrupted`` (asked to; resumable).
+        progress: Progress at the end.
+        seconds: Wall time of this process's share.
+        evaluation: Evaluation of the weights at the end; None where it was interrupted, or nothing was held out.
+    """
+
+    ended: _Ended
+    progress: LanguageProgress
+    seconds: float
+    evaluation: LanguageEvaluation | None = None
+
+
+class Checkpoints(Protocol):
+    """Where engines are saved; see :mod:`cordillera.training.language.checkpoints`.
+
+    Attributes:
+        last: Step of the checkpoint that was saved or restored last; None before.
+        bytes: Bytes of the checkpoint that was saved last.
+    """
+
+    last: int | None
+    bytes: int
+
+    def save(self, engine: LanguageEngine, state: dict[str, Any]) -> Any:
+        """Begin to write the ``engine``, and plain ``state`` beside it."""
+
+    def wait(self) -> None:
+        """Until all that was begun is on the disk."""
+
+    def restore(self, engine: LanguageEngine) -> dict[str, Any] | None:
+        """Put the newest checkpoint into the ``engine``; its state, or None where there is none."""
+
+    def steps(self) -> list[int]:
+        """Of whole checkpoints, ascending."""
+
+    def prune(self, keep: set[int]) -> None:
+        """Delete all but those of the steps to ``keep``."""
+
+
+@dataclass
+class _Window:
+    """Sums since the last record. Sums over the text and the last step are saved in checkpoints, times are not."""
+
+    loss: float = 0.0
+    targets: int = 0
+    imbalance: float = 0.0
+    delay: float = 0.0
+    steps: int = 0
+    gradient_norm: float | None = None
+    learning_rate: float = 0.0
+    timed_tokens: int = 0
+    timed_flops: float = 0.0
+    waiting: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def to_state(self) -> dict[str, Any]:
+        names = ("loss", "targets", "imbalance", "delay", "steps", "gradient_norm", "learning_rate")
+        return {name: getattr(self, name) for name in names}
+
+
+LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
+"""Called after every step with the newest record (empty at steps without one), the progress, and the steps of all."""
+
+
+class LanguageTrainer:
+    """Trains one model on one stream of iterations; every process of the mesh makes one and the same calls.
+
+    Args:
+        config: Settings of training.
+        engine: Weights, optimizer and mesh.
+        batches: Iterations to train on.
+        checkpoints: Store of checkpoints.
+        run: Run that records are written to, on rank 0; None on other ranks.
+        held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
+        held_out_bytes: Size of the held-out text in UTF-8, in bytes.
+        peak: Peak FLOP/s of one device in the blocks' precision; None if unknown.
+        guard: Guard that is told the position of the loop and holds requests to stop. If one process is asked to stop,
+            all stop after the step in progress. None for a loop without a guard.
+        watch: Function that draws progress, on rank 0.
+        recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
+
+    Attributes:
+        progress: Progress of training.
+    """
+
+    Config = LanguageTrainingConfig
+
+    def __init__(
+        self,
+        config: LanguageTrainingConfig,
+        engine: LanguageEngine,
+        batches: TextBatches,
+        checkpoints: Checkpoints,
+        run: Run | None = None,
+        *,
+        held_out: Microbatches | None = None,
+        held_out_bytes: int = 0,
+        peak: float | None = None,
+        guard: Watch | None = None,
+        watch: LanguageWatcher | None = None,
+        recipe: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
+        mesh = engine.mesh
+        if mesh.device_type == "cpu":
+            keep_freed_memory()
+        own = slice(mesh.copy, None, mesh.config.copies)
+        self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
+        self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
+        self.guard, self.watch, self.recipe = guard, watch, recipe
+        self.progress = LanguageProgress()
+        self._window = _Window()
+        self._board: Any = None
+        self._memory = float(peak_memory(mesh.device_type))
+        self._evaluated: tuple[int, LanguageEvaluation] | None = None
+        self._owes_evaluation = False  # one that was interrupted, between steps
+        self._recorded: set[tuple[str, int]] = set()  # kind and step of records before resuming
+
+    def resume(self) -> bool:
+        """Go to the newest checkpoint; False if there is none, and the run begins anew.
+
+        Raises:
+            CheckpointError: It is corrupt, or of another model.
+            DataError: It was written with other text.
+            RunError: The run is in use.
+        """
+        state = self.checkpoints.restore(self.engine)
+        if state is not None:
+            self.batches.load_state_dict(state["batches"])
+            self.progress = LanguageProgress(**state["progress"])
+            self._window = _Window(**state["window"])
+            self._owes_evaluation = state.get("owes_evaluation", False)
+        if self.run is not None:
+            with self.run.lock():
+                self.run.rewind_metrics(self.progress.step)
+                self._recorded = {(str(one.get("kind")), one.get("step", 0)) for one in self.run.metrics()}
+                if state is not None:
+                    # The run was killed after the checkpoint was complete and before its record was written.
+                    self._record("checkpoint", seconds=None, bytes=None)
+                    world = self.engine.mesh.config.world
+                    self.run.log({"kind": "resumed", "step": self.progress.step, "world": world})
+        return state is not None
+
+    def fit(self) -> LanguageReport:
+        """Train to the last step, to the end of the text, or until asked to stop.
+
+        Raises:
+            TrainingError: Too many steps in a row were not finite.
+            PeerError: Another rank is not heard of in time.
+            RunError: The disk is full or the run is in use.
+        """
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if self.run is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                stack.enter_context(self.run.lock())
+                folder = str(self.run.folder / "tensorboard")
+                self._board = stack.enter_context(
+                    contextlib.closing(SummaryWriter(folder, purge_step=self.progress.step + 1))
+                )
+            stack.enter_context(self.batches)
+            try:
+                ended, evaluation = self._train()
+            except BaseException as error:
+                with contextlib.suppress(RunError):  # a full disk, which may be the error itself
+                    self._tell("failed", error.what if isinstance(error, CordilleraError) else type(error).__name__)
+                raise
+            self._tell(ended)
+        return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
+
+    def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
+        """Take all steps, save the last checkpoint and run the last evaluation."""
+        evaluation = None
+        self._tell(None)
+        ended = self._steps()
+        if self.checkpoints.last != self.progress.step:
+            self._save()
+        if ended != "interrupted" and self.held_out:
+            evaluation = self._evaluate()
+            ended = ended if evaluation is not None else "interrupted"
+        self.checkpoints.wait()
+        self._prune()
+        if self.run is not None and evaluation is not None:
+            write_evaluation(self.run, **self._place(), found=evaluation)
+        return ended, evaluation
+
+    def evaluate(self) -> LanguageEvaluation:
+        """How well the weights predict what is held out; every rank calls it.
+
+        Raises:
+            TrainingError: Nothing is held out.
+            Interrupted: A rank was asked to stop.
+        """
+        if not self.held_out:
+            raise TrainingError("nothing was held out", where="held_out")
+        began = time.perf_counter()
+        parallel = self.engine.mesh.config
+        loss, targets = 0.0, 0
+        together = parallel.copies * parallel.pipeline
+        for first in range(0, len(self.held_out), together):
+            self._at(f"evaluation after step {self.progress.step}")
+            part, counted = self.engine.evaluate(self.held_out.neighbours(first, together))
+            loss, targets = loss + part, targets + counted
+            done = first + together
+            if done < len(self.held_out) and self._is_asked():
+                raise Interrupted(
+                    f"{done:,} of {len(self.held_out):,} microbatches of held-out text were evaluated",
+                    where=f"evaluation after step {self.progress.step}",
+                )
+        mean = loss / targets
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        bits = loss / math.log(2) / self.held_out_bytes if self.held_out_bytes else math.nan
+        return LanguageEvaluation(mean, perplexity, bits, targets, time.perf_counter() - began)
+
+    def _steps(self) -> _Ended:
+        config, progress = self.config, self.progress
+        self.engine.ledger.clear()
+        if self._owes_evaluation and self._evaluate() is None:
+            return "interrupted"
+        self._window.started = time.perf_counter()
+        while progress.step < config.steps:
+            asked = time.perf_counter()
+            iteration = next(self.batches, None)
+            self._window.waiting += time.perf_counter() - asked
+            if iteration is None:
+                if self._window.steps:
+                    self._log()
+                    self._window = _Window()
+                return "exhausted"
+            self._step(iteration)
+            is_asked = self._agree()
+            record = {}
+            is_last = progress.step >= config.steps
+            if is_last or self._is_due(config.log_every):
+                record, self._window = self._log(), _Window()
+            paused = time.perf_counter()
+            if self.held_out and not is_last and self._is_due(config.evaluate_every):
+                is_asked = self._evaluate() is None or is_asked
+            if not is_last and not is_asked and self._is_due(config.checkpoint_every):
+                self._save()
+            self._window.started += time.perf_counter() - paused
+            if self.watch is not None:
+                self.watch(record, progress, config.steps)
+            if is_asked and not is_last:
+                return "interrupted"
+        return "finished"
+
+    def _step(self, iteration: TextIteration) -> None:
+        config, progress, window = self.config, self.progress, self._window
+        self._at(f"step {progress.step + 1}")
+        rate = schedule(
+            progress.step, config.steps, warmup=config.warmup_steps, decay=config.decay, floor=config.final_rate
+        )
+        report = self.engine.step(iteration.microbatches, rate)
+        window.gradient_norm = report.gradient_norm if math.isfinite(report.gradient_norm) else None
+        window.learning_rate = rate * config.learning_rate
+        progress.step += 1
+        progress.tokens += iteration.tokens
+        progress.documents += iteration.documents
+        flops = training_flops(self.engine.model, [length for lengths in iteration.lengths for length in lengths])
+        window.steps += 1
+        window.timed_tokens += iteration.tokens
+        window.timed_flops += flops
+        window.imbalance += iteration.imbalance
+        window.delay += iteration.delay
+        if not report.is_skipped:
+            progress.stale = 0
+            window.loss += report.loss * report.targets
+            window.targets += report.targets
+            return
+        progress.stale += 1
+        if self.run is not None:
+            found = {"loss": report.loss, "gradient_norm": report.gradient_norm}
+            if self.engine.loss_scale is not None:
+                found["loss_scale"] = self.engine.loss_scale.value
+            self.run.log({"kind": "skipped", **self._place(), **found})
+        if progress.stale >= config.max_skipped:
+            self.checkpoints.wait()
+            kept = self.checkpoints.steps()[-1:]
+            raise TrainingError(
+                f"{progress.stale} steps in a row gave a loss or gradients that are not finite",
+                where=f"step {progress.step}",
+                remedy="start a new run with a lower training.learning_rate or more warmup_steps, or look at the text "
+                + ("at hand" if kept else "at hand; no checkpoint was written")
+                + "".join(f"; the checkpoint of step {step} is kept, and --resume goes on from it" for step in kept),
+            )
+
+    def _agree(self) -> bool:
+        """Whether any rank was asked to stop; and what each found out for itself, the largest of all."""
+        traffic = self.engine.ledger.total()
+        self.engine.ledger.clear()
+        is_asked = self.guard is not None and self.guard.should_stop
+        memory = float(peak_memory(self.engine.mesh.device_type))
+        numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, memory]
+        stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
+        self._window.communication += communication
+        self._window.exposed += exposed
+        return stop > 0
+
+    def _is_asked(self) -> bool:
+        """Whether any rank was asked to stop."""
+        own = self.guard is not None and self.guard.should_stop
+        return bool(self.engine.mesh.exchange([float(own)]).amax() > 0)
+
+    def _at(self, where: str) -> None:
+        if self.guard is not None:
+            self.guard.at(where)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _place(self) -> dict[str, int]:
+        return {"step": self.progress.step, "tokens": self.progress.tokens}
+
+    def _log(self) -> dict[str, Any]:
+        if self.run is None:
+            return {}
+        window, world = self._window, self.engine.mesh.config.world
+        seconds = max(time.perf_counter() - window.started, 1e-9)
+        speed = window.timed_flops / seconds
+        content: dict[str, Any] = {
+            "documents": self.progress.documents,
+            "loss": window.loss / window.targets if window.targets else math.nan,
+            "gradient_norm": window.gradient_norm,
+            "learning_rate": window.learning_rate,
+            "targets": window.targets,
+            "skipped": self.engine.skipped,
+            "seconds": seconds,
+            "steps": window.steps,
+            "tokens_per_second": window.timed_tokens / seconds,
+            "flops_per_second": speed,
+            "mfu": None if self.peak is None else speed / (self.peak * world),
+            "imbalance": window.imbalance / window.steps,
+            "delay": window.delay / window.steps,
+            "memory_bytes": int(self._memory),
+            "communication_seconds": window.communication,
+            "exposed_seconds": window.exposed,
+            "data_seconds": window.waiting,
+        }
+        record = self._record("train", **content)
+        self._draw({f"train/{key}": record[key] for key in _DRAWN if record[key] is not None})
+        return record
+
+    def _tell(self, ended: str | None, why: str = "") -> None:
+        """Write the progress of training to ``status.json``."""
+        if self.run is not None:
+            self.run.write_status(ended, self.progress.step, self.config.steps, why)
+
+    def _record(self, kind: str, **content: Any) -> dict[str, Any]:
+        """Write a record of this step, unless a resumed run has it already."""
+        record = {"kind": kind, **self._place(), **content}
+        if self.run is not None and (kind, self.progress.step) not in self._recorded:
+            self.run.log(record)
+        return record
+
+    def _draw(self, values: dict[str, float]) -> None:
+        assert self.run is not None
+        with disk_errors(self.run.folder / "tensorboard"):
+            for name, value in values.items():
+                self._board.add_scalar(name, value, self.progress.step)
+
+    def _evaluate(self) -> LanguageEvaluation | None:
+        """Evaluate and record it; None where a rank was asked to stop before its end."""
+        if self._evaluated is not None and self._evaluated[0] == self.progress.step:
+            return self._evaluated[1]  # the text ended after a step at which it was due
+        try:
+            found = self.evaluate()
+        except Interrupted:
+            self._owes_evaluation = self.progress.step < self.config.steps
+            return None
+        self._owes_evaluation = False
+        self._evaluated = (self.progress.step, found)
+        self.engine.ledger.clear()  # records of training tell its own traffic
+        if self.run is not None:
+            self._record("evaluation", split="validation", **found._asdict())
+            self._draw({"validation/loss": found.loss})
+        return found
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        state = {
+            **self._place(),
+            "progress": asdict(self.progress),
+            "window": self._window.to_state(),
+            "batches": self.batches.state_dict(),
+            "owes_evaluation": self._owes_evaluation,
+            "recipe": self.recipe,
+        }
+        self.checkpoints.save(self.engine, state)
+        self._prune()
+        self._record("checkpoint", seconds=time.perf_counter() - began, bytes=self.checkpoints.bytes)
+        self._tell(None)
+
+    def _prune(self) -> None:
+        """Remove all but the newest checkpoints; one that is being written does not count yet.
+
+        While steps are skipped nothing is removed, as the weights of the newest checkpoints may give no finite loss.
+        """
+        if self.run is not None and not self.progress.stale:
+            self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
+
+
+def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation) -> None:
+    """Write ``evaluation.json`` of a run.
+
+    Args:
+        run: The run.
+        step: After which its weights were evaluated.
+        tokens: Number of tokens that they had been trained on.
+        found: How well they did.
+    """
+    place = {"step": step, "tokens": tokens}
+    run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
+
+
+def peak_memory(device_type: str) -> int:
+    """The most bytes that this process had at a time: of the device, or of the host where that is the device.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+    """
+    if device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    # getrusage counts in what the process that started this one had until then
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

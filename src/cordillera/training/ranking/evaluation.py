@@ -1,0 +1,557 @@
+"""One pass over a split: metrics with intervals, calibration, score histogram and segments, as a value that is JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.errors import DataError, TrainingError
+from cordillera.files import parse_json
+from cordillera.run import Status
+from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals, wilson_interval
+from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
+
+SegmentColumns: TypeAlias = Mapping[str, tuple[Any, Sequence[str]]]
+SegmentFunction: TypeAlias = Callable[[RankingBatch], Mapping[str, Sequence[Any]]]
+
+_Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Samples with neighbouring scores.
+
+    Attributes:
+        count: Samples.
+        weight: Sum of their weights.
+        prediction: Weighted mean probability.
+        rate: Weighted mean label.
+        low: Lower end of Wilson's 95 % interval of ``rate``.
+        high: Upper end.
+    """
+
+    count: int
+    weight: float
+    prediction: float
+    rate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ScoreHistogram:
+    """How scores spread within either class.
+
+    Attributes:
+        edges: Bin edges in logits, one more than bins; equal steps.
+        negative: Weight of samples with label 0 in every bin.
+        positive: Weight of samples with label 1.
+    """
+
+    edges: list[float]
+    negative: list[float]
+    positive: list[float]
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """What is known about one task.
+
+    Attributes:
+        metrics: As :meth:`RankingMetrics.compute` gives them; NaN is undefined.
+        undefined: Metrics without a value, with the reason.
+        intervals: Confidence intervals by metric.
+        calibration: Bins of equal weight, by rising score; equal scores never part.
+        histogram: None without samples.
+    """
+
+    metrics: dict[str, float]
+    undefined: dict[str, str] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    calibration: list[CalibrationBin] = field(default_factory=list)
+    histogram: ScoreHistogram | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Metrics of the samples that share a value of a feature.
+
+    Attributes:
+        examples: Number of examples.
+        small: True if some task has too few samples of either class for its metrics to mean much.
+        tasks: Metrics by task.
+        intervals: Confidence intervals by task and metric.
+    """
+
+    examples: int
+    small: bool
+    tasks: dict[str, dict[str, float]]
+    intervals: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of :func:`evaluate`.
+
+    Attributes:
+        split: Name of the split.
+        examples: Number of evaluated samples.
+        seconds: Wall time of the pass, including loading.
+        examples_per_second: Samples evaluated per second; NaN without samples.
+        tasks: Metrics by task name.
+        segments: Metrics by feature and value, largest segments first.
+        level: Confidence level of the intervals.
+        unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
+        step: Number of training steps behind the evaluated weights; None if unknown.
+        steps: Number of steps that training was to take; None if unknown.
+    """
+
+    split: str
+    examples: int
+    seconds: float
+    examples_per_second: float
+    tasks: dict[str, TaskEvaluation]
+    segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
+    level: float = 0.95
+    unit: str = "sample"
+    step: int | None = None
+    steps: int | None = None
+
+    def age(self, status: Status | None, *, keeps_best: bool) -> str:
+        """Warning that training went on after these weights were evaluated; empty if it did not.
+
+        Args:
+            status: Status of the run.
+            keeps_best: Whether the run keeps its best weights, which may be older than the last ones.
+        """
+        if self.step is None or status is None or keeps_best or self.step == status.step:
+            return ""
+        return (
+            f"The evaluation is of the weights after step {self.step:,}, and training came to step {status.step:,} "
+            "since: `cordillera evaluate` makes a new one."
+        )
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Metrics by task name."""
+        return {task: dict(result.metrics) for task, result in self.tasks.items()}
+
+    def to_json(self) -> str:
+        """As strict JSON; NaN becomes null, infinities become the strings ``Infinity`` and ``-Infinity``."""
+        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Evaluation:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            DataError: the text is not an evaluation.
+        """
+        return cls.from_object(parse_json(text, "evaluation"), "evaluation")
+
+    @classmethod
+    def from_object(cls, raw: Any, where: str) -> Evaluation:
+        """Create an evaluation from the parsed output of :meth:`to_json`.
+
+        Args:
+            raw: Value of the JSON text.
+            where: Place of the text, for errors.
+
+        Raises:
+            DataError: the value is not an evaluation.
+        """
+        try:
+            return cls(
+                split=_text(raw["split"]),
+                examples=_count(raw["examples"]),
+                seconds=number(raw["seconds"]),
+                examples_per_second=number(raw["examples_per_second"]),
+                tasks={name: _task(task) for name, task in raw["tasks"].items()},
+                segments={
+                    feature: {value: _segment(segment, raw["tasks"]) for value, segment in values.items()}
+                    for feature, values in raw["segments"].items()
+                },
+                level=number(raw["level"]),
+                unit=_text(raw["unit"]),
+                step=None if raw.get("step") is None else _count(raw["step"]),
+                steps=None if raw.get("steps") is None else _count(raw["steps"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError, DataError) as error:
+            what = error.what if isinstance(error, DataError) else repr(error)
+            raise DataError(
+                f"is not an evaluation: {what}", where=where, remedy="write it again with `cordillera evaluate`"
+            ) from error
+
+
+def jsonable(value: Any) -> Any:
+    """Replace what strict JSON cannot hold: NaN by null, infinities by the strings ``Infinity`` and ``-Infinity``."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def number(value: Any) -> float:
+    """Read a number that :func:`jsonable` wrote.
+
+    Raises:
+        DataError: the value is not such a number, or its magnitude exceeds 1e300.
+    """
+    if value is None:
+        return math.nan
+    if value in ("Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or 1e300 < abs(value) < math.inf:
+        raise DataError(f"{str(value)[:40]!r} is no number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise DataError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _task(task: Mapping[str, Any]) -> TaskEvaluation:
+    bins = [{**_numbers(entry), "count": _count(entry["count"])} for entry in task["calibration"]]
+    histogram = None
+    if task["histogram"] is not None:
+        lists = {name: [number(one) for one in task["histogram"][name]] for name in ("edges", "negative", "positive")}
+        histogram = ScoreHistogram(**lists)
+        size = len(histogram.edges) - 1
+        if size < 1 or len(histogram.negative) != size or len(histogram.positive) != size:
+            raise DataError("a histogram needs one edge more than bins")
+    return TaskEvaluation(
+        metrics=_numbers(task["metrics"]),
+        undefined={_text(name): _text(why) for name, why in task["undefined"].items()},
+        intervals=_pairs(task["intervals"]),
+        calibration=[CalibrationBin(**entry) for entry in bins],  # type: ignore[arg-type]
+        histogram=histogram,
+    )
+
+
+def _segment(segment: Mapping[str, Any], tasks: Iterable[str]) -> Segment:
+    return Segment(
+        examples=_count(segment["examples"]),
+        small=bool(segment["small"]),
+        tasks={task: _numbers(segment["tasks"][task]) for task in tasks},
+        intervals={task: _pairs(pairs) for task, pairs in segment["intervals"].items()},
+    )
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value if isinstance(value, int) and number(value) == value else number(value)
+        for name, value in values.items()
+    }
+
+
+def _pairs(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    return {name: (number(low), number(high)) for name, (low, high) in values.items()}
+
+
+def evaluate(
+    score: Callable[[RankingBatch], Tensor],
+    loader: Iterable[RankingBatch],
+    tasks: Sequence[str],
+    *,
+    split: str = "test",
+    segments: SegmentColumns | SegmentFunction | None = None,
+    level: float = 0.95,
+    calibration_bins: int = 20,
+    histogram_bins: int = 40,
+    small_segment: int = 50,
+    most_segments: int = 50,
+) -> Evaluation:
+    """Score every batch and sum up how good the scores are.
+
+    Holds all logits in memory: 4 bytes a sample and task, and some 17 bytes a sample of bookkeeping.
+
+    Args:
+        score: Gives logits ``[B, tasks]`` of a batch. Runs without autograd; whether the model is in evaluation mode
+            and on which device it is, is the caller's business.
+        loader: Batches with labels.
+        tasks: Names of the logits' columns.
+        split: Name of the split, for the record.
+        segments: By feature either ``(codes, names)``, where ``codes`` holds a position in ``names`` for every row of
+            the data set (read at ``batch.rows``, or in order if batches have none); or a function of a batch that gives
+            one value a sample by feature.
+        level: Confidence of the intervals.
+        calibration_bins: Bins of equal weight.
+        histogram_bins: Bins of equal width in logits.
+        small_segment: Segments with fewer samples of either class in some task are marked small.
+        most_segments: So many of a feature's most frequent values are listed; the rest is one segment, ``(N others)``.
+
+    Returns:
+        The evaluation. An empty loader gives undefined metrics, not an error.
+
+    Raises:
+        TrainingError: logits are not finite; names the task, how many, and the first rows.
+        DataError: a batch has no labels, or shapes do not fit.
+    """
+    began = time.perf_counter()
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("logits", "labels", "weights", "groups", "rows")}
+    named: dict[str, list[Any]] = {}
+    seen = 0
+    with torch.no_grad():
+        for batch in loader:
+            size = len(batch)
+            logits = score(batch)
+            if batch.labels is None:
+                raise DataError("the batches have no labels to compare with", where=f"evaluation on {split}")
+            if tuple(logits.shape) != (size, len(tasks)) or tuple(batch.labels.shape) != (size, len(tasks)):
+                raise DataError(
+                    f"logits and labels must be [{size}, {len(tasks)}] for tasks {list(tasks)}, "
+                    f"got {tuple(logits.shape)} and {tuple(batch.labels.shape)}",
+                    where=f"evaluation on {split}",
+                )
+            parts["logits"].append(logits.detach().cpu().to(_keep(logits.dtype)).numpy())
+            parts["labels"].append(batch.labels.cpu().numpy())
+            if batch.weights is not None:
+                parts["weights"].append(batch.weights.cpu().to(torch.float64).numpy())
+            if batch.groups is not None:
+                parts["groups"].append(batch.groups.cpu().numpy())
+            rows = np.arange(seen, seen + size) if batch.rows is None else batch.rows.cpu().numpy()
+            parts["rows"].append(rows)
+            if callable(segments):
+                for feature, values in segments(batch).items():
+                    named.setdefault(feature, []).extend(values)
+            seen += size
+    seconds = time.perf_counter() - began
+    logits_all = np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["logits"]])
+    labels_all = np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["labels"]])
+    rows_all = np.concatenate([np.empty(0, np.int64), *parts["rows"]])
+    _refuse_non_finite(logits_all, rows_all, tasks, split)
+    weights = _optional(parts["weights"], seen, "weights", split)
+    groups = _optional(parts["groups"], seen, "groups", split)
+    results = {
+        task: _evaluate_task(
+            logits_all[:, t].astype(np.float64),
+            labels_all[:, t],
+            weights,
+            groups,
+            level,
+            calibration_bins,
+            histogram_bins,
+        )
+        for t, task in enumerate(tasks)
+    }
+    broken_down: dict[str, dict[str, Segment]] = {}
+    for feature, (codes, names) in _segment_codes(segments, named, rows_all, split).items():
+        broken_down[feature] = _evaluate_segments(
+            codes, names, logits_all, labels_all, weights, groups, tasks, level, small_segment, most_segments
+        )
+    return Evaluation(
+        split=split,
+        examples=seen,
+        seconds=seconds,
+        examples_per_second=seen / seconds if seen and seconds > 0 else math.nan,
+        tasks=results,
+        segments=broken_down,
+        level=level,
+        unit=interval_unit(groups),
+    )
+
+
+def _keep(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _optional(chunks: list[NDArray[Any]], size: int, name: str, split: str) -> NDArray[Any] | None:
+    if not chunks:
+        return None
+    whole = np.concatenate(chunks)
+    if whole.shape != (size,):
+        raise DataError(f"{name} must come with every batch or with none", where=f"evaluation on {split}")
+    return whole
+
+
+def _refuse_non_finite(logits: NDArray[Any], rows: NDArray[Any], tasks: Sequence[str], split: str) -> None:
+    bad = ~np.isfinite(logits)
+    if not bad.any():
+        return
+    details = []
+    for t, task in enumerate(tasks):
+        if count := int(bad[:, t].sum()):
+            first = rows[bad[:, t]][:5].tolist()
+            listing = ", ".join(map(str, first)) + (", ..." if count > 5 else "")
+            details.append(f"{count} of task '{task}' (rows {listing})")
+    raise TrainingError(
+        f"{int(bad.sum())} of {logits.size} logits are NaN or infinite: " + "; ".join(details),
+        where=f"evaluation on {split}",
+        remedy="look for the first step whose loss or gradient norm is not finite in metrics.jsonl; lower the learning "
+        "rate, clip gradients, or resume from an earlier checkpoint",
+    )
+
+
+def _evaluate_task(
+    logits: _Floats,
+    labels: NDArray[Any],
+    weights: _Floats | None,
+    groups: NDArray[Any] | None,
+    level: float,
+    calibration_bins: int,
+    histogram_bins: int,
+) -> TaskEvaluation:
+    metrics = RankingMetrics()
+    metrics.update(logits, labels, weights, groups)
+    positive = labels == 1
+    w = np.ones(logits.size) if weights is None else weights
+    return TaskEvaluation(
+        metrics=metrics.compute(),
+        undefined=metrics.undefined(),
+        intervals=metric_intervals(logits, positive, w, groups, level),
+        calibration=calibration_table(logits, positive, w, calibration_bins),
+        histogram=score_histogram(logits, positive, w, histogram_bins),
+    )
+
+
+def calibration_table(
+    logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 20
+) -> list[CalibrationBin]:
+    """Compare predicted probabilities with observed rates in bins of equal weight.
+
+    Args:
+        logits: ``float64 [B]``, finite.
+        positive: ``bool [B]``.
+        weights: ``float64 [B]``, at least 0.
+        bins: At most so many; fewer where equal scores, which never part, fill a bin by themselves.
+
+    Returns:
+        Bins by rising score.
+    """
+    keep = weights > 0
+    logits, positive, weights = logits[keep], positive[keep], weights[keep]
+    if not logits.size:
+        return []
+    _, place = np.unique(logits, return_inverse=True)
+    mass = np.bincount(place, weights=weights)
+    middle = (np.cumsum(mass) - mass / 2) / mass.sum()
+    bin_of_score = np.minimum((middle * bins).astype(np.int64), bins - 1)
+    chosen = bin_of_score[place]
+    sums = [
+        np.bincount(chosen, weights=values, minlength=bins)
+        for values in (np.ones_like(weights), weights, weights * sigmoid(logits), weights * positive, weights**2)
+    ]
+    table = []
+    for count, weight, predicted, ones, squares in zip(*(column.tolist() for column in sums), strict=True):
+        if count:
+            low, high = wilson_interval(ones / weight, weight * weight / squares)
+            table.append(CalibrationBin(int(count), weight, predicted / weight, ones / weight, low, high))
+    return table
+
+
+def score_histogram(
+    logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 40
+) -> ScoreHistogram | None:
+    """Histogram of logits by class, in equal steps from the smallest to the largest.
+
+    Args:
+        logits: ``float64 [B]``, finite.
+        positive: ``bool [B]``.
+        weights: ``float64 [B]``.
+        bins: Number of bins.
+
+    Returns:
+        The histogram; None without samples.
+    """
+    if not logits.size:
+        return None
+    low, high = float(logits.min()), float(logits.max())
+    if high - low < 1e-6:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, bins + 1)
+    counts = [np.histogram(logits[side], edges, weights=weights[side])[0] for side in (~positive, positive)]
+    return ScoreHistogram(edges.tolist(), counts[0].tolist(), counts[1].tolist())
+
+
+def _segment_codes(
+    segments: SegmentColumns | SegmentFunction | None, named: dict[str, list[Any]], rows: NDArray[Any], split: str
+) -> dict[str, tuple[NDArray[np.int64], list[str]]]:
+    result: dict[str, tuple[NDArray[np.int64], list[str]]] = {}
+    if segments is None:
+        return result
+    if callable(segments):
+        for feature, values in named.items():
+            if len(values) != rows.size:
+                raise DataError(
+                    f"segment '{feature}' has {len(values)} values for {rows.size} samples",
+                    where=f"evaluation on {split}",
+                )
+            found, places = np.unique(np.array([str(value) for value in values], dtype=object), return_inverse=True)
+            result[feature] = places.astype(np.int64), [str(value) for value in found]
+        return result
+    for feature, (column, names) in segments.items():
+        codes = np.asarray(column)
+        if rows.size and (int(rows.max()) >= codes.size or int(rows.min()) < 0):
+            raise DataError(
+                f"segment '{feature}' describes {codes.size} rows, but row {int(rows.max())} was evaluated",
+                where=f"evaluation on {split}",
+            )
+        chosen = codes[rows].astype(np.int64)
+        if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(names):
+            raise DataError(
+                f"segment '{feature}' has {len(names)} names, but codes {int(chosen.min())} to {int(chosen.max())}",
+                where=f"evaluation on {split}",
+            )
+        result[feature] = chosen, [str(name) for name in names]
+    return result
+
+
+def _evaluate_segments(
+    codes: NDArray[np.int64],
+    names: list[str],
+    logits: NDArray[Any],
+    labels: NDArray[Any],
+    weights: _Floats | None,
+    groups: NDArray[Any] | None,
+    tasks: Sequence[str],
+    level: float,
+    small: int,
+    most: int,
+) -> dict[str, Segment]:
+    counts = np.bincount(codes, minlength=len(names))
+    ranking = [int(code) for code in np.argsort(-counts, kind="stable") if counts[code]]
+    listed, rest = ranking[:most], ranking[most:]
+    if len(rest) == 1:
+        listed, rest = ranking, []
+    order = np.argsort(codes, kind="stable")
+    ends = np.cumsum(counts)
+    members: dict[str, NDArray[np.int64]] = {}
+    for code in listed:
+        name = names[code] if names[code] not in members else f"{names[code]} [{code}]"
+        members[name] = order[ends[code] - counts[code] : ends[code]]
+    if rest:
+        members[f"({len(rest)} others)"] = np.flatnonzero(np.isin(codes, rest))
+    result = {}
+    for name, chosen in members.items():
+        metrics, intervals, few = {}, {}, False
+        w = None if weights is None else weights[chosen]
+        g = None if groups is None else groups[chosen]
+        for t, task in enumerate(tasks):
+            x, y = logits[chosen, t].astype(np.float64), labels[chosen, t]
+            streaming = RankingMetrics()
+            streaming.update(x, y, w, g)
+            metrics[task] = streaming.compute()
+            intervals[task] = metric_intervals(x, y == 1, np.ones(x.size) if w is None else w, g, level)
+            few |= bool(min((y == 1).sum(), (y == 0).sum()) < small)
+        result[name] = Segment(int(chosen.size), few, metrics, intervals)
+    return result

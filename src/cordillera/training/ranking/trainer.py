@@ -1,0 +1,757 @@
+"""The loop that learns: batches in, updates out, and every interruption survived.
+
+One step is: batch, forward under the chosen precision, weighted loss, backward, clip, AdamW for dense parameters, one
+fused exact update for the tables. Everything a step depends on (weights, moments, counters, random state, position in
+the data) is in a checkpoint, and the order of the data is a function of seed and epoch, so a resumed run takes the same
+steps that an uninterrupted one would have taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from torch import Tensor
+from torch.nn import functional
+
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.data.ranking.loader import Loader
+from cordillera.distributed.job.job import stopped_by_signals
+from cordillera.errors import CheckpointError, CordilleraError, DependencyError, TrainingError
+from cordillera.kernels.host_memory import keep_freed_memory
+from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
+from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
+from cordillera.numerics.emulation.scaling import LossScale
+from cordillera.numerics.emulation.weight_storage import WeightStorage
+from cordillera.numerics.formats.cast_checks import self_test
+from cordillera.numerics.formats.precision import Precision
+from cordillera.run import Run, RunError, check_recipe, disk_errors, recipe_state
+from cordillera.training import checkpoints
+from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics
+
+_LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
+
+TRAINING_PROBE = "training-probe.safetensors"
+"""In a run's folder: what its linear layers were given while it was trained."""
+
+DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainingConfig(BaseModel):
+    """Settings of training.
+
+    Attributes:
+        epochs: Passes over the training split.
+        max_steps: Largest number of steps, whatever ``epochs`` says.
+        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32`` does
+            everything in float32.
+        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs
+            ``precision = "fp32"``. Evaluation and scoring are in float32.
+        learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
+        betas: AdamW's decay rates, at least 0 and below 1.
+        eps: AdamW's denominator term.
+        weight_decay: AdamW's decoupled weight decay, applied to matrices only.
+        warmup_fraction: Share of all steps over which rates rise linearly from zero.
+        decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
+        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
+        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not
+            in the norm.
+        task_weights: Weight of each task's loss, by task name; null for ones.
+        patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
+            null to never stop early and keep the last weights.
+        evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
+        checkpoint_every: Steps between checkpoints, beside those at evaluations; null for none.
+        log_every: Steps between records of the training loss.
+        progressive: Whether to predict every batch before training on it and report those predictions' metrics (for
+            streams).
+        progressive_window: Number of samples in a window of the progressive metrics.
+        compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+        probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
+            The statistics take 8 bytes for each pair of a layer's inputs, in checkpoints too.
+        probe_marginals: Whether to keep quantiles of each input too, for layers of up to 2048 inputs, from which
+            ``cordillera probe`` draws inputs with the observed tails and zeros.
+        emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    epochs: int = Field(1, ge=1, le=10**9)
+    max_steps: int | None = Field(None, ge=1, le=10**12)
+    precision: Precision = "bf16"
+    plan: str | None = None
+    learning_rate: float = Field(1e-3, gt=0)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_fraction: float = Field(0.0, ge=0, le=1)
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final_rate: float = Field(0.0, ge=0, le=1)
+    gradient_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
+    task_weights: dict[str, FiniteFloat] | None = None
+    patience: int | None = Field(None, ge=1, le=10**12)
+    evaluate_every: int | None = Field(None, ge=1, le=10**12)
+    checkpoint_every: int | None = Field(None, ge=1, le=10**12)
+    log_every: int = Field(20, ge=1, le=10**12)
+    progressive: bool = False
+    progressive_window: int = Field(10_000, ge=1, le=10**9)
+    compile: bool = False
+    probe_every: int = Field(0, ge=0)
+    probe_marginals: bool = False
+    emulate: EmulationConfig | None = None
+
+    @model_validator(mode="after")
+    def _emulates_from_float32(self) -> TrainingConfig:
+        if self.probe_every and self.compile:
+            raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
+        if self.emulate is not None:
+            self.emulate.check(self.precision, self.compile)
+        return self
+
+    @model_validator(mode="after")
+    def _plans_are_for_float32(self) -> TrainingConfig:
+        if self.plan is not None and (self.precision != "fp32" or self.compile or self.emulate is not None):
+            raise ValueError("a plan is for float32: set precision = 'fp32', compile = false, and emulate nothing")
+        return self
+
+
+@dataclass
+class Progress:
+    """Where a training stands. Everything in it is in the checkpoint.
+
+    Attributes:
+        step: Updates done.
+        epoch: The epoch in progress, from 0.
+        batch: Batches of that epoch already used.
+        examples: Samples used.
+        best: Lowest mean NE on the validation split so far.
+        best_step: The step of ``best``.
+        stale: Evaluations since ``best``.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    examples: int = 0
+    best: float = math.inf
+    best_step: int | None = None
+    stale: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**self.__dict__, "best": None if math.isinf(self.best) else self.best}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """Undo :meth:`to_state`."""
+        return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
+
+
+@dataclass
+class Report:
+    """How a training ended.
+
+    Attributes:
+        ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
+        progress: Progress at the end.
+        seconds: Wall time of this process's share.
+        probing_seconds: Of it, spent on statistics of what layers are given.
+    """
+
+    ended: Literal["finished", "early", "interrupted"]
+    progress: Progress
+    seconds: float
+    probing_seconds: float = 0.0
+
+
+@dataclass
+class _Window:
+    """What happened since the last log record. Sums are checkpointed, clocks are not."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    gradient_norm: float = 0.0
+    examples: int = 0
+    timed: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    waiting: float = 0.0
+
+    def to_state(self) -> dict[str, float]:
+        return {"loss": self.loss, "weight": self.weight, "examples": self.examples}
+
+
+Watcher = Callable[[dict[str, Any], Progress, int], None]
+
+
+def select_device(name: str) -> torch.device:
+    """The device that a recipe's ``device`` names; ``auto`` takes a GPU if there is one.
+
+    Raises:
+        DependencyError: the named device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DependencyError(
+            "no CUDA device is usable here", where=f"device = {name!r}", remedy="use device = 'auto' or 'cpu'"
+        )
+    return device
+
+
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """The autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def emulated(
+    emulate: EmulationConfig | None, step: int = 0, loss_scale: LossScale | None = None
+) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
+    """The region in which products are emulated: that of a config, or nothing without one.
+
+    Args:
+        emulate: The format, or None.
+        step: Number of the training step.
+        loss_scale: As it stands, or None.
+    """
+    if emulate is None:
+        return contextlib.nullcontext()
+    return EmulatedProducts(emulate, step, 1.0 if loss_scale is None else loss_scale.value)
+
+
+def scorer(
+    model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
+) -> Callable[[RankingBatch], Tensor]:
+    """A function from a batch to logits, without gradients and in evaluation mode.
+
+    Args:
+        model: Model that scores.
+        device: Device of the model.
+        precision: ``bf16`` or ``fp32``.
+        emulate: The number format to emulate, if any.
+
+    Returns:
+        A function that takes a :class:`RankingBatch` and gives ``float32 [B, tasks]`` on the CPU.
+    """
+
+    def score(batch: RankingBatch) -> Tensor:
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode(), autocast(device, precision), emulated(emulate):
+                return model(batch.to(device)).float().cpu()
+        finally:
+            model.train(was_training)
+
+    return score
+
+
+def weighted_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, task_weights: Tensor | None
+) -> tuple[Tensor, float]:
+    """Mean binary cross-entropy over samples, summed over tasks.
+
+    Args:
+        logits: ``[B, tasks]``; taken to float32.
+        labels: ``float32 [B, tasks]`` of zeros and ones.
+        weights: ``float32 [B]`` sample weights or None.
+        task_weights: ``float32 [tasks]`` or None.
+
+    Returns:
+        The scalar loss and the samples' total weight. If that is zero the loss is zero: such a batch teaches nothing.
+    """
+    losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+    if task_weights is not None:
+        losses = losses * task_weights
+    losses = losses.sum(1)
+    if weights is None:
+        return losses.mean(), float(losses.numel())
+    total = float(weights.sum())
+    return (losses * weights).sum() / (total or 1.0), total
+
+
+class Trainer:
+    """Trains one model on one data set into one run folder.
+
+    Args:
+        config: Settings of training.
+        model: Model to train; it is moved to ``device``. If a number format is emulated, its weights are rounded to
+            that format.
+        training: Batches of the training split.
+        validation: Batches of the validation split, or None to evaluate nothing.
+        run: Run that records and checkpoints are written to.
+        tasks: Names of the labels.
+        device: Device to compute on.
+        watch: Function called after every step with the newest log record (empty at steps that log nothing), the
+            progress and the total number of steps; draws progress bars.
+        recipe: Recipe of the model and its training. It is saved in checkpoints, and a checkpoint of another recipe is
+            not resumed. None to save no recipe.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: RankingModel,
+        training: Loader,
+        validation: Loader | None,
+        run: Run,
+        *,
+        tasks: Sequence[str],
+        device: torch.device,
+        watch: Watcher | None = None,
+        recipe: BaseModel | None = None,
+    ) -> None:
+        self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
+        self.recipe = recipe
+        self.training, self.validation, self.watch = training, validation, watch
+        if device.type == "cpu":
+            keep_freed_memory()
+        self.model = model.to(device)
+        self.optimizer = build_adamw(
+            model,
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self.tables = embedding_tables(model)
+        self.dense = dense_parameters(model)
+        self.storage: WeightStorage | None = None
+        if config.emulate is not None:
+            self_test(device.type)
+            self.storage = WeightStorage(config.emulate, self._stored_weights())
+        self.loss_scale = None if config.emulate is None else config.emulate.make_loss_scale()
+        self.probe: Probe | None = None
+        if config.probe_every:
+            looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
+            self.probe = Probe(model, looks)
+        self.progress = Progress()
+        self._window = _Window()
+        epochs = config.epochs * len(training)
+        self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
+        self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
+        self._stop = threading.Event()
+        unknown = sorted(set(config.task_weights or {}) - set(self.tasks))
+        if unknown:
+            raise TrainingError(
+                f"names no task: {unknown}", where="training.task_weights", remedy=f"tasks are {list(self.tasks)}"
+            )
+        self._task_weights = (
+            torch.tensor([config.task_weights.get(task, 1.0) for task in self.tasks], device=device)
+            if config.task_weights
+            else None
+        )
+        if config.compile:
+            model.score = torch.compile(model.score)  # type: ignore[method-assign]
+
+    def _stored_weights(self) -> dict[str, Tensor]:
+        """What a number format is chosen for: matrices and tables. Biases and norms are vectors."""
+        matrices: dict[str, Tensor] = {name: weight for name, weight in self.dense.items() if weight.dim() >= 2}
+        return matrices | {f"{name}.weight": tables.weight for name, tables in self.tables.items()}
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        names = {id(parameter): name for name, parameter in self.dense.items()}
+        for parameter, moments in self.optimizer.state.items():
+            for key, value in moments.items():
+                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+        if self.storage is not None:
+            tensors |= {f"storage.{name}": kept for name, kept in self.storage.state_dict().items()}
+        tensors |= checkpoints.random_state()
+        state = {**self.progress.to_state(), "total_steps": self.total_steps, "window": self._window.to_state()}
+        if self.recipe is not None:
+            state["recipe"] = recipe_state(self.recipe)
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        if self.probe is not None:
+            state["probe"], more = checkpoints.pack(self.probe.state_dict(), "probe")
+            tensors |= more
+        if self.progressive is not None:
+            state["progressive"], more = checkpoints.pack(self.progressive.state_dict(), "progressive")
+            tensors |= more
+        return tensors, state
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step; the newest and the best checkpoints are kept, others deleted.
+
+        Raises:
+            TrainingError: a weight or a moment is NaN or infinite; nothing is written or deleted then.
+        """
+        tensors, state = self._state()
+        learnt = {name: tensor for name, tensor in tensors.items() if name.startswith(_LEARNT)}
+        if (found := checkpoints.not_finite(learnt)) is not None:
+            raise TrainingError(
+                f"{found} after step {self.progress.step}; no checkpoint was written of it",
+                where=str(self.run.folder),
+                remedy=self._way_on(),
+            )
+        checkpoints.save(self.run.checkpoints, tensors, state)
+        keep = {self.progress.step}
+        if self.progress.best_step is not None:
+            keep.add(self.progress.best_step)
+        checkpoints.prune(self.run.checkpoints, keep)
+        self.run.write_status(None, self.progress.step, self.total_steps)
+
+    def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
+        """Go to a checkpoint.
+
+        Args:
+            checkpoint: What :func:`cordillera.training.checkpoints.load` gave.
+            weights_only: Take the model's weights and leave optimizer, counters and random state as they are.
+
+        Raises:
+            CheckpointError: it was written for another model.
+        """
+        load_weights(self.model, checkpoint)
+        if weights_only:
+            return
+        for name, parameter in self.dense.items():
+            prefix = f"optimizer.{name}."
+            moments = {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
+            if moments:
+                # AdamW's fused kernel wants moments beside the parameter and its step count as a tensor.
+                self.optimizer.state[parameter] = {k: v.clone().to(self.device) for k, v in moments.items()}
+        if self.storage is not None:
+            prefix = "storage."
+            self.storage.load_state_dict(
+                {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
+            )
+        self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
+        self._window = _Window(**checkpoint.state["window"])
+        if self.loss_scale is not None and "loss_scale" in checkpoint.state:
+            self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
+        if self.probe is not None and "probe" in checkpoint.state:
+            self.probe.load_state_dict(checkpoints.unpack(checkpoint.state["probe"], checkpoint.tensors))
+        if self.progressive is not None and "progressive" in checkpoint.state:
+            self.progressive.load_state_dict(checkpoints.unpack(checkpoint.state["progressive"], checkpoint.tensors))
+        checkpoints.restore_random_state(checkpoint.tensors)
+
+    def resume(self) -> bool:
+        """Restore the newest checkpoint of the run; returns False if there is none.
+
+        Raises:
+            CheckpointError: the newest checkpoint is corrupt.
+            RunError: another process trains the run, or the recipe has changed since the checkpoint was written.
+        """
+        with self.run.lock():
+            available = checkpoints.steps(self.run.checkpoints)
+            if available:
+                newest = checkpoints.load(checkpoints.folder_of(self.run.checkpoints, available[-1]))
+                if self.recipe is not None:
+                    check_recipe(newest.state.get("recipe"), self.recipe, self.run.recipe_file)
+                self.restore(newest)
+            self.run.rewind_metrics(self.progress.step, without="probe")  # a training has one such record, at its end
+            return bool(available)
+
+    def stop(self) -> None:
+        """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
+        self._stop.set()
+
+    def fit(self) -> Report:
+        """Train to the end, to the end of patience, or to a signal.
+
+        Returns:
+            How it ended. Unless interrupted, the model holds the weights that the run stands for: the best ones with
+            ``patience``, the last ones without.
+
+        Raises:
+            TrainingError: the loss is not finite.
+            RunError: the disk is full or the run is in use.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.run.lock())
+            stack.enter_context(self._status())
+            stack.enter_context(stopped_by_signals(self._stop))
+            with disk_errors(self.run.folder / "tensorboard"):
+                board = SummaryWriter(str(self.run.folder / "tensorboard"), purge_step=self.progress.step + 1)
+            stack.enter_context(contextlib.closing(board))
+            self.model.train()
+            ended = self._epochs(board)
+            if ended == "interrupted":
+                if self.progress.step not in checkpoints.steps(self.run.checkpoints):
+                    self.save()
+            elif self.config.patience is not None and self.progress.best_step not in (None, self.progress.step):
+                best = checkpoints.folder_of(self.run.checkpoints, self.progress.best_step or 0)
+                self.restore(checkpoints.load(best), weights_only=True)
+            if self.progressive is not None:
+                self.run.write_json("progressive.json", self.progressive.compute())
+            probing = self._write_probe(finished=ended != "interrupted")
+            self.run.write_status(ended, self.progress.step, self.total_steps)
+        return Report(ended, self.progress, time.perf_counter() - began, probing)
+
+    @contextlib.contextmanager
+    def _status(self) -> Iterator[None]:
+        """Write to ``status.json`` that training goes on, and the error if one ends it."""
+        self.run.write_status(None, self.progress.step, self.total_steps)
+        try:
+            yield
+        except BaseException as error:
+            why = error.what if isinstance(error, CordilleraError) else type(error).__name__
+            with contextlib.suppress(RunError):  # a full disk, which may be the error itself
+                self.run.write_status("failed", self.progress.step, self.total_steps, why)
+            raise
+
+    def _way_on(self) -> str:
+        """Remedy for numbers that are not finite."""
+        saved = checkpoints.steps(self.run.checkpoints)
+        return (
+            "lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use precision = "
+            "'fp32', in a new run; "
+            + (f"the checkpoint of step {saved[-1]} is intact" if saved else "there is no checkpoint yet")
+        )
+
+    def _write_probe(self, finished: bool) -> float:
+        """Write what the probe gathered when training has ended; seconds that gathering took this process."""
+        if self.probe is None:
+            return 0.0
+        seconds = sum(statistics.seconds for statistics in self.probe.inputs.values())
+        if finished:
+            with disk_errors(self.run.folder / TRAINING_PROBE):
+                self.probe.save(self.run.folder / TRAINING_PROBE)
+        place = {"step": self.progress.step, "epoch": self.progress.epoch}
+        self.run.log({"kind": "probe", **place, "looks": self.probe.looks, "seconds": seconds})
+        return seconds
+
+    def _epochs(self, board: Any) -> Literal["finished", "early", "interrupted"]:
+        config, progress = self.config, self.progress
+        if config.patience is not None and progress.stale >= config.patience:
+            return "early"
+        while progress.step < self.total_steps:
+            batches = self.training.epoch(progress.epoch, progress.batch)
+            with contextlib.closing(batches):  # type: ignore[type-var]
+                asked = time.perf_counter()
+                for batch in batches:
+                    self._window.waiting += time.perf_counter() - asked
+                    self._step(batch, self._window)
+                    record = {}
+                    if self._is_due(config.log_every):
+                        record, self._window = self._log(self._window, board), _Window()
+                    last = progress.step >= self.total_steps
+                    end_of_epoch = progress.batch >= len(self.training)
+                    if end_of_epoch:
+                        progress.epoch, progress.batch = progress.epoch + 1, 0
+                    every = config.evaluate_every
+                    if last or (end_of_epoch if every is None else self._is_due(every)):
+                        paused = time.perf_counter()
+                        self._evaluate(board)
+                        self.save()
+                        self._window.started += time.perf_counter() - paused
+                        if config.patience is not None and progress.stale >= config.patience:
+                            return "early"
+                    elif config.checkpoint_every is not None and self._is_due(config.checkpoint_every):
+                        self.save()
+                    if self.watch is not None:
+                        self.watch(record, progress, self.total_steps)
+                    if self._stop.is_set() and not last:
+                        return "interrupted"
+                    if last or end_of_epoch:
+                        break
+                    asked = time.perf_counter()
+                else:
+                    raise TrainingError(
+                        f"the loader ended after {progress.batch} of {len(self.training)} batches", where="data"
+                    )
+        return "finished"
+
+    def _is_due(self, every: int) -> bool:
+        return self.progress.step % every == 0
+
+    def _step(self, batch: RankingBatch, window: _Window) -> None:
+        progress, config = self.progress, self.config
+        if batch.labels is None:
+            raise TrainingError("the batch has no labels", where="training")
+        if self.progressive is not None:
+            logits = scorer(self.model, self.device, config.precision, config.emulate)(batch)
+            for window_metrics in self.progressive.update(logits, batch.labels, batch.weights, batch.groups):
+                self.run.log(
+                    {"kind": "progressive", "step": progress.step + 1, "epoch": progress.epoch, **window_metrics}
+                )
+        factor = schedule(
+            progress.step,
+            self.total_steps,
+            warmup=round(config.warmup_fraction * self.total_steps),
+            decay=config.decay,
+            floor=config.final_rate,
+        )
+        moved = batch.to(self.device, non_blocking=True)
+        assert moved.labels is not None
+        if self.probe is not None:
+            self.probe.step()
+        with emulated(config.emulate, progress.step, self.loss_scale) as products:
+            with autocast(self.device, config.precision):
+                logits = self.model(moved)
+            loss, weight = weighted_loss(logits, moved.labels, moved.weights, self._task_weights)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                self._refuse(value, batch)
+            loss.backward()
+        if self.probe is not None:
+            self.probe.close()
+        if self.loss_scale is None or products is None or not self._overflows(products, value):
+            self._change_weights(factor, window)
+        progress.step += 1
+        progress.batch += 1
+        progress.examples += len(batch)
+        window.loss += value * weight
+        window.weight += weight
+        window.examples += len(batch)
+        window.timed += len(batch)
+
+    def _overflows(self, products: EmulatedProducts, loss: float) -> bool:
+        """Adapt the loss scale; whether gradients are infinite with it, in which case they are forgotten."""
+        assert self.loss_scale is not None
+        if products.overflowed:
+            place = {"step": self.progress.step + 1, "epoch": self.progress.epoch}
+            self.run.log({"kind": "skipped", **place, "loss": loss, "loss_scale": self.loss_scale.value})
+            self.optimizer.zero_grad(set_to_none=True)
+            for tables in self.tables.values():
+                tables.discard()
+        self.loss_scale.update(products.overflowed)
+        return products.overflowed
+
+    def _change_weights(self, factor: float, window: _Window) -> None:
+        config = self.config
+        if config.gradient_clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
+            window.gradient_norm = float(norm)
+        elif (self.progress.step + 1) % config.log_every == 0:
+            window.gradient_norm = float(
+                torch.nn.utils.get_total_norm([p.grad for p in self.dense.values() if p.grad is not None])
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * factor
+        self._update(factor)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _update(self, factor: float) -> None:
+        rows = None
+        if self.storage is not None:
+            rows = {f"{name}.weight": tables.pending_rows() for name, tables in self.tables.items()}
+            self.storage.before_update(rows)
+        self.optimizer.step()
+        for tables in self.tables.values():
+            tables.update(factor)
+        if self.storage is not None:
+            self.storage.after_update(self.progress.step + 1, rows)
+
+    def _refuse(self, value: float, batch: RankingBatch) -> None:
+        rows = (
+            ""
+            if batch.rows is None or not len(batch.rows)
+            else f", rows {int(batch.rows.min())} to {int(batch.rows.max())}"
+        )
+        raise TrainingError(
+            f"the loss became {value} at step {self.progress.step + 1} (epoch {self.progress.epoch + 1}{rows}); "
+            "no update was made from it",
+            where=str(self.run.folder),
+            remedy=self._way_on(),
+        )
+
+    def _log(self, window: _Window, board: Any) -> dict[str, Any]:
+        seconds = time.perf_counter() - window.started
+        progress = self.progress
+        record = {
+            "kind": "train",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "examples": progress.examples,
+            "loss": window.loss / window.weight if window.weight else math.nan,
+            "gradient_norm": window.gradient_norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else math.nan,
+            "examples_per_second": window.timed / seconds,
+            "data_fraction": window.waiting / seconds,
+            "seconds": seconds,
+        }
+        self.run.log(record)
+        for key in ("loss", "gradient_norm", "learning_rate", "examples_per_second"):
+            board.add_scalar(f"train/{key}", record[key], progress.step)
+        return record
+
+    def _evaluate(self, board: Any) -> None:
+        if self.validation is None:
+            return
+        progress, began = self.progress, time.perf_counter()
+        metrics = {task: RankingMetrics() for task in self.tasks}
+        score = scorer(self.model, self.device, self.config.precision, self.config.emulate)
+        for batch in self.validation.epoch():
+            logits = score(batch)
+            if batch.labels is None:
+                raise TrainingError("the validation split has no labels", where="validation")
+            for column, task in enumerate(self.tasks):
+                metrics[task].update(logits[:, column], batch.labels[:, column], batch.weights, batch.groups)
+        results = {task: metric.compute() for task, metric in metrics.items()}
+        record = {
+            "kind": "evaluation",
+            "split": "validation",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "examples": progress.examples,
+            "tasks": results,
+            "seconds": time.perf_counter() - began,
+        }
+        self.run.log(record)
+        for task, values in results.items():
+            for key in ("ne", "auc", "calibration"):
+                board.add_scalar(f"validation/{task}/{key}", values[key], progress.step)
+        mean = sum(values["ne"] for values in results.values()) / len(results)
+        if math.isnan(mean) and self.config.patience is not None:
+            undefined = [task for task, values in results.items() if math.isnan(values["ne"])]
+            raise TrainingError(
+                f"NE is undefined for {undefined}: all labels of the validation split are of one class",
+                where="validation",
+                remedy="choose another split (data.split), or set training.patience to null",
+            )
+        if mean < progress.best:
+            progress.best, progress.best_step, progress.stale = mean, progress.step, 0
+        else:
+            progress.stale += 1
+
+
+def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> None:
+    """Put a checkpoint's weights into a model.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model; the message names the first difference.
+    """
+    saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
+    try:
+        model.load_state_dict(saved)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"holds another model: {str(error).splitlines()[-1].strip()}",
+            where=str(checkpoint.folder),
+            remedy="use the recipe that stands in the run's folder",
+        ) from error
+
+
+def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
+    """The checkpoint that a finished run stands for.
+
+    Args:
+        run: The run.
+        use_best: True for the step of the lowest validation NE, False for the newest.
+
+    Raises:
+        CheckpointError: there is none, or it is corrupt.
+    """
+    available = checkpoints.steps(run.checkpoints)
+    if not available:
+        raise CheckpointError(
+            "holds no checkpoint", where=str(run.checkpoints), remedy="train first: `cordillera train RECIPE`"
+        )
+    newest = checkpoints.load(checkpoints.folder_of(run.checkpoints, available[-1]))
+    best = newest.state.get("best_step")
+    if not use_best or best in (None, newest.step):
+        return newest
+    return checkpoints.load(checkpoints.folder_of(run.checkpoints, int(best)))

@@ -1,0 +1,379 @@
+"""Which runs an IsoFLOP study needs, and the study that trains them.
+
+A budget is spent on models of several sizes, each trained on as many tokens as the budget pays for; the sizes lie on
+both sides of the expected optimum, so that a parabola through their losses has its minimum between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cordillera.errors import DataError, Interrupted, PlanError, TrainingError
+from cordillera.models.language.llama import LlamaConfig, ffn_width, parameter_count
+from cordillera.run import Run, RunError, disk_errors, write_atomically
+from cordillera.training.scaling.isoflop import FEWEST_SIZES, amount, measure_language, power
+from cordillera.training.scaling.isoflop_chart import plot
+from cordillera.training.scaling.isoflop_laws import IsoFlopStudy, study
+
+FlopsCounter = Callable[[LlamaConfig, Sequence[int]], float]
+"""Training FLOPs of documents of these lengths, attention within them counted."""
+
+_SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "tied")
+# Budgets closer than this could not be told apart by what their runs cost in the end.
+_APART = 1.25
+_WIDTH_OF_LAYER = 24
+
+
+def ladder(
+    base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = 8, allow_gaps: bool = False
+) -> list[LlamaConfig]:
+    """Models of one family, evenly spaced by the logarithm of their size.
+
+    A model has about a layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
+    has its own keys and values. The size is that of all parameters but an embedding which is not the head as well:
+    those that multiply every token, besides some norms.
+
+    Args:
+        base: Vocabulary, context, tied head and rotary positions of all.
+        smallest: Size of the first.
+        largest: Size of the last.
+        count: How many.
+        head_dim: Width of a head; widths of models are multiples of it.
+        allow_gaps: Leave out sizes that the family lacks. The smallest ones are far apart: their head is most of them.
+
+    Raises:
+        PlanError: The family has no ``count`` sizes between the two, and gaps are not allowed.
+    """
+    if not 0 < smallest < largest or count < 2:
+        raise PlanError(f"{count} sizes from {smallest:g} to {largest:g} parameters are no ladder", where="ladder")
+    family = _family(base, largest, head_dim)
+    step = math.log(largest / smallest) / (count - 1)
+    rungs: list[LlamaConfig] = []
+    for aim in (smallest * math.exp(step * rung) for rung in range(count)):
+
+        def unfit(config: LlamaConfig, aim: float = aim) -> float:
+            shape = abs(math.log(config.hidden / config.layers / _WIDTH_OF_LAYER))
+            return abs(math.log(_size(config) / aim)) + 0.3 * shape
+
+        near = [config for config in family if abs(math.log(_size(config) / aim)) < step / 2]
+        if not near and allow_gaps:
+            continue
+        if not near:
+            raise PlanError(
+                f"a model of about {amount(aim)} parameters, in widths of whole heads of {head_dim}, is not to be had",
+                where="ladder",
+                remedy="ask for fewer sizes or larger ones, or a smaller vocabulary: its head alone has "
+                f"{base.vocabulary:,} parameters for each unit of width",
+            )
+        rungs.append(min(near, key=unfit))
+    return rungs
+
+
+def _size(config: LlamaConfig) -> int:
+    return parameter_count(config) - (0 if config.tied else config.vocabulary * config.hidden)
+
+
+def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfig]:
+    """All shapes up to about twice the largest size."""
+    family: list[LlamaConfig] = []
+    smallest_of_width, heads = 0, 0
+    while smallest_of_width <= 2 * largest:
+        heads += 1
+        hidden = heads * head_dim
+        fewest = max(1, math.ceil(hidden / (2 * _WIDTH_OF_LAYER)))
+        most = max(1, 2 * hidden // _WIDTH_OF_LAYER)
+        shape = {"hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": None}
+        shape |= {"ffn": ffn_width(hidden, multiple_of=16)}
+        of_width = [
+            LlamaConfig.model_validate(base.model_dump() | shape | {"layers": n}) for n in range(fewest, most + 1)
+        ]
+        smallest_of_width = _size(of_width[0])
+        family += of_width
+    return family
+
+
+def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
+    """Where the optimum of a budget is looked for: ``D = r N`` and ``C = 6 N D`` (``r = 20``: Hoffmann et al. 2022).
+
+    Args:
+        budget: FLOPs.
+        tokens_per_parameter: ``r``. Small vocabularies and small models ask for more; a first study says.
+    """
+    return math.sqrt(budget * tokens_per_parameter / 6)
+
+
+def sizes_for(
+    base: LlamaConfig,
+    budgets: Sequence[float],
+    *,
+    per_budget: int = 6,
+    tokens_per_parameter: float = 20.0,
+    span: float = 4.0,
+    head_dim: int = 8,
+) -> list[LlamaConfig]:
+    """A :func:`ladder` with about so many sizes around the expected optimum of every budget, with gaps where the
+    family has none.
+
+    Args:
+        base: As there.
+        budgets: FLOPs.
+        per_budget: Sizes wanted for each.
+        tokens_per_parameter: See :func:`expected_tokens`.
+        span: Of the largest size over the optimum, and of the optimum over the smallest; less than that of
+            :func:`plan_runs`, which counts attention too.
+        head_dim: As there.
+
+    Raises:
+        PlanError: A budget is not positive.
+    """
+    optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in _ordered(budgets)]
+    smallest, largest = optima[0] / span, optima[-1] * span
+    count = 1 + math.ceil((per_budget - 1) * math.log(largest / smallest) / (2 * math.log(span)))
+    return ladder(base, smallest, largest, count, head_dim=head_dim, allow_gaps=True)
+
+
+def _ordered(budgets: Sequence[float]) -> list[float]:
+    if not budgets or not all(math.isfinite(budget) and budget > 0 for budget in budgets):
+        raise PlanError(f"budgets must be numbers of FLOPs above 0, got {list(budgets)}", where="--budget")
+    return sorted(budgets)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study.
+
+    Attributes:
+        name: Of its folder.
+        budget: FLOPs that it is to cost.
+        model: Its sizes.
+        steps: Updates.
+        warmup_steps: Of these.
+        tokens: That it will see.
+        compute: FLOPs that it will cost in whole steps.
+    """
+
+    name: str
+    budget: float
+    model: LlamaConfig
+    steps: int
+    warmup_steps: int
+    tokens: int
+    compute: float
+
+    @property
+    def overrides(self) -> list[str]:
+        """What this run changes in the recipe."""
+        values = {f"model.{key}": getattr(self.model, key) for key in _SHAPES}
+        values |= {"training.steps": self.steps, "training.warmup_steps": self.warmup_steps}
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def plan_runs(
+    budgets: Sequence[float],
+    sizes: Sequence[LlamaConfig],
+    *,
+    training_flops: FlopsCounter,
+    lengths: Sequence[int],
+    tokens_per_step: int,
+    most_tokens: int | None = None,
+    tokens_per_parameter: float = 20.0,
+    span: float = 6.0,
+    fewest_steps: int = 100,
+    fewest_sizes: int = FEWEST_SIZES + 1,
+    warmup: float = 0.05,
+) -> list[PlannedRun]:
+    """Choose sizes, tokens and steps for every budget.
+
+    Args:
+        budgets: FLOPs.
+        sizes: To choose from, as of :func:`ladder`, or presets.
+        training_flops: Counts FLOPs as the training loop does.
+        lengths: Of a sample of the documents, in tokens, as they are trained on.
+        tokens_per_step: Tokens of an update, on average.
+        most_tokens: That the text has; None for no bound.
+        tokens_per_parameter: Where the optimum is expected; see :func:`expected_tokens`.
+        span: Tokens at most, and at least, over those of the expected optimum.
+        fewest_steps: Runs with fewer say little of a size; they are not planned.
+        fewest_sizes: Of a budget; three make a parabola, every further one tells of its noise.
+        warmup: Part of the steps.
+
+    Returns:
+        Runs by rising budget and size.
+
+    Raises:
+        PlanError: Budgets are not positive or lie too close, or one has too few sizes, or none on a side of the
+            expected optimum.
+    """
+    ordered = _ordered(budgets)
+    for low, high in itertools.pairwise(ordered):
+        if high < _APART * low:
+            raise PlanError(
+                f"{power(low)} and {power(high)} FLOPs lie too close to be told apart",
+                where="--budget",
+                remedy="choose budgets two to four times as large as one another",
+            )
+    total = sum(lengths)
+    if total < 1 or tokens_per_step < 1:
+        raise PlanError("there are no tokens to plan with", where="IsoFLOP plan")
+    rates = sorted(((training_flops(size, lengths) / total, size) for size in sizes), key=lambda pair: pair[0])
+    planned = []
+    for budget in ordered:
+        optimum = expected_tokens(budget, tokens_per_parameter)
+        runs, refused = [], []
+        for rate, size in rates:
+            steps = round(budget / rate / tokens_per_step)
+            tokens = steps * tokens_per_step
+            told = f"{parameter_count(size):,} parameters"
+            if not optimum / span <= budget / rate <= optimum * span:
+                continue
+            if steps < fewest_steps:
+                refused.append(f"{told} would train for {steps} steps, fewer than {fewest_steps}")
+            elif most_tokens is not None and tokens > most_tokens:
+                refused.append(f"{told} would need {tokens:,} tokens of the text's {most_tokens:,}")
+            else:
+                name = f"{power(budget)}-{size.layers}x{size.hidden}"
+                warmup_steps = round(warmup * steps)
+                runs.append(PlannedRun(name, budget, size, steps, warmup_steps, tokens, tokens * rate))
+        _check(budget, optimum, span, runs, refused, fewest_sizes)
+        planned += runs
+    return planned
+
+
+def _check(
+    budget: float, optimum: float, span: float, runs: Sequence[PlannedRun], refused: Sequence[str], fewest: int
+) -> None:
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise PlanError("two sizes have as many layers and the same width", where="sizes", remedy="leave one out")
+    wanted = (
+        f"sizes that take {amount(optimum / span)} to {amount(optimum * span)} tokens, of about "
+        f"{amount(budget / 6 / optimum / span)} to {amount(budget / 6 / optimum * span)} parameters"
+    )
+    reasons = "".join(f"; {reason}" for reason in refused)
+    if len(runs) < fewest:
+        raise PlanError(
+            f"{len(runs)} of the sizes fit, fewer than {fewest}{reasons}",
+            where=f"budget {power(budget)}",
+            remedy=f"give {wanted}" + (", smaller steps, or a larger budget" if refused else ""),
+        )
+    tokens = [run.tokens for run in runs]
+    if not min(tokens) < optimum < max(tokens):
+        side = "below" if max(tokens) <= optimum else "above"
+        raise PlanError(
+            f"all sizes take tokens {side} the expected optimum of {amount(optimum)}{reasons}",
+            where=f"budget {power(budget)}",
+            remedy=f"give {wanted}",
+        )
+
+
+@dataclass(frozen=True)
+class IsoFlopOutcome:
+    """What a study left behind.
+
+    Attributes:
+        folder: Where the runs, ``isoflop.json`` and the plots are.
+        study: Curves and laws.
+        plot: Their drawing.
+    """
+
+    folder: Path
+    study: IsoFlopStudy
+    plot: Path
+
+
+def train_plan(
+    plan: Sequence[PlannedRun],
+    folder: Path,
+    train: Callable[[list[str], Path], Run],
+    *,
+    agrees: Callable[[list[str], Path], bool] = lambda overrides, folder: True,
+    target: float | None = None,
+    title: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> IsoFlopOutcome:
+    """Train what is planned, fit, draw, and write ``isoflop.json``.
+
+    Finished runs are not trained again. A run whose training fails is left out and named.
+
+    Args:
+        plan: See :func:`plan_runs`.
+        folder: Of the study; runs lie in it by name.
+        train: Trains the recipe with these overrides into this folder, or goes on with what it finds there.
+        agrees: Whether the run in this folder is of the recipe with these overrides; asked of all before any is
+            trained.
+        target: FLOPs to foretell the best split of.
+        title: Above the drawing.
+        say: Called with one line of text for each run.
+
+    Raises:
+        RunError: A folder holds a run of another plan.
+        Interrupted: Training was.
+        DataError: The text of a run ended early, or nothing could be trained.
+    """
+    for planned in plan:
+        place = folder / planned.name
+        if (place / "recipe.toml").is_file() and not agrees(planned.overrides, place):
+            raise _other_plan(place)
+    total = sum(run.compute for run in plan)
+    say(f"{len(plan)} runs, {power(total)} training FLOPs in all")
+    runs, failed = [], {}
+    for number, planned in enumerate(plan, 1):
+        place = folder / planned.name
+        head = f"[{number}/{len(plan)}] {planned.name}"
+        if _is_done(place, planned):
+            say(f"{head}: done before")
+            run = Run(place)
+        else:
+            size = parameter_count(planned.model)
+            say(f"{head}: {size:,} parameters, {planned.tokens:,} tokens in {planned.steps} steps")
+            try:
+                run = train(planned.overrides, place)
+            except TrainingError as error:
+                failed[planned.name] = error.what
+                say(f"{head}: left out: {error.what}")
+                continue
+        _check_run(run, planned)
+        runs.append(run)
+    result = study(measure_language(runs), target=target, left_out=failed)
+    drawing = folder / "isoflop.png"
+    with disk_errors(drawing):
+        plot(result, [drawing, folder / "isoflop.svg"], title=title)
+    write_atomically(folder / "isoflop.json", result.to_json() + "\n")
+    return IsoFlopOutcome(folder, result, drawing)
+
+
+def _is_done(folder: Path, planned: PlannedRun) -> bool:
+    """Whether a run was evaluated after its last step; one that was stopped may have been evaluated as well."""
+    if not (folder / "evaluation.json").is_file():
+        return False
+    return bool(Run(folder).read_json("evaluation.json")["step"] >= planned.steps)
+
+
+def _check_run(run: Run, planned: PlannedRun) -> None:
+    if not (run.folder / "evaluation.json").is_file():
+        raise Interrupted(
+            "this run is not finished; everything is saved",
+            where=str(run.folder),
+            remedy="give the same command again to go on",
+        )
+    config = run.read_json("model.json")["config"]
+    if any(config.get(key) != getattr(planned.model, key) for key in _SHAPES):
+        raise _other_plan(run.folder)
+    step = run.read_json("evaluation.json")["step"]
+    if step != planned.steps:
+        raise DataError(
+            f"ended at step {step} of {planned.steps}",
+            where=str(run.folder),
+            remedy="give more text or smaller budgets; a run of another plan needs another --run folder",
+        )
+
+
+def _other_plan(folder: Path) -> RunError:
+    return RunError(
+        "holds a run of another recipe or plan", where=str(folder), remedy="choose another --run folder for this study"
+    )

@@ -1,0 +1,535 @@
+"""How quality follows compute: power laws fitted to NE (or a loss) against FLOPs, with honest intervals.
+
+The law is ``y = floor + a * x ** b``. The exponent keeps the sign that the data gives it: a loss that falls with
+compute has ``b < 0``. Wukong (Zhang et al. 2024) prints its fit as ``y = -100 + 99.56 x ** 0.00071`` for the relative
+log loss in percent over GFLOP an example; with that sign the loss would rise with compute, while its own Table 5 falls.
+The law that its table supports is ``y = -100 + 99.56 x ** -0.00071``: the same figures with the true sign.
+
+Seeds of one size are averaged before the fit and the interval of the exponent comes from the scatter of sizes about the
+line, so ten seeds of three sizes count as three points. What seeds alone would move is given separately.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+from rich.table import Table
+
+from cordillera.errors import DataError
+from cordillera.reports.page import read_object, read_recipe
+from cordillera.run import Run
+from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_Floats = NDArray[np.float64]
+_FEWEST_SIZES = 3
+_COLOURS = ("#1f5fa8", "#b8520f", "#2a7d4f", "#7a4aa8", "#8a6d00", "#b03060")
+_STYLE: Any = {
+    "svg.hashsalt": "cordillera",
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names of models are not formulas
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One trained model.
+
+    Attributes:
+        model: Which family it belongs to; one law is fitted to each.
+        flops: Training FLOPs an example (any unit, the same for all).
+        value: NE or a loss.
+        seed: The repetition, or None.
+    """
+
+    model: str
+    flops: float
+    value: float
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """The fit ``y = floor + scale * x ** exponent``.
+
+    Attributes:
+        scale: ``a``.
+        exponent: ``b``, with the sign that the data has.
+        exponent_low: Lower end of the exponent's interval (Student's t over sizes).
+        exponent_high: Upper end.
+        floor: What remains at infinite compute.
+        floor_fitted: Whether the floor was fitted rather than given.
+        seed_low: Lower end of the exponent's percentile interval when seeds are drawn again within each size; NaN
+            unless every size has at least two.
+        seed_high: Upper end.
+        level: Confidence of both intervals.
+        r_squared: Of the size means; of ``log(y - floor)`` with a given floor, of ``y`` with a fitted one.
+        x: Sizes, rising.
+        y: Mean value of each.
+        residuals: ``y`` minus the law, for each size.
+        repetitions: Seeds of each size.
+        decades: ``log10`` of the largest over the smallest size.
+        warnings: Why the fit may mean less than it seems.
+        centre: Mean of ``log(x)``.
+        covariance: Covariance of ``(floor, log(scale * exp(centre) ** exponent), exponent)``.
+    """
+
+    scale: float
+    exponent: float
+    exponent_low: float
+    exponent_high: float
+    floor: float
+    floor_fitted: bool
+    seed_low: float
+    seed_high: float
+    level: float
+    r_squared: float
+    x: list[float]
+    y: list[float]
+    residuals: list[float]
+    repetitions: list[int]
+    decades: float
+    warnings: list[str]
+    centre: float
+    covariance: list[list[float]]
+
+    def predict(self, x: Any) -> _Floats:
+        """The law at ``x`` (an array or a number)."""
+        return self.floor + self.scale * np.asarray(x, dtype=np.float64) ** self.exponent
+
+    def band(self, x: Any) -> tuple[_Floats, _Floats]:
+        """Lower and upper end of the interval of the law itself (not of new runs) at ``x``."""
+        distance = np.log(np.asarray(x, dtype=np.float64)) - self.centre
+        above = self.predict(x) - self.floor
+        covariance = np.array(self.covariance)
+        degrees = len(self.x) - (3 if self.floor_fitted else 2)
+        quantile = float(scipy.stats.t.ppf((1 + self.level) / 2, degrees))
+        if self.floor_fitted:
+            slope = np.stack([np.ones_like(above), above, above * distance])
+            half = quantile * np.sqrt(np.einsum("i...,ij,j...->...", slope, covariance, slope))
+            return self.floor + above - half, self.floor + above + half
+        slope = np.stack([np.ones_like(above), distance])
+        half = quantile * np.sqrt(np.einsum("i...,ij,j...->...", slope, covariance[1:, 1:], slope))
+        return self.floor + above * np.exp(-half), self.floor + above * np.exp(half)
+
+    @property
+    def falls(self) -> bool:
+        """True if the whole interval of the exponent is below zero: more compute helps."""
+        return self.exponent_high < 0
+
+    @property
+    def summary(self) -> str:
+        """The fit in one line."""
+        floor = (
+            f"{self.floor:.6g}{' (fitted)' if self.floor_fitted else ''} + " if self.floor or self.floor_fitted else ""
+        )
+        return (
+            f"y = {floor}{self.scale:.6g} * x^{self.exponent:.5g}; exponent {100 * self.level:g} % interval "
+            f"[{self.exponent_low:.5g}, {self.exponent_high:.5g}], {len(self.x)} sizes over {self.decades:.2f} decades"
+            f", R^2 {self.r_squared:.3f}" + "".join(f"; WARNING: {warning}" for warning in self.warnings)
+        )
+
+
+def fit_power_law(
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    floor: float | None = 0.0,
+    floor_bounds: tuple[float, float] | None = None,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> PowerLaw:
+    """Fit ``y = floor + a * x ** b``.
+
+    With a given floor: ordinary least squares of ``log(mean y - floor)`` on ``log x``, one point a size, Student's
+    interval with ``sizes - 2`` degrees of freedom. With a fitted floor: least squares in ``y`` (in log space a floor
+    going to minus infinity would always fit best), interval from the Jacobian with ``sizes - 3``.
+
+    Args:
+        x: FLOPs of each run, positive. Runs of equal ``x`` are repetitions of one size.
+        y: NE or loss of each run.
+        floor: A known floor (the Bayes-optimal NE; 0 for a plain power law), or None to fit it.
+        floor_bounds: Where a fitted floor may lie. Default: from 0 (or below the smallest ``y`` if that is negative) to
+            the smallest mean ``y``.
+        level: Confidence.
+        resamples: Draws of the seed-level bootstrap (given floor only).
+        seed: Of those draws.
+
+    Returns:
+        The fit.
+
+    Raises:
+        DataError: lengths differ, values are not finite or not positive where they must be, there are fewer than three
+            sizes (four with a fitted floor), or a mean lies at or below the floor.
+    """
+    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if xs.ndim != 1 or xs.shape != ys.shape:
+        raise DataError(
+            f"x and y must be lists of one length, got shapes {xs.shape} and {ys.shape}", where="scaling law"
+        )
+    if not (np.isfinite(xs).all() and np.isfinite(ys).all() and (xs > 0).all()):
+        wrong = int(np.flatnonzero(~(np.isfinite(xs) & np.isfinite(ys) & (xs > 0)))[0])
+        raise DataError(
+            f"point {wrong} is ({xs[wrong]}, {ys[wrong]}); FLOPs must be positive and values finite",
+            where="scaling law",
+            remedy="leave out runs that diverged and say so",
+        )
+    sizes, place = np.unique(xs, return_inverse=True)
+    needed = _FEWEST_SIZES + (floor is None)
+    if sizes.size < needed:
+        raise DataError(
+            f"{sizes.size} sizes cannot show a law with {needed - 1} parameters; at least {needed} are needed",
+            where="scaling law",
+            remedy="train more sizes" + (", or give the floor" if floor is None else ""),
+        )
+    repetitions = np.bincount(place)
+    means = np.bincount(place, weights=ys) / repetitions
+    logs = np.log(sizes)
+    decades = float((logs[-1] - logs[0]) / math.log(10))
+    warnings = []
+    if decades < 1:
+        warnings.append(f"the sizes span {decades:.2f} decades of FLOPs; less than one says little about a law")
+    if sizes.size == needed:
+        warnings.append(f"{sizes.size} sizes leave one degree of freedom, so the interval is very wide")
+    if floor is None:
+        floor, start, exponent, covariance, at_bound = _fit_floor(logs, means, floor_bounds)
+        if at_bound:
+            warnings.append(f"the fitted floor sits on its bound ({floor:.6g}); the data does not determine it")
+        degrees, fitted = sizes.size - 3, True
+    else:
+        _above(means, floor, sizes)
+        start, exponent, covariance = _least_squares(logs, np.log(means - floor))
+        degrees, fitted = sizes.size - 2, False
+    centre = float(logs.mean())
+    half = float(scipy.stats.t.ppf((1 + level) / 2, degrees)) * math.sqrt(covariance[2, 2])
+    scale = math.exp(start - exponent * centre)
+    law = floor + np.exp(start + exponent * (logs - centre))
+    if fitted:
+        r_squared = _r_squared(means, law)
+        seeds = (math.nan, math.nan)
+    else:
+        r_squared = _r_squared(np.log(means - floor), np.log(law - floor))
+        seeds = _seed_interval(logs, ys, place, repetitions, floor, level, resamples, seed)
+    return PowerLaw(
+        scale=scale,
+        exponent=exponent,
+        exponent_low=exponent - half,
+        exponent_high=exponent + half,
+        floor=float(floor),
+        floor_fitted=fitted,
+        seed_low=seeds[0],
+        seed_high=seeds[1],
+        level=level,
+        r_squared=r_squared,
+        x=sizes.tolist(),
+        y=means.tolist(),
+        residuals=(means - law).tolist(),
+        repetitions=repetitions.tolist(),
+        decades=decades,
+        warnings=warnings,
+        centre=centre,
+        covariance=covariance.tolist(),
+    )
+
+
+def _above(means: _Floats, floor: float, sizes: _Floats) -> None:
+    if (means <= floor).any():
+        wrong = int(np.flatnonzero(means <= floor)[0])
+        raise DataError(
+            f"the mean at {sizes[wrong]:g} FLOPs is {means[wrong]:.6g}, which is not above the floor {floor:.6g}",
+            where="scaling law",
+            remedy="check that the floor is of the same test set, or fit it (floor = None)",
+        )
+
+
+def _least_squares(logs: _Floats, targets: _Floats) -> tuple[float, float, _Floats]:
+    """Value at the centre, slope, and the covariance of (no floor, value, slope)."""
+    distance = logs - logs.mean()
+    spread = float(distance @ distance)
+    start, slope = float(targets.mean()), float(distance @ targets) / spread
+    residual = targets - start - slope * distance
+    noise = float(residual @ residual) / (logs.size - 2)
+    return start, slope, np.diag([0.0, noise / logs.size, noise / spread])
+
+
+def _fit_floor(
+    logs: _Floats, means: _Floats, bounds: tuple[float, float] | None
+) -> tuple[float, float, float, _Floats, bool]:
+    span = float(means.max() - means.min()) or abs(float(means[0])) or 1.0
+    smallest = float(means.min())
+    low, high = bounds or (0.0 if smallest > 0 else smallest - 10 * span, smallest)
+    high = min(high, smallest)
+    if not low < high:
+        raise DataError(
+            f"the floor's bounds ({low:g}, {high:g}) leave no room below the smallest mean {smallest:.6g}",
+            where="scaling law",
+        )
+    distance = logs - logs.mean()
+
+    def errors(parameters: _Floats) -> _Floats:
+        floor, start, exponent = parameters
+        return (floor + np.exp(start + exponent * distance) - means) / span
+
+    best = None
+    for share in (0.02, 0.3, 0.7, 0.97):
+        floor = low + share * (high - low)
+        # Only a start: the smallest mean may sit on the upper bound, hence the little air.
+        start, exponent, _ = _least_squares(logs, np.log(means - floor + 1e-3 * span))
+        limits = ([low, -np.inf, -np.inf], [high, np.inf, np.inf])
+        found = scipy.optimize.least_squares(
+            errors,
+            [floor, start, exponent],
+            bounds=limits,
+            x_scale=[span, 1.0, 1.0],
+            xtol=1e-14,
+            ftol=1e-14,
+            gtol=1e-14,
+            max_nfev=2000,
+        )
+        if best is None or found.cost < best.cost:
+            best = found
+    assert best is not None  # there is more than one start
+    floor, start, exponent = best.x
+    noise = 2 * best.cost / (logs.size - 3)
+    covariance = noise * np.linalg.pinv(best.jac.T @ best.jac)
+    at_bound = min(floor - low, high - floor) < 1e-6 * (high - low)
+    return float(floor), float(start), float(exponent), covariance, bool(at_bound)
+
+
+def _r_squared(values: _Floats, law: _Floats) -> float:
+    total = float(((values - values.mean()) ** 2).sum())
+    return 1 - float(((values - law) ** 2).sum()) / total if total > 0 else math.nan
+
+
+def _seed_interval(
+    logs: _Floats,
+    ys: _Floats,
+    place: NDArray[np.int64],
+    repetitions: NDArray[np.int64],
+    floor: float,
+    level: float,
+    resamples: int,
+    seed: int,
+) -> tuple[float, float]:
+    if int(repetitions.min()) < 2 or resamples < 1:
+        return math.nan, math.nan
+    random = np.random.default_rng(seed)
+    draws = np.empty((resamples, logs.size))
+    for size in range(logs.size):
+        values = ys[place == size]
+        draws[:, size] = values[random.integers(0, values.size, (resamples, values.size))].mean(axis=1)
+    usable = draws[(draws > floor).all(axis=1)]
+    if not usable.size:
+        return math.nan, math.nan
+    distance = logs - logs.mean()
+    slopes = np.log(usable - floor) @ distance / float(distance @ distance)
+    low, high = np.quantile(slopes, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class ScalingStudy:
+    """Laws of several models over one measure.
+
+    Attributes:
+        measurements: All runs.
+        laws: By model; models whose law could not be fitted are in ``failures``.
+        failures: Why, by model.
+        metric: What ``value`` is.
+        unit: What ``flops`` counts.
+    """
+
+    measurements: list[Measurement]
+    laws: dict[str, PowerLaw]
+    failures: dict[str, str] = field(default_factory=dict)
+    metric: str = "NE"
+    unit: str = "training FLOPs an example"
+
+    def to_json(self) -> str:
+        """As strict JSON; NaN becomes null."""
+        return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
+
+    def to_table(self) -> Table:
+        """Sizes with mean, seeds and residual, for the terminal."""
+        table = Table()
+        for heading in ("model", self.unit, self.metric, "seeds", "law", "residual"):
+            table.add_column(heading, justify="left" if heading == "model" else "right")
+        for model, law in self.laws.items():
+            rows = zip(law.x, law.y, law.repetitions, law.residuals, strict=True)
+            for x, y, count, residual in rows:
+                table.add_row(model, f"{x:,.0f}", f"{y:.5f}", str(count), f"{y - residual:.5f}", f"{residual:+.5f}")
+        return table
+
+    @property
+    def summary(self) -> str:
+        """One line a model."""
+        lines = [f"{model}: {law.summary}" for model, law in self.laws.items()]
+        return "\n".join([*lines, *(f"{model}: no law ({why})" for model, why in self.failures.items())])
+
+
+def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne") -> list[Measurement]:
+    """Read training FLOPs and a test metric from finished runs.
+
+    Args:
+        runs: Runs with ``model.json`` and ``evaluation.json``.
+        task: Default: the only task, or the mean over tasks if there are several.
+        metric: Its name in the evaluation.
+
+    Raises:
+        DataError: a run lacks one of the files, the task or the metric.
+    """
+    measurements = []
+    for run in runs:
+        for name in ("model.json", "evaluation.json"):
+            if not (run.folder / name).exists():
+                raise DataError(f"has no {name}", where=str(run.folder), remedy="let the run finish first")
+        card, path = read_object(run.folder / "model.json"), run.folder / "evaluation.json"
+        evaluation = Evaluation.from_object(read_object(path), str(path))
+        tasks = list(evaluation.tasks) if task is None else [task]
+        try:
+            values = [evaluation.tasks[name].metrics[metric] for name in tasks]
+            flops = number(card["training_flops"])
+        except KeyError as error:
+            raise DataError(f"does not hold {error}", where=str(run.folder)) from error
+        seed = read_recipe(run)[1].get("seed")
+        measurements.append(Measurement(str(card.get("name")), flops, math.fsum(values) / len(values), seed))
+    return measurements
+
+
+def study(
+    measurements: Sequence[Measurement],
+    *,
+    floor: float | None = 0.0,
+    metric: str = "NE",
+    unit: str = "training FLOPs an example",
+    level: float = 0.95,
+) -> ScalingStudy:
+    """Fit one law a model, in the order in which models first appear.
+
+    Args:
+        measurements: Runs of all models.
+        floor: See :func:`fit_power_law`.
+        metric: What the values are, for labels.
+        unit: What the FLOPs count, for labels.
+        level: Confidence.
+    """
+    laws, failures = {}, {}
+    for model in dict.fromkeys(entry.model for entry in measurements):
+        members = [entry for entry in measurements if entry.model == model]
+        try:
+            x, y = [entry.flops for entry in members], [entry.value for entry in members]
+            laws[model] = fit_power_law(x, y, floor=floor, level=level)
+        except DataError as error:
+            failures[model] = error.what
+    return ScalingStudy(list(measurements), laws, failures, metric, unit)
+
+
+def plot(
+    result: ScalingStudy,
+    paths: Sequence[Path],
+    *,
+    bayes: float | None = None,
+    references: Mapping[str, float] | None = None,
+    title: str | None = None,
+) -> None:
+    """Draw the measurements of all models with their laws and the laws' intervals.
+
+    Args:
+        result: What to draw.
+        paths: Where to; the suffix chooses the format (``.png``, ``.svg``).
+        bayes: Value of the best possible model, drawn as a line.
+        references: More horizontal lines, by label.
+        title: Above the drawing.
+    """
+    save_figure(lambda: _draw(result, bayes, references or {}, title), paths)
+
+
+def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
+    """Write a drawing in the style of all laws; equal drawings give equal files.
+
+    Args:
+        draw: Makes a new figure.
+        paths: Where to; the suffix chooses the format (``.png``, ``.svg``).
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        for path in paths:
+            # Saving adjusts the layout, so each file gets a figure of its own and depends on no other.
+            figure = draw()
+            beside = path.with_name(f".{path.name}.tmp")
+            # Without a date, equal measurements give equal files.
+            metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+            try:
+                figure.savefig(beside, format=path.suffix[1:], dpi=160, metadata=metadata)
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
+
+
+def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, float], title: str | None) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    models = list(dict.fromkeys(entry.model for entry in result.measurements))
+    lines = dict(references) | ({} if bayes is None else {"Bayes-optimal": bayes})
+    values = [entry.value for entry in result.measurements if math.isfinite(entry.value)]
+    # A reference far from the measurements would press them into a line: it is named in the legend instead.
+    reach = 3 * (max(values) - min(values))
+    near = {label: value for label, value in lines.items() if min(values) - reach <= value <= max(values) + reach}
+    for label, value in near.items():
+        axes.axhline(value, color="#5a6672", linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+        axes.annotate(label, (0, value), xycoords=("axes fraction", "data"), xytext=(4, 4),
+                      textcoords="offset points", color="#44505c", fontsize=9.5)  # fmt: skip
+    for index, model in enumerate(models):
+        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        members = [entry for entry in result.measurements if entry.model == model]
+        sizes = sorted({entry.flops for entry in members})
+        means = [np.mean([entry.value for entry in members if entry.flops == size]) for size in sizes]
+        if len(members) > len(sizes):
+            axes.scatter([entry.flops for entry in members], [entry.value for entry in members], s=9, color=colour,
+                         alpha=0.4, linewidths=0, zorder=2)  # fmt: skip
+        label = model
+        if model in result.laws:
+            law = result.laws[model]
+            grid = np.geomspace(sizes[0], sizes[-1], 100)
+            axes.plot(grid, law.predict(grid), color=colour, linewidth=1.8, zorder=3)
+            low, high = law.band(grid)
+            axes.fill_between(grid, low, high, color=colour, alpha=0.13, linewidth=0, zorder=1)
+            label = f"{model}: exponent {law.exponent:.3g} [{law.exponent_low:.3g}, {law.exponent_high:.3g}]"
+        axes.plot(sizes, means, linestyle="none", marker=marker, markersize=6.5, color=colour, label=label, zorder=4)
+    # A wide band (three sizes) must not squeeze the points: the frame follows the data.
+    values += near.values()
+    air = 0.12 * (max(values) - min(values)) or 0.01
+    axes.set_ylim(min(values) - air, max(values) + air)
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(result.unit)
+    axes.set_ylabel(result.metric)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
+    for label in lines.keys() - near.keys():
+        side = "above" if lines[label] > max(values) else "below"
+        axes.plot([], [], linestyle="none", label=f"{label}: {lines[label]:.4g}, {side} the frame")
+    axes.legend(fontsize=9.5, loc="best", facecolor="white", edgecolor="none", framealpha=0.9)
+    return figure

@@ -1,0 +1,307 @@
+"""What ``cordillera plan`` does, for the command line and for Python: search and write, calibrate and write."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cordillera import topology as clusters
+from cordillera.cost import Calibration, CostModel, Products, Shape, calibration_for
+from cordillera.errors import Interrupted, PlanError, printable
+from cordillera.files import read_sealed, sealed_json
+from cordillera.planning import calibration as calibrations
+from cordillera.planning.language import operators
+from cordillera.planning.language import what_if as faults
+from cordillera.planning.language import workload as workloads
+from cordillera.planning.language.explorer import ALL, Dimension, Exploration, Explorer, Plan
+from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
+from cordillera.planning.ranking.workload import Recommender
+from cordillera.reports.language import plan as export
+from cordillera.reports.ranking import plan as recommender_export
+
+
+def parse_change(text: str) -> tuple[str, float | str]:
+    """Read ``level.key=value``, ``level.key*=2`` or ``level.key/=2``.
+
+    Raises:
+        PlanError: If it is none of these.
+    """
+    path, sign, value = text.partition("=")
+    operator = path[-1:] if path[-1:] in ("*", "/") else ""
+    path = path.removesuffix(operator).strip()
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not sign or not re.fullmatch(r"\w+\.\w+", path) or not math.isfinite(number):
+        raise PlanError(
+            "is not a change", where=text or "change ''", remedy="write level.key=number or level.key*=number"
+        )
+    if operator == "/" and not number:
+        raise PlanError("divides by 0", where=text or "change ''", remedy="write another number")
+    return path, f"{operator}={number!r}" if operator else number
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found and written.
+
+    Attributes:
+        explorer: With workload and cluster.
+        found: By the search.
+        production: The production-like plan.
+        what_if: The best plan after each change of the cluster and on each bad day that was asked for.
+        files: Written, by kind.
+    """
+
+    explorer: Explorer
+    found: Exploration
+    production: Plan
+    what_if: list[faults.Case]
+    files: dict[str, Path]
+
+
+@dataclass(frozen=True)
+class PlannedRecommender:
+    """What was found and written for a recommendation model.
+
+    Attributes:
+        explorer: With workload and cluster.
+        found: By the search.
+        production: The production-like plan.
+        what_if: The best plan after each change of the cluster that was asked for.
+        files: Written, by kind.
+    """
+
+    explorer: RecommenderExplorer
+    found: TableExploration
+    production: TablePlan
+    what_if: list[faults.Case]
+    files: dict[str, Path]
+
+
+def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
+    edits: dict[str, float | str] = {}
+    for text in changes:
+        path, value = parse_change(text)
+        if path in edits:
+            raise PlanError(f"changes {path} a second time", where=text or "change ''", remedy="one change of each key")
+        edits[path] = value
+    topology = clusters.load(cluster)
+    return topology.changed(edits) if edits else topology
+
+
+def plan(
+    workload: str | Path,
+    cluster: str | Path,
+    folder: str | Path,
+    *,
+    devices: int | None = None,
+    only: Iterable[Dimension] = ALL,
+    changes: Iterable[str] = (),
+    what_if: Iterable[str] = (),
+    slow: float | None = None,
+    jitter: float | None = None,
+    lose: Iterable[str] = (),
+    calibration: str | Path | None = None,
+    products: str | Path | None = None,
+    compare: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Planned | PlannedRecommender:
+    """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
+
+    An interrupt (Ctrl-C) ends the search; what was found until then is written.
+
+    Args:
+        workload: Shipped name or path of a TOML file.
+        cluster: Shipped name or path of a TOML file.
+        folder: Folder of the files.
+        devices: Number of devices to use; None for all.
+        only: Dimensions that are searched.
+        changes: Changes of the cluster, before the search: ``region.distance_km=100``.
+        what_if: Changes of the cluster that the best plan is simulated again with.
+        slow: Factor of the time that one device takes; see :func:`cordillera.planning.language.what_if.slow_device`.
+        jitter: Jitter of latencies; see :func:`cordillera.planning.language.what_if.jittered`.
+        lose: Domains without which a plan is searched again: ``building``, ``building:1``.
+        calibration: A JSON file of constants; None for those that ship for the device.
+        products: A CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to
+            go by the constants alone.
+        compare: Search each dimension alone too, and show the plans beside.
+        progress: Called with a sentence now and then.
+
+    Raises:
+        PlanError: For files that are wrong and jobs that are not possible.
+    """
+    files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
+    clusters.check_writable(*files.values())
+    work, topology = workloads.load(workload), _changed(cluster, changes)
+    asked = {text: topology.changed(dict([parse_change(text)])) for text in what_if}
+    faults.check(slow, jitter)
+    domains = list(lose)
+    for domain in domains:
+        faults.survivors(topology, domain)  # what is no domain is refused before the search
+    constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
+    table = Products.read(products) if products is not None else None
+    # both kinds of workload have an explorer, plans and a report with the same interface
+    explorer: Any
+    report: Any
+    if isinstance(work, Recommender):
+        if slow is not None or jitter is not None or domains:
+            raise PlanError(
+                "are not known for recommendation models", where="--slow, --jitter and --lose", remedy="--what-if is"
+            )
+        if table is not None:
+            raise _no_products("--products")
+        made: Any = PlannedRecommender
+        explorer = RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
+        report = recommender_export
+    else:
+        made = Planned
+        explorer = Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
+        report = export
+    for text, other in asked.items():
+        if other.devices < explorer.devices:
+            raise PlanError(
+                f"leaves {other.devices:,} devices for a plan on {explorer.devices:,}",
+                where=f"--what-if {text}",
+                remedy="--set plans for the smaller cluster",
+            )
+    try:
+        base = explorer.production()
+    except KeyboardInterrupt:
+        raise Interrupted("before a plan was found; nothing is written", where="plan") from None
+    found = explorer.explore(only)
+    best, compared, cases, changed = found.best, {}, [], None
+    try:
+        for text, other in asked.items():
+            cases.append(faults.again(explorer, best, text, other))
+        if slow is not None:
+            cases.append(faults.slow_device(explorer, best, slow))
+        if jitter is not None:
+            cases.append(faults.jitter(explorer, best, jitter))
+        changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+        if not found.interrupted:  # who stops one search wants no other
+            for domain in domains:
+                cases.append(faults.lost(explorer, best, domain, only, progress))
+            for one in ALL if compare else ():
+                if one in getattr(found, "alone", ()):
+                    compared[f"{one} alone"] = found.alone[one]
+                    continue
+                alone = explorer.explore([one])
+                if alone.interrupted:
+                    raise KeyboardInterrupt
+                compared[f"{one} alone"] = alone.best
+    except KeyboardInterrupt:
+        found.interrupted = True
+    if isinstance(work, Recommender):
+        written = recommender_export.to_json(explorer, found, base)
+        page = recommender_export.page(explorer, found, base, compared, changed)
+    else:
+        written = export.to_json(explorer, found, base, cases)
+        page = export.page(explorer, found, base, compared, changed, cases)
+    texts = (sealed_json(written), page, report.chrome_trace(best.step.timeline))
+    clusters.write(dict(zip(files.values(), texts, strict=True)))
+    planned: Planned | PlannedRecommender = made(explorer, found, base, cases, files)
+    return planned
+
+
+def _no_products(option: str) -> PlanError:
+    return PlanError("is not known for recommendation models", where=option, remedy="--calibration is")
+
+
+def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[Shape]:
+    """The matrix products to measure, on one of the cluster's devices, for ``products`` of :func:`plan`.
+
+    Args:
+        workload: Shipped name or path of a TOML file.
+        cluster: Shipped name or path of a TOML file.
+        changes: Of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over eight.
+
+    Raises:
+        PlanError: For files that are wrong, and for recommendation models.
+    """
+    work, topology = workloads.load(workload), _changed(cluster, changes)
+    if isinstance(work, Recommender):
+        raise _no_products("--measure")
+    return operators.shapes(work, topology.device, min(topology.sizes[0]))
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are in order, the best first.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        PlanError: If the file does not exist, or does not match its checksum.
+    """
+    return read_sealed(path, error=PlanError, required=True, remedy="plan again")
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read a calibration, written by :func:`calibrate` or without a checksum by hand.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; all of them are named.
+    """
+    return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Constants and how good they are.
+
+    Attributes:
+        constants: Fitted.
+        accuracy: On the rows that they were fitted to.
+        rows: Every measured step with its prediction in seconds.
+        file: File of the constants.
+    """
+
+    constants: Calibration
+    accuracy: calibrations.Accuracy
+    rows: list[tuple[calibrations.Measurement, float]]
+    file: Path
+
+
+def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path) -> Calibrated:
+    """Fit the constants to measured steps and write ``calibration.json``.
+
+    Args:
+        measurements: A CSV file; see :func:`cordillera.planning.calibration.read`.
+        cluster: On which they were made.
+        folder: Folder of the file.
+
+    Raises:
+        PlanError: For files that are wrong.
+    """
+    file = Path(folder) / "calibration.json"
+    clusters.check_writable(file)
+    topology, rows = clusters.load(cluster), calibrations.read(measurements)
+    for row in rows:
+        if row.layout.devices > topology.devices:
+            raise PlanError(
+                f"{row.layout} takes {row.layout.devices:,} devices, {topology.name} has {topology.devices:,}",
+                where=str(measurements),
+            )
+    name = printable(Path(measurements).name)
+    try:
+        fitted = calibrations.fit(rows, topology, calibration_for(topology.device), f"{name} on {topology.name}")
+    except KeyboardInterrupt:
+        raise Interrupted("before the constants were found; nothing is written", where="plan --calibrate") from None
+    cost = CostModel(topology.device, fitted)
+    predicted = [calibrations.predict(row, topology, cost).seconds for row in rows]
+    clusters.write({file: sealed_json(fitted.model_dump(mode="json"))})
+    return Calibrated(fitted, calibrations.accuracy(rows, predicted), list(zip(rows, predicted, strict=True)), file)
+
+
+def shipped() -> Mapping[str, Mapping[str, str]]:
+    """Workloads and clusters in the package, with their descriptions."""
+    return {"workloads": workloads.names(), "clusters": clusters.shipped()}
