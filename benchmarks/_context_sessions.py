@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cordillera.data.assets import fetch_asset
-from cordillera.data.tokenizers.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.distributed.context.cache import ContextCacheConfig
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import PRESETS, Llama

@@ -1,6 +1,7 @@
 """Schedules executed on processes of this machine, with stages that sleep and a slow boundary in the middle.
 
-Shared by ``cordillera bench scaleacross --part executed`` and the tests of :mod:`cordillera.distributed.pipeline.runner`.
+Shared by ``cordillera bench scaleacross --part executed`` and the tests of
+:mod:`cordillera.distributed.pipeline.runner`.
 """
 
 from __future__ import annotations

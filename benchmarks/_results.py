@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _machine import fingerprint
-from _sources import digests_of
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -65,7 +64,10 @@ def write_part(
     measure: Callable[[], dict[str, Any]],
     **conditions: str,
 ) -> None:
-    """Measure a part of a benchmark and write its figures with the machine's fingerprint and digests of the code.
+    """Measure a part of a benchmark and write its figures with the machine's fingerprint.
+
+    The committed results are written from a clean checkout only, so that the commit that they name is what was
+    measured; ``--results FOLDER`` of every benchmark takes figures of other code.
 
     Args:
         console: Told where the file is.
@@ -76,6 +78,9 @@ def write_part(
         measure: Gives them.
         conditions: Under which it measured, besides the machine.
     """
+    if folder.resolve() == RESULTS and fingerprint()["uncommitted_changes"]:
+        console.print(f"{RESULTS}: takes figures of committed code only: commit first, or give --results FOLDER")
+        raise SystemExit(2)
     began = time.perf_counter()
     figures = measure()
     content = {
@@ -84,7 +89,6 @@ def write_part(
         "quick": quick,
         "seconds": time.perf_counter() - began,
         "machine": fingerprint(),
-        "sources": digests_of(system.replace("-", "_"), part),
         **conditions,
         **figures,
     }

@@ -2,18 +2,22 @@
 
 A figure depends on the definitions (functions, classes, constants) that its part of a benchmark names, directly or
 through others: in the benchmark, in helpers beside it and in the package, but not in modules that only read recipes,
-talk to people or draw. Definitions are compared without comments, docstrings, layout and annotations of arguments, so
-that only what computes counts. Result files keep a digest of each module's share; those that were written before they
-did are held against the commit that they name.
+talk to people or draw. Definitions are compared by name with those of the commit that the result file names, without
+comments, docstrings, layout, imports and annotations of arguments. So only what computes counts, and a definition that
+was moved to another module is the same.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
+import re
 import subprocess
+import tarfile
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +30,7 @@ CHECKOUT = BENCHMARKS.parent
 _TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
 _TALKING += ("cordillera.run",)
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
+_MODULE = re.compile(r"\bcordillera(\.\w+)+")
 _MACHINERY = ("_machine", "_results", "_sources", "_tables")  # which print and write
 
 
@@ -68,10 +73,15 @@ class _Module:
                     if isinstance(one, (ast.Import, ast.ImportFrom)):
                         self.imported |= _imports(one)
 
-    def digest(self, names: Iterable[str]) -> str:
-        """Of some definitions; one that is not there counts as well."""
-        dumped = {name: [ast.dump(node) for node in self.defined.get(name, ())] for name in sorted({"", *names})}
-        return hashlib.sha256(json.dumps(dumped).encode()).hexdigest()[:12]
+    def digests(self, names: Iterable[str]) -> set[tuple[str, str]]:
+        """Names of definitions with the digests of their code; nameless statements have one each."""
+        found = set()
+        for name in names:
+            nodes = self.defined.get(name, [])
+            for part in ([node] for node in nodes) if not name else [nodes]:
+                code = _MODULE.sub("cordillera", "".join(ast.dump(_Computed().visit(deepcopy(node))) for node in part))
+                found.add((name, hashlib.sha256(code.encode()).hexdigest()))
+        return found
 
     def uses(self, nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
         """Names, with their modules, that nodes use; the module is empty for those of this one."""
@@ -93,6 +103,16 @@ class _Module:
             else:
                 waiting.extend(ast.iter_child_nodes(node))
         return found
+
+
+class _Computed(ast.NodeTransformer):
+    """Code without imports."""
+
+    def visit_Import(self, node: ast.Import) -> ast.Pass:
+        return ast.Pass()
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.Pass:
+        return ast.Pass()
 
 
 def _plain(tree: ast.Module) -> ast.Module:
@@ -182,42 +202,28 @@ def definitions_of(program: str, part: str) -> dict[str, set[str]]:
     return found
 
 
-def digests_of(program: str, part: str) -> dict[str, str]:
-    """Digests, by module, of the definitions that a part of a benchmark depends on, for its result file.
-
-    Args:
-        program: Name of its file, without ``.py``.
-        part: Part of the benchmark.
-    """
-    return {
-        module: _module(_code(module) or "").digest(names)
-        for module, names in sorted(definitions_of(program, part).items())
-    }
-
-
-def _git(*words: str) -> str | None:
+def _git(*words: str) -> bytes | None:
     try:
-        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout
 
 
-def _changed_since(commit: str, definitions: dict[str, set[str]]) -> list[str] | None:
-    """Modules whose definitions are others than at a commit; None where that is not known here."""
-    listed = _git("diff", "--name-only", "--no-renames", commit, "--", "src", "benchmarks")
-    if listed is None:
+@lru_cache(maxsize=64)
+def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
+    """Names and digests of all definitions at a commit; None if it is not known here."""
+    packed = _git("archive", "--format=tar", commit, "--", "src", "benchmarks") if commit else None
+    if packed is None:
         return None
-    differing, changed = set(listed.splitlines()), []
-    for module, names in definitions.items():
-        file = file_of(module)
-        assert file is not None
-        path = file.relative_to(CHECKOUT).as_posix()
-        if path in differing:
-            before = _git("show", f"{commit}:{path}")
-            if before is None or _module(before).digest(names) != _module(_code(module) or "").digest(names):
-                changed.append(module)
-    return changed
+    found: set[tuple[str, str]] = set()
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.name.endswith(".py") else None
+            if file is not None:
+                module = _module(file.read().decode())
+                found |= module.digests(module.defined)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -256,7 +262,6 @@ def age_of(file: Path) -> Age:
         content = json.loads(file.read_text(encoding="utf-8"))
         system, part = str(content["system"]), str(content["part"])
         machine: dict[str, Any] = content["machine"]
-        recorded = {str(name): str(value) for name, value in content.get("sources", {}).items()}
         measured, commit = str(machine["date"])[:10], str(machine.get("commit") or "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Age(file, "", "", (), f"is no result file ({error!r})", "")
@@ -266,39 +271,14 @@ def age_of(file: Path) -> Age:
     if code is None:
         return Age(file, measured, shown, (), f"there is no benchmark {system}", "")
     command = f"cordillera bench {program.replace('_', '-')}" + (f" --part {part}" if '"--part"' in code else "")
-    if recorded:
-        now = digests_of(program, part)
-        changed: list[str] | None = [name for name in {**now, **recorded} if now.get(name) != recorded.get(name)]
-    else:
-        changed = _changed_since(commit, definitions_of(program, part)) if commit else None
-    problem = "" if changed is not None else f"commit {commit[:9] or 'none'} is not known here"
-    return Age(file, measured, shown, tuple(sorted(changed or ())), problem, command)
-
-
-def main(folder: Path = BENCHMARKS / "results") -> int:
-    """Print the result files whose code has changed since they were measured; 1 if there are any.
-
-    Args:
-        folder: Folder of result files.
-    """
-    from _results import make_console
-    from rich.table import Table
-
-    console = make_console()
-    ages = [age_of(file) for file in sorted(folder.glob("*.json"))]
-    stale = [age for age in ages if age.stale]
-    table = Table(title="figures whose code has changed since they were measured", title_justify="left")
-    for heading in ("result file", "measured", "commit", "what changed", "measured again by"):
-        table.add_column(heading)
-    for age in stale:
-        names = [name.removeprefix("cordillera.") for name in age.changed]
-        what = age.problem or ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        table.add_row(age.file.name, age.measured, age.commit, what, age.command)
-    if stale:
-        console.print(table)
-    console.print(f"{len(stale)} of {len(ages)} result files are stale", markup=False)
-    return int(bool(stale))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    before = _defined_at(commit)
+    if before is None:
+        return Age(file, measured, shown, (), f"commit {commit[:9] or 'none'} is not known here", command)
+    if machine.get("uncommitted_changes"):
+        return Age(file, measured, shown, (), "was measured with uncommitted changes", command)
+    changed = [
+        module
+        for module, names in definitions_of(program, part).items()
+        if not _module(_code(module) or "").digests(names) <= before
+    ]
+    return Age(file, measured, shown, tuple(sorted(changed)), "", command)

@@ -32,7 +32,7 @@ from cordillera.reports.ranking.comparison import Estimate, mean_interval
 from cordillera.run import Run
 from cordillera.training.ranking.metrics import RankingMetrics
 from cordillera.training.ranking.trainer import Trainer, scorer
-from cordillera.workflows.ranking import model_of
+from cordillera.workflows.trained import model_of
 
 SEEDS = 5
 WITHIN_PERCENT = 0.05

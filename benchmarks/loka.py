@@ -37,7 +37,7 @@ from cordillera.numerics.sites import replaced
 from cordillera.recipe import load
 from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.probing import probe
-from cordillera.workflows.ranking import load_model
+from cordillera.workflows.trained import load_model
 
 # Rows, outputs, inputs: of recommendation models, from single requests to large batches.
 SHAPES = [

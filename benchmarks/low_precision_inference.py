@@ -36,7 +36,7 @@ from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.quantization import quantize
-from cordillera.workflows.ranking import load_model, model_of
+from cordillera.workflows.trained import load_model, model_of
 
 BUDGET, MOST_SIZE, LEAST_SPEED, MOST_FALSE, LEAST_FOUND = 5e-4, 0.2, 2.0, 0.01, 0.99
 BATCH, WINDOW, TRIALS = 256, 2048, 300

@@ -37,8 +37,7 @@ from rich.table import Table
 
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel
-from cordillera.planning import calibration
-from cordillera.planning.language import workload
+from cordillera.planning import calibration, workloads
 from cordillera.planning.language.explorer import ALL, Explorer, Plan
 from cordillera.planning.language.job import Job
 from cordillera.planning.language.step import simulate_step
@@ -207,7 +206,7 @@ from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import Layout
 began = time.perf_counter()
 cluster = topology.load("llama4-region").changed({"region.members": 4, "zone.members": 256})
-job = workload.load("llama3-405b").model_copy(update={"batch": 16384})
+job = workloads.load("llama3-405b").model_copy(update={"batch": 16384})
 layout = Layout(tensor=8, pipeline=16, data=1024, shards=1024, chunks=7, sequence_parallel=True, overlap_gradients=True)
 assert layout.devices == cluster.devices == 131072, (layout.devices, cluster.devices)
 one = Job(job, Mesh.of(cluster, layout), layout, CostModel(cluster.device, calibration_for(cluster.device)))
@@ -219,7 +218,7 @@ print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": int(peak
 
 def _growth(quick: bool) -> dict[str, Any]:
     """Seconds of a simulated step over pipeline ranks (the distinct ones) and over devices, and how they grow."""
-    job = workload.load("llama3-405b")
+    job = workloads.load("llama3-405b")
 
     def seconds(ranks: int, zone: int) -> float:
         spent = []
@@ -280,7 +279,7 @@ def _speed(console: Console, quick: bool) -> dict[str, Any]:
         f"seconds of a simulated step grow as distinct ranks to the {growth['exponent_ranks']:.2f} "
         f"and devices to the {growth['exponent_devices']:.2f}"
     )
-    explorer = Explorer(workload.load("llama3-405b"), clusters.load("two-buildings"))
+    explorer = Explorer(workloads.load("llama3-405b"), clusters.load("two-buildings"))
     found = explorer.explore(keep=2 if quick else 16)
     values["joint_search"] = {"seconds": found.seconds, "estimated": found.estimated, "simulated": found.simulated}
     console.print(f"joint search, 405B on 24,576 devices in two buildings: {found.seconds:.1f} s (60 asked)")
@@ -305,7 +304,7 @@ def _grid(console: Console, quick: bool) -> dict[str, Any]:
         topology = clusters.load(cluster).changed({**sizes, **changes})
         if topology.devices != devices:
             raise RuntimeError(f"{cluster} has {topology.devices} devices, the grid says {devices}")
-        explorer = Explorer(workload.load(model).model_copy(update={"batch": batch}), topology)
+        explorer = Explorer(workloads.load(model).model_copy(update={"batch": batch}), topology)
         base = explorer.production()
         found = explorer.explore(keep=2 if quick else 16)
         alone, joint = found.alone, found.best

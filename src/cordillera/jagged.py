@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -217,3 +218,17 @@ class JaggedBatch:
     def from_torchrec(cls, kjt: KeyedJaggedTensor) -> JaggedBatch:
         """The tensors of a TorchRec ``KeyedJaggedTensor``, without a copy."""
         return cls(tuple(kjt.keys()), kjt.values(), kjt.offsets(), kjt.weights_or_none())
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """``int64 [N + 1]``: zero, then the running sum of ``lengths``."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Positions of the entries of bags that begin at ``starts`` and hold ``lengths`` entries, bag after bag."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)

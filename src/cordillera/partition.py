@@ -7,6 +7,7 @@ by the lower item, equal bins by the lower bin, so all ranks that hold the same 
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -305,3 +306,9 @@ def imbalance(loads: ArrayLike) -> float:
     values = np.asarray(loads, dtype=np.float64)
     mean = values.mean()
     return float(values.max() / mean) if mean else 1.0
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})

@@ -35,7 +35,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cordillera.errors import CordilleraError
-from cordillera.files import parse_sealed, read_sealed, read_text, sealed_json
+from cordillera.files import TOML_BYTES, parse_sealed, parse_toml, read_sealed, read_text, sealed_json
 
 _LIBRARIES = ("torch", "numpy", "numba", "fbgemm-gpu-cpu", "fbgemm-gpu", "polars", "pyarrow", "triton", "pydantic")
 
@@ -492,3 +492,28 @@ def next_folder(parent: Path, name: str) -> Path:
 def remove_folder(folder: Path) -> None:
     """Delete a folder and all in it; not an error if it is gone."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
+    """Text of a run's recipe, and the parsed recipe.
+
+    Args:
+        run: The run.
+
+    Raises:
+        DataError: the file is missing or not TOML.
+    """
+    text = read_text(run.recipe_file, limit=TOML_BYTES)
+    return text, parse_toml(text, str(run.recipe_file))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Object of a JSON file of a run, without its checksum; empty if the file does not exist.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        DataError: the file is not a JSON object, or does not match its checksum.
+    """
+    return read_sealed(path, remedy="restore the file") if path.exists() else {}

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import _sources
+import _stale
 import pytest
 
 PROGRAM = '''
@@ -52,8 +53,8 @@ def _git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.fixture(params=["by its digests", "by its commit"])
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two result files, ``fast`` and ``exact``, that are fresh."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -61,14 +62,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     monkeypatch.setattr(_sources, "CHECKOUT", tmp_path)
     monkeypatch.setattr(_sources, "BENCHMARKS", tmp_path / "benchmarks")
     _sources._module.cache_clear()
+    _sources._defined_at.cache_clear()
     _git(tmp_path, "init", "-q")
     _git(tmp_path, "add", "-A")
     _git(tmp_path, "commit", "-qm", "first")
     machine = {"date": "2026-11-21T10:00:00+00:00", "commit": _git(tmp_path, "rev-parse", "HEAD")}
     for part in ("fast", "exact"):
         content = {"system": "some-thing", "part": part, "machine": machine}
-        if request.param == "by its digests":
-            content |= {"sources": _sources.digests_of("some_thing", part), "machine": {**machine, "commit": None}}
         (tmp_path / f"{part}.json").write_text(json.dumps(content))
     return tmp_path
 
@@ -112,6 +112,26 @@ def test_a_figure_is_stale_when_code_that_it_depends_on_changes(
     assert _sources.age_of(checkout / "exact.json").command == "cordillera bench some-thing --part exact"
 
 
+def test_a_definition_that_was_moved_is_the_same(checkout: Path) -> None:
+    old, new = checkout / PRODUCT, checkout / "src/cordillera/kernels/dense/product.py"
+    new.parent.mkdir()
+    (new.parent / "__init__.py").write_text("")
+    old.rename(new)
+    for name in (SUMS, "benchmarks/some_thing.py"):
+        path = checkout / name
+        path.write_text(path.read_text().replace("cordillera.kernels", "cordillera.kernels.dense"))
+    assert _changed(checkout) == {}
+    new.write_text(new.read_text().replace("return 2", "return 3"))
+    assert _changed(checkout) == dict.fromkeys(("fast", "exact"), ("cordillera.kernels.dense.product",))
+
+
+def test_a_figure_of_uncommitted_code_is_stale(checkout: Path) -> None:
+    content = json.loads((checkout / "fast.json").read_text())
+    content["machine"]["uncommitted_changes"] = True
+    (checkout / "fast.json").write_text(json.dumps(content))
+    assert _sources.age_of(checkout / "fast.json").stale
+
+
 def test_what_cannot_be_told_is_stale(checkout: Path) -> None:
     content = {"system": "some-thing", "part": "fast", "machine": {"date": "2026-11-21", "commit": "0" * 40}}
     for name, text in {
@@ -127,10 +147,10 @@ def test_what_cannot_be_told_is_stale(checkout: Path) -> None:
 
 
 def test_the_listing_names_files_and_commands(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _sources.main(checkout) == 0
+    assert _stale.main(checkout) == 0
     assert "0 of 2 result files are stale" in capsys.readouterr().out
     _edit(checkout, SUMS, "factor() * n", "factor() + n")
-    assert _sources.main(checkout) == 1
+    assert _stale.main(checkout) == 1
     printed = capsys.readouterr().out
     assert "exact.json" in printed
     assert "numerics.sums" in printed

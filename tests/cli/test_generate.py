@@ -14,7 +14,7 @@ import torch
 
 from cordillera.data.files import cache_folder
 from cordillera.data.tokenizers.chat import Message
-from cordillera.data.tokenizers.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.models.language.checkpoints import load
 from cordillera.serving.language.language_model import LanguageModel
 from tests.models.language.sharded_folders import write_step

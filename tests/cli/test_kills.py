@@ -37,7 +37,8 @@ CLOCKED = (*CLOCKS, "examples_per_second", "data_fraction", "compute_fraction")
 LOADED = """
 import json, os, sys
 import scipy.stats, torch, torch._dynamo, torch.utils.flop_counter, torch.utils.tensorboard
-import cordillera.cli.train, cordillera.kernels.embeddings.numba_kernels, cordillera.training.ranking.metric_intervals, cordillera.workflows
+import cordillera.cli.train, cordillera.kernels.embeddings.numba_backend, cordillera.workflows
+import cordillera.training.ranking.metric_intervals
 from cordillera.cli import main
 
 print("ready", flush=True)

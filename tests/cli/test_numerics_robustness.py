@@ -15,7 +15,7 @@ from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.workflows import probing, quantization
-from cordillera.workflows.ranking import load_model, model_of
+from cordillera.workflows.trained import load_model, model_of
 
 from .conftest import RECIPE, write_log
 

@@ -24,8 +24,8 @@ from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.training import checkpoints
 from cordillera.training.ranking.trainer import weighted_loss
-from cordillera.workflows.ranking import load_model
 from cordillera.workflows.scores import some_batches
+from cordillera.workflows.trained import load_model
 
 from .conftest import RECIPE, write_log
 

@@ -17,7 +17,7 @@ from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.quantization import quantize
-from cordillera.workflows.ranking import load_model, model_of
+from cordillera.workflows.trained import load_model, model_of
 from tests.fuzzing import flips, survives
 
 from .conftest import RECIPE, write_log

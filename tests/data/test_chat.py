@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.data.tokenizers.chat import ChatFormat, ChatML, Control, JinjaChat, Llama3Chat, Message, guess_format
-from cordillera.data.tokenizers.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 

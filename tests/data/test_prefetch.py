@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cordillera.data.language.batches import BatchConfig, TextBatches, TextIteration
-from cordillera.data.prefetch import PrefetchedBatches
+from cordillera.data.language.prefetch import PrefetchedBatches
 from cordillera.errors import DataError
 from tests.data.test_text_batches import batches, shown
 

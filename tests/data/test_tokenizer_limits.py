@@ -14,8 +14,9 @@ import pytest
 
 from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS
 from cordillera.data.tokenizers.gguf import gguf_header
+from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.data.tokenizers.rules import _problem
-from cordillera.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 from tests.data import vocabularies as v
 from tests.fuzzing import damaged, survives

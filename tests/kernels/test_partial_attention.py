@@ -20,7 +20,8 @@ from torch import Tensor
 from cordillera.errors import CordilleraError, PlanError
 from cordillera.kernels.attention import math as math_attention
 from cordillera.kernels.attention import varlen as varlen_attention
-from cordillera.kernels.attention.partial import attention_backward, choose_backend, merge, partial_attention
+from cordillera.kernels.attention.merge import merge
+from cordillera.kernels.attention.partial import attention_backward, choose_backend, partial_attention
 from cordillera.kernels.attention.relation import (
     Block,
     Positions,

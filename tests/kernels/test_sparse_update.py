@@ -300,7 +300,7 @@ def test_no_values_change_nothing(backend: str) -> None:
 
 def test_rows_of_very_large_tables_keep_their_numbers() -> None:
     """Row numbers beyond 2**31 share a sort key with their position; three digits and more are sorted."""
-    numba_embeddings = pytest.importorskip("cordillera.kernels.embeddings.numba_kernels")
+    numba_embeddings = pytest.importorskip("cordillera.kernels.embeddings.numba_backend")
     import numpy as np
 
     generator = torch.Generator().manual_seed(0)
@@ -367,7 +367,7 @@ def test_a_back_end_that_cannot_is_refused_by_name_and_passed_over_by_auto() -> 
 
 
 def test_an_fbgemm_for_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cordillera.kernels.embeddings import fbgemm as fbgemm_embeddings
+    from cordillera.kernels.embeddings import fbgemm_backend as fbgemm_embeddings
 
     monkeypatch.setattr(fbgemm_embeddings.importlib.metadata, "version", lambda name: "1.6.0")
     reason = fbgemm_embeddings.unavailable()

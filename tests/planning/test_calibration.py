@@ -10,8 +10,7 @@ import pytest
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning import calibration
-from cordillera.planning.language import workload
+from cordillera.planning import calibration, workloads
 from cordillera.planning.language.job import Job
 from cordillera.planning.language.workload import Layout, activation_bytes
 from cordillera.planning.network.mesh import Mesh
@@ -98,7 +97,7 @@ def test_constants_of_small_models_predict_the_largest(
 
 
 def test_devices_of_a_host_that_are_not_neighbours_reduce_in_one_ring(cluster: topology.Topology) -> None:
-    job, size = workload.load("gpt-22b"), 1e9
+    job, size = workloads.load("gpt-22b"), 1e9
 
     def seconds(tensor: int, one_ring: bool) -> float:
         layout = Layout(tensor=tensor, data=128 // tensor)
@@ -118,7 +117,7 @@ def test_published_step_times_without_a_new_fit() -> None:
     cluster = topology.load("selene")
     cost, errors = CostModel(cluster.device, Calibration()), []
     for name, (_, times, _, _) in PUBLISHED.items():
-        job = workload.load(name)
+        job = workloads.load(name)
         for options, seconds in zip(
             ({"recompute": "full"}, {"recompute": "selective", "sequence_parallel": True}), times, strict=True
         ):
@@ -130,7 +129,7 @@ def test_published_step_times_without_a_new_fit() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_activation_memory(name: str) -> None:
-    job = workload.load(name)
+    job = workloads.load(name)
 
     def gibibytes(**options: object) -> float:
         layout = korthikanti(name, **options)
@@ -162,7 +161,7 @@ def test_published_activation_memory(name: str) -> None:
 )
 def test_published_llama3_throughput(name: str, devices: int, context: int, teraflops: float) -> None:
     """H100 reaches a smaller share of its matrix peak than A100; that share was chosen with these rows in view."""
-    cluster, job = topology.load("llama3-building"), workload.load(name)
+    cluster, job = topology.load("llama3-building"), workloads.load(name)
     layout = Layout(
         tensor=8,
         context=context,

@@ -8,7 +8,7 @@ import pytest
 
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
-from cordillera.planning.language import workload
+from cordillera.planning import workloads
 from cordillera.planning.language.explorer import production_network, tuned_network
 from cordillera.planning.language.job import Job
 from cordillera.planning.language.step import simulate_step
@@ -23,7 +23,7 @@ COST = CostModel(CLUSTER.device, calibration_for(CLUSTER.device))
 def job(model: str, layout: Layout, network: str | None = None, **changes: float) -> Job:
     cluster = CLUSTER.changed({name.replace("__", "."): value for name, value in changes.items()})
     settings = {"library": production_network, "tuned": tuned_network}.get(network or "", lambda cluster: None)(cluster)
-    return Job(workload.load(model), Mesh.of(cluster, layout), layout, COST, settings)
+    return Job(workloads.load(model), Mesh.of(cluster, layout), layout, COST, settings)
 
 
 @pytest.mark.parametrize("model", ["llama3-70b", "moe-400b", "gpt-22b"])

@@ -10,7 +10,7 @@ import pytest
 
 from cordillera import topology
 from cordillera.errors import PlanError
-from cordillera.planning.language import workload
+from cordillera.planning import workloads
 from cordillera.planning.language.explorer import ALL, Explorer
 from cordillera.planning.language.job import Job
 from cordillera.planning.language.step import families, held, simulate_step
@@ -26,7 +26,7 @@ MANY = {"region.distance_km": 1500.0}
 def explorer() -> Explorer:
     """512 devices of two buildings of which the first is full: a model of 70B."""
     cluster = topology.load("two-buildings").changed({"pod.members": 16, "building.members": 1})
-    return Explorer(workload.load("llama3-70b"), cluster.changed(MANY))
+    return Explorer(workloads.load("llama3-70b"), cluster.changed(MANY))
 
 
 def test_more_freedom_is_never_worse(explorer: Explorer) -> None:
@@ -64,7 +64,7 @@ def test_an_interrupt_keeps_what_was_found(explorer: Explorer) -> None:
 
 def test_a_schedule_made_for_the_best_plan_is_faster_and_fits() -> None:
     cluster = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1, **MANY})
-    far = Explorer(workload.load("gpt-22b").model_copy(update={"batch": 32}), cluster)
+    far = Explorer(workloads.load("gpt-22b").model_copy(update={"batch": 32}), cluster)
     plain, improved = (far.explore(["scheduling"], keep=4, improve=count) for count in (0, 1))
     assert improved.best.schedule.name == "tuned"
     assert improved.best.seconds < 0.98 * plain.best.seconds
@@ -92,19 +92,19 @@ def test_the_step_is_the_schedule_and_what_follows(explorer: Explorer) -> None:
 def test_nothing_that_fits_ends_with_reasons() -> None:
     small = topology.load("a100-node").changed({"device.memory_bytes": 1e9})
     with pytest.raises(PlanError, match=r"no plan is possible \(.*memory[\s\S]*devices with [\d,]+ GB"):
-        Explorer(workload.load("gpt-175b"), small).explore()
-    odd = workload.load("gpt-22b").model_copy(update={"batch": 1})
+        Explorer(workloads.load("gpt-175b"), small).explore()
+    odd = workloads.load("gpt-22b").model_copy(update={"batch": 1})
     assert (
         Explorer(odd, topology.load("a100-node").changed({"host.members": 7})).explore(keep=2).best.layout.pipeline == 7
     )
     with pytest.raises(PlanError, match=r"a batch that the number of devices divides, or another .*: 52 would do"):
         Explorer(odd, topology.load("a100-node").changed({"host.members": 53})).explore()
     with pytest.raises(PlanError, match="9 devices are asked for, the cluster has 8"):
-        Explorer(workload.load("gpt-22b"), small, devices=9)
+        Explorer(workloads.load("gpt-22b"), small, devices=9)
 
 
 def test_one_host_needs_no_network() -> None:
-    best = Explorer(workload.load("gpt-22b"), topology.load("a100-node")).explore(keep=2).best
+    best = Explorer(workloads.load("gpt-22b"), topology.load("a100-node")).explore(keep=2).best
     assert best.layout.devices == 8
     assert best.step.memory_bytes <= 80e9
 
@@ -151,7 +151,7 @@ def test_changes_that_are_none_are_refused(text: str) -> None:
 
 def test_where_no_layout_follows_the_rules_the_baseline_gives_them_up() -> None:
     cluster = topology.load("two-buildings").changed({"pod.members": 4, "building.members": 1})
-    longest = workload.load("llama3-70b").model_copy(update={"sequence": 2**20, "batch": 8})
+    longest = workloads.load("llama3-70b").model_copy(update={"sequence": 2**20, "batch": 8})
     explorer = Explorer(longest, cluster)
     assert not explorer._baselines().plans
     base = explorer.production()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cordillera import topology
 from cordillera.errors import PlanError
+from cordillera.planning import workloads
 from cordillera.planning.language import what_if as faults
-from cordillera.planning.language import workload
 from cordillera.planning.language.explorer import Explorer, Plan, tuned_network
 from cordillera.planning.language.job import Job
 from cordillera.planning.language.step import families, simulate_step
@@ -54,7 +54,7 @@ def buildings(count: int = 2, hosts: int = 2) -> Topology:
 @lru_cache(maxsize=1)
 def planned() -> tuple[Explorer, Plan]:
     """Llama 3 8B on 64 devices, its pipeline across the buildings."""
-    explorer = Explorer(workload.load("llama3-8b").model_copy(update={"batch": 128}), buildings())
+    explorer = Explorer(workloads.load("llama3-8b").model_copy(update={"batch": 128}), buildings())
     layout = Layout(tensor=4, pipeline=4, data=4, shards=4, sequence_parallel=True, overlap_gradients=True)
     job = explorer.job(layout, ("tensor", "context", "data", "pipeline"), explorer.production().network)
     schedule = one_forward_one_backward(4, job.microbatches)
@@ -174,7 +174,7 @@ def test_other_seeds_draw_other_steps() -> None:
 
 def test_late_messages_are_late_by_the_jitter_on_average() -> None:
     """Two ranks, one microbatch, one device each: two latencies in a row, each with an exponential amount on top."""
-    explorer = Explorer(workload.load("llama3-8b").model_copy(update={"batch": 1}), buildings())
+    explorer = Explorer(workloads.load("llama3-8b").model_copy(update={"batch": 1}), buildings())
     layout = Layout(pipeline=2)
     job = Job(explorer.workload, Mesh.of(explorer.topology, layout), layout, explorer.cost)
     schedule = one_forward_one_backward(2, 1)
@@ -285,7 +285,7 @@ def test_domains_that_cannot_be_lost_are_refused(domain: str, message: str) -> N
 
 @pytest.mark.parametrize(("count", "domain", "left"), [(2, "building", 32), (3, "building:2", 64), (2, "rack:3", 48)])
 def test_a_plan_after_a_loss_uses_all_that_is_left_where_it_divides(count: int, domain: str, left: int) -> None:
-    explorer = Explorer(workload.load("llama3-8b"), buildings(count))
+    explorer = Explorer(workloads.load("llama3-8b"), buildings(count))
     plan = explorer.production()
     case = faults.lost(explorer, plan, domain, ["network"])
     assert case.devices == left == case.figures["devices_left"]
@@ -297,7 +297,7 @@ def test_a_plan_after_a_loss_uses_all_that_is_left_where_it_divides(count: int, 
 
 def test_fewer_devices_are_used_where_the_rest_does_not_divide() -> None:
     """31 of 32 devices: 31 divides neither the batch nor the 32 layers well."""
-    explorer = Explorer(workload.load("llama3-8b").model_copy(update={"batch": 64}), buildings(1))
+    explorer = Explorer(workloads.load("llama3-8b").model_copy(update={"batch": 64}), buildings(1))
     plan = explorer.production()
     after, found = faults.replan(explorer, plan, explorer.topology.without("host", 1), ["network"])
     assert after.devices == found.best.layout.devices <= 24
@@ -316,7 +316,7 @@ def test_fewer_devices_are_used_where_the_rest_does_not_divide() -> None:
 
 
 def test_a_job_with_spare_devices_moves_over() -> None:
-    explorer = Explorer(workload.load("llama3-8b"), buildings(), devices=32)
+    explorer = Explorer(workloads.load("llama3-8b"), buildings(), devices=32)
     plan = explorer.production()
     case = faults.lost(explorer, plan, "building:0", ["network"])
     assert case.devices == 32
@@ -324,7 +324,7 @@ def test_a_job_with_spare_devices_moves_over() -> None:
 
 
 def test_nothing_that_fits_on_the_rest_is_said() -> None:
-    explorer = Explorer(workload.load("llama3-8b"), buildings())
+    explorer = Explorer(workloads.load("llama3-8b"), buildings())
     plan = explorer.production()
     small = explorer.topology.changed({"device.memory_bytes": 1e9})
     with pytest.raises(PlanError, match="64 devices are left, no plan is possible"):

@@ -12,6 +12,7 @@ import pytest
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
 from cordillera.errors import CordilleraError
+from cordillera.planning import workloads
 from cordillera.planning.language import workload
 from cordillera.planning.language.explorer import production_network, tuned_network
 from cordillera.planning.language.job import Job
@@ -157,13 +158,13 @@ def read_cluster(path: Path) -> None:
     assert math.isfinite(latency)
     for resource in resources:
         _finite(capacity=float(cluster.capacities[resource]))
-    predict(workload.load("llama3-8b"), cluster)  # type: ignore[arg-type]
-    predict_tables(workload.load("dlrm-dcnv2"), cluster)  # type: ignore[arg-type]
+    predict(workloads.load("llama3-8b"), cluster)  # type: ignore[arg-type]
+    predict_tables(workloads.load("dlrm-dcnv2"), cluster)  # type: ignore[arg-type]
 
 
 def read_workload(path: Path) -> None:
     """Read a workload and predict its step."""
-    job = workload.load(path)
+    job = workloads.load(path)
     cluster = topology.load("a100-node")
     if isinstance(job, Recommender):
         predict_tables(job, cluster)

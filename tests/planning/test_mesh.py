@@ -13,12 +13,13 @@ from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
 from cordillera.planning.language.job import Job
-from cordillera.planning.language.workload import Layout, load
+from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.collective_cost import DomainNetwork, plan_seconds, ring_seconds
 from cordillera.planning.network.collective_plans import hierarchical_all_reduce
 from cordillera.planning.network.flows import Link
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings
+from cordillera.planning.workloads import load
 from cordillera.topology import Topology
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import tomlkit
 
-from cordillera.planning.language import workload
+from cordillera.planning import workloads
 
 HEADINGS = [
     "The plan",
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("page")
     changes = ["pod.members=1", "building.members=1", "device.memory_bytes=24e9", "region.distance_km=100"]
     changes += ["device.nic_bytes_per_s=1e9"]  # too slow for sharded weights
-    small = workload.load("llama3-8b").model_copy(update={"batch": 64})  # few microbatches are searched fast
+    small = workloads.load("llama3-8b").model_copy(update={"batch": 64})  # few microbatches are searched fast
     (where / "small.toml").write_text(tomlkit.dumps(small.model_dump(exclude_none=True)))
     command = [sys.executable, "-m", "cordillera", "plan", "small.toml", "two-buildings", "--compare", "--out", "."]
     command += [word for change in changes for word in ("--set", change)]

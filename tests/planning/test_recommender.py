@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning.language import workload
+from cordillera.planning import workloads
 from cordillera.planning.language.explorer import ALL, production_network, tuned_network
 from cordillera.planning.ranking.explorer import SCHEDULES, RecommenderExplorer, group_sizes
 from cordillera.planning.ranking.step import (
@@ -84,7 +84,7 @@ def criteo(batch: int) -> Recommender:
 
 
 def test_shipped_models_have_their_published_sizes() -> None:
-    dcn = workload.load("dlrm-dcnv2")
+    dcn = workloads.load("dlrm-dcnv2")
     assert isinstance(dcn, Recommender)
     assert sum(one.count for one in dcn.tables) == 26
     assert sum(one.lookups for one in dcn.tables) == 214
@@ -93,7 +93,7 @@ def test_shipped_models_have_their_published_sizes() -> None:
     cross = 3 * 2 * 3456 * 512
     top = 3456 * 1024 + 1024 * 1024 + 1024 * 512 + 512 * 256 + 256
     assert dcn.dense_parameters == 13 * 512 + 512 * 256 + 256 * 128 + cross + top
-    large = workload.load("dlrm-12t")
+    large = workloads.load("dlrm-12t")
     assert isinstance(large, Recommender)
     assert large.table_parameters == pytest.approx(12e12, rel=1e-6)
     assert 3 * large.products / 1e6 == pytest.approx(5, rel=0.1)  # as the paper counts
@@ -131,7 +131,7 @@ def test_dot_products_are_those_of_all_pairs() -> None:
 def test_mistakes_in_a_file_are_all_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(PlanError, match=message):
-        workload.load(tmp_path / "mine.toml")
+        workloads.load(tmp_path / "mine.toml")
 
 
 @settings(max_examples=60, deadline=None)
@@ -405,7 +405,7 @@ def test_copies_of_small_tables_need_no_exchange() -> None:
 
 
 def test_what_does_not_fit_is_dropped_with_how_much() -> None:
-    large = workload.load("dlrm-12t")
+    large = workloads.load("dlrm-12t")
     assert isinstance(large, Recommender)
     found = RecommenderExplorer(large, topology.load("two-buildings"), devices=1024).explore(["placement"])
     missing = {
@@ -472,7 +472,7 @@ def test_published_throughput_is_missed_by_as_much_as_the_docs_say(
     ],
 )  # fmt: skip
 def test_gains_are_those_of_the_docs(devices: int, changes: dict, with_messages: float, without: float) -> None:
-    large = workload.load("dlrm-12t")
+    large = workloads.load("dlrm-12t")
     cluster = topology.load("two-buildings").changed({"pod.members": devices // 128, **changes})
     for message_s, expected in ((1e-6, with_messages), (0.0, without)):
         constants = calibration_for(cluster.device).model_copy(update={"message_s": message_s})
@@ -487,7 +487,7 @@ def test_the_largest_published_model_is_slower_than_if_it_fitted() -> None:
     Its tables are 24 TB and these devices have 5: the planner refuses. With memory that they do not have it would be
     4.8 times as fast; caches and the hosts' memory are not modelled.
     """
-    large = workload.load("dlrm-12t")
+    large = workloads.load("dlrm-12t")
     assert isinstance(large, Recommender)
     cluster = topology.load("selene").changed({"building.members": 16, "device.memory_bytes_per_s": 1555e9})
     work = large.model_copy(update={"batch": 65_536})

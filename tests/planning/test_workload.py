@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.language import workload
+from cordillera.planning import workloads
 from cordillera.planning.language.workload import Layout, layers_of_stages
 
 
@@ -21,14 +21,14 @@ from cordillera.planning.language.workload import Layout, layers_of_stages
     ],
 )  # fmt: skip
 def test_published_sizes(name: str, billions: float) -> None:
-    model = workload.load(name).model
+    model = workloads.load(name).model
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_a_mixture_computes_with_what_is_active() -> None:
-    model = workload.load("moe-400b").model
+    model = workloads.load("moe-400b").model
     assert model.active_parameters / 1e9 == pytest.approx(17, rel=0.06)
-    dense = workload.load("llama3-8b")
+    dense = workloads.load("llama3-8b")
     assert dense.model.flops_per_token(1) == pytest.approx(6 * dense.model.active_parameters, rel=1e-3)
 
 
@@ -59,17 +59,17 @@ def test_layers_are_spread_evenly_with_the_fewest_at_the_ends(layers: int, stage
 )
 def test_layouts_that_cannot_be_are_refused_with_the_nearest_that_can(layout: Layout, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        layout.check(workload.load("llama3-8b"))
+        layout.check(workloads.load("llama3-8b"))
 
 
 def test_degrees_of_keys_and_experts_say_the_nearest_too() -> None:
-    mixture = workload.load("moe-400b")
+    mixture = workloads.load("moe-400b")
     experts = mixture.model.experts
     assert experts is not None
     problems = Layout(expert=3, data=4).problems(mixture)
     assert f"expert 3 does not divide {experts.count} experts: 2 would" in problems
     assert "expert 3 does not divide data 4: 2 would" in problems
-    grouped = workload.load("llama3-8b")
+    grouped = workloads.load("llama3-8b")
     odd = grouped.model.model_copy(update={"kv_heads": 6, "heads": 24, "ffn": 96, "head_dim": 64})
     problems = Layout(tensor=4).problems(grouped.model_copy(update={"model": odd}))
     assert problems == ["tensor 4 and kv_heads 6: neither divides the other: 3 would"]

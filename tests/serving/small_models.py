@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cordillera.data.tokenizers.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.models.language.checkpoints import save_hugging_face
 from cordillera.models.language.llama import Llama, LlamaConfig
 from tests.data.vocabularies import write_json

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cordillera
-from cordillera.data.tokenizers.tokenizer import load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
 from cordillera.errors import CheckpointError, DataError
 from cordillera.serving.language.language_model import LanguageModel
 from tests.serving.small_models import greedy, write_model

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cordillera.errors import DataError
-from cordillera.reports.charts import Chart, compact, nice_ticks, padded
+from cordillera.numbers import compact
+from cordillera.reports.charts import Chart, nice_ticks, padded
 from cordillera.reports.ranking.run import render, write_report
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import evaluate

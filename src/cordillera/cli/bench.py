@@ -14,7 +14,7 @@ from cordillera.errors import CordilleraError
 
 # What follows SYSTEM belongs to the benchmark's own program.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-_LISTING = "_sources.py"
+_LISTING = "_stale.py"
 _REMEDY = "benchmarks are part of the source checkout, not of the installed package: "
 _REMEDY += "clone the repository and run this command in it"
 

@@ -105,7 +105,7 @@ def _asset_terms(asset: Asset) -> None:
 
 
 def _asset_table(file: Path) -> Table:
-    from cordillera.data.assets import asset_facts
+    from cordillera.data.tokenizers.load import asset_facts
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in asset_facts(file).items():

@@ -25,7 +25,7 @@ def watch(
     """Say whether a quantised model still sees what it was calibrated on; the exit status is 1 if it does not."""
 
     from cordillera.cli._show import console
-    from cordillera.workflows.quantization import watch as work
+    from cordillera.workflows.drift import watch as work
 
     found = work(run, file, false_alarms=false_alarms)
     out = console()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cordillera.data.fetch import Wheel, fetch_members, stored_members
 from cordillera.data.files import cache_folder
-from cordillera.data.tokenizers.gguf import gguf_metadata
-from cordillera.data.tokenizers.tokenizer import load_tokenizer
 from cordillera.errors import DataError
 
 
@@ -93,28 +91,3 @@ def stored_asset(name: str, cache_dir: str | Path | None = None) -> Path:
         raise DataError("has not been fetched yet", where=name, remedy=f"fetch it with `cordillera data get {name}`")
     (path,) = found.values()
     return path
-
-
-def asset_facts(path: Path) -> dict[str, Any]:
-    """What the files of an asset say of themselves: a tokenizer's sizes and tokens, and a GGUF model's shape.
-
-    Args:
-        path: As :func:`fetch_asset` gives it.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    facts: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size}
-    if path.suffix == ".gguf":
-        metadata = gguf_metadata(path, ("general.", "llama."))
-        facts |= {name: value for name, value in metadata.items() if isinstance(value, str | int | float)}
-    tokenizer = load_tokenizer(path)
-    names = {token: name for name, token in tokenizer.special_tokens.items()}
-    return facts | {
-        "tokens": tokenizer.vocab_size,
-        "special tokens": len(tokenizer.special_tokens),
-        "begin of text": names.get(tokenizer.bos_id) if tokenizer.bos_id is not None else "none",
-        "end of text": names.get(tokenizer.eos_id) if tokenizer.eos_id is not None else "none",
-        "stops at": ", ".join(names.get(token, str(token)) for token in tokenizer.stop_ids),
-        "chat format": "none" if tokenizer.chat_format is None else type(tokenizer.chat_format).__name__,
-    }

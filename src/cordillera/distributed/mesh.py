@@ -1,9 +1,9 @@
 """Processes as a mesh: which of them share a layer's matrices, a sequence, the layers, the weights, the data.
 
 A job's processes are numbered along an order of the dimensions, innermost first, as the planner numbers a cluster's
-devices (:mod:`cordillera.planning.network.mesh`). Llama 3's order is tensor, context, pipeline, data: what communicates most
-lies closest together. Copies of the model are sharded in groups of ``shard`` and replicated over ``replicate`` of such
-groups (Zhao et al. 2023, section 3.2.2); ranks that share a sequence hold different parts of the weights as well.
+devices (:mod:`cordillera.planning.network.mesh`). Llama 3's order is tensor, context, pipeline, data: what communicates
+most lies closest together. Copies of the model are sharded in groups of ``shard`` and replicated over ``replicate`` of
+such groups (Zhao et al. 2023, section 3.2.2); ranks that share a sequence hold different parts of the weights as well.
 
 Source: Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2.
 """
@@ -76,7 +76,8 @@ class ParallelConfig(BaseModel):
             V-shaped have 2.
         reshard_after_forward: Whether a block's gathered weights are freed between forward and backward; None for yes
             without a pipeline and no with one, where they would be gathered again for every microbatch.
-        sharding: Strategy that divides sequences among the context ranks (:mod:`cordillera.distributed.context.shard_plan`).
+        sharding: Strategy that divides sequences among the context ranks
+            (:mod:`cordillera.distributed.context.shard_plan`).
         transport: Transport of keys and values between them (:mod:`cordillera.distributed.context.attention`).
         sequence: Whether activations between cut matrices are cut along their tokens over the tensor ranks (sequence
             parallelism); else each of these has all of them.

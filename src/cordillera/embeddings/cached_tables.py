@@ -259,7 +259,7 @@ class CachedEmbeddingTables(EmbeddingTables):
 
 
 def _kernels(of: str) -> Any:
-    return import_module(f"cordillera.kernels.numba_cached_{of}")  # compiled where they are first used
+    return import_module(f"cordillera.kernels.embeddings.numba_cached_{of}")  # compiled where they are first used
 
 
 def require_cpu(config: TablesConfig, device: torch.device) -> None:

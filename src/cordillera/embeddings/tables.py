@@ -1,7 +1,8 @@
 """Embedding tables that live in one flat weight, are looked up together and updated by one fused exact kernel.
 
 No dense gradient is ever made. The backward pass only keeps the gradient of the output; ``update`` then reduces it to
-one gradient a distinct row and applies the optimizer to these rows, in place (``cordillera.kernels.embeddings.update``).
+one gradient a distinct row and applies the optimizer to these rows, in place
+(``cordillera.kernels.embeddings.update``).
 """
 
 from __future__ import annotations

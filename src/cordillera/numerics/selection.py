@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from cordillera.errors import NumericsError
 
+BUDGET = 2e-4
+"""Default budget: largest change of quality."""
+
 
 class Part(NamedTuple):
     """A table or a layer.

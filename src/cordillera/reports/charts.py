@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from cordillera.numbers import compact
+
 
 def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
     """Round numbers in ``[low, high]``, at least ``fewest``: multiples of 1, 2 or 5 times a power of ten."""
@@ -22,16 +24,6 @@ def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
         if last - first + 1 >= fewest:
             break
     return [float(f"{index * step:.12g}") + 0.0 for index in range(first, last + 1)]
-
-
-def compact(value: float) -> str:
-    """A count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
-    if not math.isfinite(value):
-        return "n/a"
-    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit * 0.9995:
-            return f"{float(f'{value / limit:.3g}'):g}{suffix}"
-    return f"{float(f'{value:.3g}'):g}"
 
 
 def tick_text(ticks: Sequence[float]) -> Callable[[float], str]:

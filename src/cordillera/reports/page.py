@@ -12,38 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cordillera.files import TOML_BYTES, parse_toml, read_sealed, read_text
 from cordillera.reports.charts import Chart, padded
 from cordillera.run import Run, write_atomically
 
 POINTS = 400  # of a line; more would only make the file larger
 
 # Files
-
-
-def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
-    """Text of a run's recipe, and the parsed recipe.
-
-    Args:
-        run: The run.
-
-    Raises:
-        DataError: the file is missing or not TOML.
-    """
-    text = read_text(run.recipe_file, limit=TOML_BYTES)
-    return text, parse_toml(text, str(run.recipe_file))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Object of a JSON file of a run, without its checksum; empty if the file does not exist.
-
-    Args:
-        path: Path of the file.
-
-    Raises:
-        DataError: the file is not a JSON object, or does not match its checksum.
-    """
-    return read_sealed(path, remedy="restore the file") if path.exists() else {}
 
 
 def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -140,7 +114,7 @@ def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
         sections: HTML; empty ones are left out.
         *styles: Style sheets of this package that are used beside the reports' own.
     """
-    files = resources.files("cordillera.training")
+    files = resources.files("cordillera.reports")
     style = "".join(files.joinpath(one).read_text(encoding="utf-8") for one in ("report_style.css", *styles))
     body = "\n".join(section for section in sections if section)
     return f"""<!doctype html>

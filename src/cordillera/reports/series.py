@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import ClassVar, Literal
 
-from cordillera.reports.charts import Chart, compact, log_ticks, nice_ticks
+from cordillera.numbers import compact
+from cordillera.reports.charts import Chart, log_ticks, nice_ticks
 from cordillera.reports.page import POINTS, Pictures
 
 _WIDE = 100.0  # largest over smallest from which an axis may be logarithmic

@@ -23,9 +23,12 @@ from cordillera.run import Run, RunError
 from cordillera.training.language.trainer import LanguageEvaluation
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.workflows import language, ranking
+from cordillera.workflows._say import Say, silent
 from cordillera.workflows.language import LanguageOutcome
-from cordillera.workflows.ranking import Outcome, Sweep, load_model, model_of, predict, sweep
-from cordillera.workflows.scaling import isoflop
+from cordillera.workflows.prediction import predict
+from cordillera.workflows.ranking import Outcome
+from cordillera.workflows.scaling import Sweep, isoflop, sweep
+from cordillera.workflows.trained import load_model, model_of
 
 __all__ = [
     "LanguageOutcome",
@@ -51,7 +54,7 @@ def train(
     processes: int | None = None,
     parallel: Sequence[str] = (),
     watch: Callable[[dict[str, Any], Any, int], None] | None = None,
-    say: Callable[[str], object] = lambda text: None,
+    say: Say = silent,
 ) -> Outcome | LanguageOutcome:
     """Train a recipe into a run folder, evaluate it and write its report.
 

@@ -26,7 +26,8 @@ from cordillera.numerics.faults.replay import Replay, Threshold, Touched
 from cordillera.numerics.faults.vulnerability import Campaign, Vulnerability
 from cordillera.reports.ranking.injection import advice, injection_page
 from cordillera.run import Run, write_atomically
-from cordillera.workflows.ranking import load_model, recipe_of, splits_of, with_threads
+from cordillera.workflows._say import Say, silent
+from cordillera.workflows.trained import load_model, recipe_of, splits_of, with_threads
 
 INJECTIONS = 8192
 _MOST_INJECTIONS = 1 << 20
@@ -218,7 +219,7 @@ def inject(
     config: InjectionConfig | None = None,
     *,
     watch: Callable[[int, int], object] = lambda done, total: None,
-    say: Callable[[str], object] = lambda text: None,
+    say: Say = silent,
 ) -> InjectionOutcome:
     """Flip bits in the weights of a trained ranking model and count outputs that become wrong.
 

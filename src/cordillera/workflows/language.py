@@ -11,7 +11,6 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,11 @@ from cordillera.training.language.trainer import (
     write_evaluation,
 )
 from cordillera.training.ranking.trainer import select_device
+from cordillera.workflows._say import Say, silent
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 
-Say = Callable[[str], object]
-
 _BEGUN = "run"  # key of the launcher's store: the folder of the run that this job began
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
 
 
 @dataclass
@@ -116,7 +110,7 @@ def train(
     resume: bool = False,
     processes: int | None = None,
     watch: LanguageWatcher | None = None,
-    say: Say = _silent,
+    say: Say = silent,
 ) -> LanguageOutcome:
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
 
@@ -147,7 +141,7 @@ def train(
     if size is not None:
         with join_job(device, parallel.deadline_s) as job:
             run, resume = _prepare_together(job, recipe, folder, resume, say)
-            report = _train(job, recipe, run, resume, *((watch, say) if job.rank == 0 else (None, _silent)))
+            report = _train(job, recipe, run, resume, *((watch, say) if job.rank == 0 else (None, silent)))
         if job.rank > 0:
             return LanguageOutcome(run, report)
     else:
@@ -424,7 +418,7 @@ def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> d
     """One of several processes on this machine; what it returns are plain values."""
     with join_job() as job:
         line = _Line() if rank == 0 else None
-        report = _train(job, recipe, Run(folder), resume, *((line.watch, line.say) if line else (None, _silent)))
+        report = _train(job, recipe, Run(folder), resume, *((line.watch, line.say) if line else (None, silent)))
     return {**asdict(report), "evaluation": report.evaluation and report.evaluation._asdict()}
 
 

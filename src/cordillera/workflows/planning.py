@@ -14,9 +14,9 @@ from cordillera.cost import Calibration, CostModel, Products, Shape, calibration
 from cordillera.errors import Interrupted, PlanError, printable
 from cordillera.files import read_sealed, sealed_json
 from cordillera.planning import calibration as calibrations
+from cordillera.planning import workloads
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
-from cordillera.planning.language import workload as workloads
 from cordillera.planning.language.explorer import ALL, Dimension, Exploration, Explorer, Plan
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.workload import Recommender

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,20 +18,17 @@ from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.training_products import profile_training, trained_layers
 from cordillera.numerics.formats.cast_checks import self_test
-from cordillera.numerics.selection import Change, check_budget
+from cordillera.numerics.selection import BUDGET, Change, check_budget
 from cordillera.numerics.sites import replaced, sites
 from cordillera.run import Run, disk_errors
 from cordillera.training.ranking.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
-from cordillera.workflows.quantization import BUDGET, say_skipped
-from cordillera.workflows.ranking import load_model, recipe_of, splits_of, with_threads
+from cordillera.workflows._say import Say, silent
+from cordillera.workflows.quantization import say_skipped
 from cordillera.workflows.scores import check_weights, scored, some_batches
+from cordillera.workflows.trained import load_model, recipe_of, splits_of, with_threads
 
 PROBE_FILE, PLAN_FILE = "probe.safetensors", "precision-plan.json"
 GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "training-plan.json"
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ def probe(
     samples: int = 16_384,
     anew: bool = False,
     marginals: bool = False,
-    say: Callable[[str], object] = _silent,
+    say: Say = silent,
 ) -> Probing:
     """Gather what a model's layers see, and choose the fastest kernel for each that is accurate enough.
 
@@ -152,7 +148,7 @@ def probe_training(
     config: DispatchConfig | None = None,
     *,
     samples: int = 16_384,
-    say: Callable[[str], object] = _silent,
+    say: Say = silent,
 ) -> TrainingProbing:
     """Choose the fastest kernels that are accurate enough for all three products of a training step.
 
@@ -201,9 +197,7 @@ def probe_training(
         return TrainingProbing(run.folder / GRADIENT_PROBE_FILE, run.folder / TRAINING_PLAN_FILE, found)
 
 
-def _gathered_by_training(
-    run: Run, model: RankingModel, marginals: bool, say: Callable[[str], object]
-) -> dict[str, RowStatistics] | None:
+def _gathered_by_training(run: Run, model: RankingModel, marginals: bool, say: Say) -> dict[str, RowStatistics] | None:
     """What training has gathered of every layer, or None."""
     path = run.folder / TRAINING_PROBE
     if not path.is_file():

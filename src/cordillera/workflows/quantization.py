@@ -7,21 +7,18 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from cordillera.data.ranking.cache import Splits
-from cordillera.data.ranking.datasets import read_rows
-from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.embeddings.quantized_tables import QuantizedTables, encoded
-from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, NumericsError
+from cordillera.errors import DependencyError, Interrupted, NumericsError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.accuracy import Accuracy
 from cordillera.numerics.dispatch.candidates import CANDIDATES, chosen
@@ -36,10 +33,9 @@ from cordillera.numerics.dispatch.dispatch import (
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
-from cordillera.numerics.drift import Alarm, DriftCheck, check_false_alarms
 from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.formats.precision import Precision
-from cordillera.numerics.selection import Change, Part, Selection, check_budget, select, sweep_evaluations
+from cordillera.numerics.selection import BUDGET, Change, Part, Selection, check_budget, select, sweep_evaluations
 from cordillera.numerics.sites import Recorder, replaced, sites
 from cordillera.recipe import Recipe
 from cordillera.reports.ranking.quantization import quantization_page
@@ -47,10 +43,10 @@ from cordillera.run import Run, write_atomically
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
 from cordillera.training.ranking.trainer import autocast, scorer, select_device
-from cordillera.workflows.ranking import load_model, model_of, recipe_of, splits_of, with_threads
+from cordillera.workflows._say import Say, silent
 from cordillera.workflows.scores import check_weights, scored, some_batches
+from cordillera.workflows.trained import load_model, model_of, recipe_of, splits_of, with_threads
 
-BUDGET = 2e-4
 _ROW_KINDS = ("int4", "int8", "fp16")
 _SMALLEST_ROW_KINDS = ("int2", *_ROW_KINDS)
 _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 weights", "bf16")
@@ -60,10 +56,6 @@ _REPORT, _PAGE = "report.json", "report.html"
 _LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ def quantize(
     folder: Path | None = None,
     smallest: bool = False,
     least_db: float = 20.0,
-    say: Callable[[str], object] = _silent,
+    say: Say = silent,
 ) -> Quantized:
     """Find the fewest bits of every table and layer under a budget of NE, and write the model.
 
@@ -229,7 +221,7 @@ class _Seen:
     rows: Mapping[str, torch.Tensor]
 
 
-def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Callable[[str], object]) -> _Seen:
+def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Say) -> _Seen:
     batches = some_batches(splits.train, recipe, _CALIBRATION_ROWS)
     names = list(sites(model))
     say(f"calibrating {len(names)} layers on {sum(map(len, batches)):,} training samples")
@@ -244,7 +236,7 @@ def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Callable[[
 
 
 def _try_layers(
-    model: RankingModel, seen: _Seen, least_db: float, kernels: tuple[str, ...], say: Callable[[str], object]
+    model: RankingModel, seen: _Seen, least_db: float, kernels: tuple[str, ...], say: Say
 ) -> dict[str, list[Trial]]:
     config = DispatchConfig(
         sqnr_db=least_db, median_relative=1.0, rows=(_BATCH,), draws=2, judged_rows=_BATCH, kernels=kernels
@@ -259,7 +251,7 @@ def _try_layers(
     return found
 
 
-def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Callable[[str], object]) -> None:
+def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Say) -> None:
     """Report the kernels that cannot compute some layers, with the reasons.
 
     Args:
@@ -424,63 +416,3 @@ def _plain(outcome: Quantized) -> dict[str, Any]:
         ],
         "seconds": {"fp32": outcome.seconds[0], "quantized": outcome.seconds[1]},
     }
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Result of :func:`watch`.
-
-    Attributes:
-        samples: Number of samples that were compared.
-        alarms: Numbers and shares that moved, in order of rising probability.
-        watched: Number of numbers and shares that were watched.
-        checks: Number of comparisons among which the probability of a false alarm is divided.
-        lacks: Name of the group column if the file does not have it, so that all samples count as independent.
-    """
-
-    samples: int
-    alarms: list[Alarm]
-    watched: int
-    checks: int
-    lacks: str | None
-
-
-def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3) -> Drift:
-    """Compare a file of samples with the samples on which a quantised model was calibrated.
-
-    Args:
-        run: Run with a quantised model.
-        file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
-        false_alarms: Probability of an alarm if nothing has changed.
-
-    Raises:
-        CheckpointError: there is no quantised model, or it is damaged or belongs to another run.
-        DataError: the file cannot be read, or holds fewer than two samples whose numbers are finite.
-        NumericsError: ``false_alarms`` is not a probability.
-    """
-    check_false_alarms(false_alarms)
-    run = run if isinstance(run, Run) else Run(run)
-    recipe = recipe_of(run)
-    with with_threads(recipe.threads):
-        encoder = Encoder.load(run.folder / "encoder")
-        features = replace(encoder.features, tasks=tuple(run.read_json("model.json")["tasks"]))
-        made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
-        folder = run.folder / quantized_model.FOLDER
-        model, reference = quantized_model.load(folder, model_of(recipe, features), made_of)
-        observer, check, grouped = Observer(model, encoder), DriftCheck(reference), True
-        if (observer.numbers, observer.shares) != (list(reference.names), list(reference.shares)):
-            raise CheckpointError(
-                "watches other numbers than this library", where=str(folder), remedy="cordillera quantize RUN"
-            )
-        for frame, place in read_rows(str(file), recipe.data, encoder.schema):
-            rows = encoder.encode(frame, where=place, labels=False)
-            grouped &= rows.groups is not None
-            for begin in range(0, len(rows), 1024):
-                part = rows.take(np.arange(begin, min(begin + 1024, len(rows)))).batch()
-                observer.update(check, part)
-    if check.samples < 2:
-        lost = f", and {check.lost} on which a number of the model is not finite" if check.lost else ""
-        raise DataError(f"holds fewer than two samples that can be looked at ({check.samples}){lost}", where=str(file))
-    lacks = None if grouped else encoder.schema.group
-    watched = len(reference.names) + len(reference.shares) + 1
-    return Drift(check.samples + check.lost, check.alarms(false_alarms), watched, check.checks, lacks)

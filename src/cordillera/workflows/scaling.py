@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cordillera import recipe as recipes
 from cordillera.data.language.corpora import prepare_corpora
 from cordillera.distributed.job.environment import place_in_job
-from cordillera.errors import PlanError, RecipeError
+from cordillera.errors import DataError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
-from cordillera.recipe import LanguageRecipe
-from cordillera.run import Run
+from cordillera.recipe import LanguageRecipe, Recipe
+from cordillera.run import Run, RunError, write_atomically
 from cordillera.training.language.trainer import LanguageWatcher
+from cordillera.training.ranking.trainer import (
+    Watcher,
+)
+from cordillera.training.scaling import power_law as scaling_laws
 from cordillera.training.scaling.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
+from cordillera.training.scaling.power_law import ScalingStudy
 from cordillera.workflows import language
+from cordillera.workflows._say import Say, silent
+from cordillera.workflows.ranking import train
+from cordillera.workflows.trained import card_of
 
 _SAMPLE = 50  # iterations whose documents tell what attention costs
 
@@ -30,7 +40,7 @@ def isoflop(
     overrides: Sequence[str] = (),
     folder: Path | str | None = None,
     watch: LanguageWatcher | None = None,
-    say: Callable[[str], object] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> IsoFlopOutcome:
     """Train a language model in several sizes for each budget and fit the best split into parameters and tokens.
 
@@ -91,4 +101,96 @@ def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRe
     if not isinstance(recipe, LanguageRecipe):
         message = f"must be that of a language model here, got {recipe.model.name!r}; `cordillera sweep` is for others"
         raise RecipeError(str(source), [("model.name", message)])
+    return recipe
+
+
+@dataclass
+class Sweep:
+    """What :func:`sweep` found.
+
+    Attributes:
+        folder: Where the runs, ``sweep.json`` and the plots are.
+        study: Sizes, values and the fitted law.
+        plot: The drawing of NE against FLOPs.
+    """
+
+    folder: Path
+    study: ScalingStudy
+    plot: Path
+
+
+def sweep(
+    source: str | Path,
+    sizes: Sequence[str],
+    *,
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    folder: Path | str | None = None,
+    watch: Watcher | None = None,
+    say: Say = silent,
+) -> Sweep:
+    """Train a recipe in several sizes and fit test NE against training FLOPs an example.
+
+    Runs that are finished are not trained again and interrupted ones are resumed, so a sweep that was stopped goes on
+    where it was. The law is ``NE = floor + a * FLOPs ** b``; the floor is the Bayes-optimal NE where the data's is
+    known, else zero.
+
+    Args:
+        source: A shipped recipe's name or a path.
+        sizes: Each a text of ``section.key=value`` parts between blanks, smallest size first.
+        seeds: Repetitions of every size: the recipe's seed, and those after it.
+        overrides: Applied to all sizes.
+        folder: Where everything goes. Default: ``runs/NAME-sweep``.
+        watch: See :func:`train`.
+        say: Called with one line of text at each stage.
+
+    Raises:
+        RecipeError: some size is not a valid recipe; nothing is trained then.
+        RunError: a folder of the sweep holds a run of another recipe.
+        Interrupted: training was; what was trained is saved.
+        DataError: there are fewer than three sizes.
+    """
+    if len(sizes) < 3:
+        raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="--size")
+    first = _ranking_recipe(source, [*overrides, *shlex.split(sizes[0])])
+    planned = []
+    for number, size in enumerate(sizes):
+        for seed in range(first.seed, first.seed + seeds):
+            recipe = _ranking_recipe(source, [*overrides, *shlex.split(size), f"seed={seed}"])
+            planned.append((f"size-{number + 1}-seed-{seed}", recipe))
+    parent = Path(folder) if folder is not None else Path("runs") / f"{first.name}-sweep"
+    runs = []
+    for number, (name, recipe) in enumerate(planned, 1):
+        place = parent / name
+        exists = (place / "recipe.toml").is_file()
+        if exists and recipes.load(place / "recipe.toml") != recipe:
+            raise RunError(
+                "holds a run of another recipe", where=str(place), remedy="choose another --run folder for this sweep"
+            )
+        status = Run(place).status() if exists else None
+        if exists and (place / "evaluation.json").is_file() and (status is None or status.is_complete):
+            say(f"[{number}/{len(planned)}] {name}: done before")
+        else:
+            say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
+            outcome = train(recipe, place, resume=exists, watch=watch)
+            if outcome.report.ended == "interrupted":
+                raise Interrupted(
+                    "this run is not finished; everything is saved",
+                    where=str(place),
+                    remedy="give the same command again to go on",
+                )
+        runs.append(Run(place))
+    bayes = card_of(runs[0])["data"]["facts"].get("bayes_ne")
+    study = scaling_laws.study(scaling_laws.measure(runs), floor=bayes or 0.0)
+    plot = parent / "sweep.png"
+    scaling_laws.plot(study, [plot, parent / "sweep.svg"], bayes=bayes, title=f"{first.name}: test NE against FLOPs")
+    write_atomically(parent / "sweep.json", study.to_json() + "\n")
+    return Sweep(parent, study, plot)
+
+
+def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> Recipe:
+    recipe = recipes.load(source, overrides)
+    if not isinstance(recipe, Recipe):
+        remedy = "for language models, `cordillera isoflop` fits losses against compute"
+        raise DataError("is a recipe of a language model; a sweep fits test NE", where=str(source), remedy=remedy)
     return recipe

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from cordillera.errors import CordilleraError
 from cordillera.files import read_json_object
 from cordillera.kernels.threads import MOST_THREADS, choose_threads, usable_cores
 from cordillera.run import Run, RunError, write_atomically
+from cordillera.workflows._say import Say
 
 FILE = "threads.json"
 """Name of the file in a run's folder that records its number of threads if the recipe does not set one."""
 
 
-def threads_of(
-    wanted: int | None, say: Callable[[str], object], *, folder: Path | str | None = None, processes: int = 1
-) -> int:
+def threads_of(wanted: int | None, say: Say, *, folder: Path | str | None = None, processes: int = 1) -> int:
     """Number of threads that each process of a run computes with.
 
     Args:

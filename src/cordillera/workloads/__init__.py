@@ -1,1 +1,1 @@
-"""Workloads that ship with the library, one TOML file each; read by :func:`cordillera.planning.language.workload.load`."""
+"""Workloads that ship with the library, one TOML file each; read by :func:`cordillera.planning.workloads.load`."""

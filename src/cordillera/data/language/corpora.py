@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from cordillera.data.language.cleaning import CleaningConfig
 from cordillera.data.language.shards import ChosenDocuments, Documents, TextDataset
 from cordillera.data.language.tokenised import TextConfig, prepare_text
-from cordillera.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
+from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 
 HELD_OUT = 0.01

@@ -24,7 +24,8 @@ from cordillera.data.files import cache_folder, disk_errors, expand_paths
 from cordillera.data.language.cleaning import Cleaner, CleaningConfig
 from cordillera.data.language.documents import Document, read_documents
 from cordillera.data.language.shards import FORMAT, ShardWriter, TextDataset
-from cordillera.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
+from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 
 PYTHON_LIBRARY = "python-library"
@@ -42,7 +43,7 @@ class TextConfig(BaseModel):
 
     Attributes:
         path: File, folder or pattern, or several; see :func:`text_files`.
-        tokenizer: Its file or folder, or a name; see :func:`cordillera.data.tokenizers.tokenizer.load_tokenizer`.
+        tokenizer: Its file or folder, or a name; see :func:`cordillera.data.tokenizers.load.load_tokenizer`.
         text_field: Key or column of the text.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.

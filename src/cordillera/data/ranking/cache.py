@@ -16,10 +16,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cordillera.data.files import checksum, disk_errors, write_bytes
-from cordillera.data.ranking.encoding import EncodedRows, Encoder, assemble, offsets_of, ragged_positions
+from cordillera.data.ranking.encoding import EncodedRows, Encoder, assemble
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
+from cordillera.jagged import offsets_of, ragged_positions
 
 FORMAT = 2
 SPLITS = ("train", "validation", "test")

@@ -43,7 +43,7 @@ from cordillera.data.ranking.logs.columns import (
 )
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, sealed_json
-from cordillera.jagged import JaggedBatch
+from cordillera.jagged import JaggedBatch, offsets_of, ragged_positions
 
 _REMEDY = "delete the folder and prepare the data again"
 QUANTILES = 1024
@@ -111,20 +111,6 @@ class EncodedRows:
         return assemble(
             self.features, self.dense, self.ids, lists, self.labels, self.weights, self.groups, self.timestamps
         )
-
-
-def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """``int64 [N + 1]``: zero, then the running sum of ``lengths``."""
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Positions of the entries of bags that begin at ``starts`` and hold ``lengths`` entries, bag after bag."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
 
 
 _one_hot_offsets: dict[int, torch.Tensor] = {}

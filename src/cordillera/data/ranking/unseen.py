@@ -19,7 +19,8 @@ class UnseenCount:
 
     Args:
         encoder: Encoder of the rows.
-        facts: Facts of the data set that the model was trained on, as in :class:`~cordillera.data.ranking.cache.Splits`.
+        facts: Facts of the data set that the model was trained on, as in
+            :class:`~cordillera.data.ranking.cache.Splits`.
     """
 
     def __init__(self, encoder: Encoder, facts: dict[str, Any]) -> None:

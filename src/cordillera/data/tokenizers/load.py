@@ -8,10 +8,13 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from cordillera.data.assets import ASSETS, stored_asset
+from cordillera.data.tokenizers.byte_level import BYTES, byte_tokenizer
 from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS
 from cordillera.data.tokenizers.chat import Llama3Chat
-from cordillera.data.tokenizers.gguf import read_gguf_tokenizer
+from cordillera.data.tokenizers.gguf import gguf_metadata, read_gguf_tokenizer
 from cordillera.data.tokenizers.hugging_face import read_json_tokenizer
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
@@ -152,3 +155,47 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
     if absent:
         raise DataError(f"{len(absent)} of the 256 bytes are missing, so some text cannot be written", where=str(path))
     return ranks
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer from a file, or from the folder of a model.
+
+    Args:
+        path: Llama 3's ``tokenizer.model``, a Hugging Face ``tokenizer.json``, a ``.gguf`` file, or a folder that holds
+            one of them. Beside a ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and
+            ``chat_template.jinja`` are read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
+            asset that was fetched, as ``smollm2`` and ``llama3-tokenizer`` (a folder so called is ``./smollm2``).
+
+    Raises:
+        DataError: there is none, or it is damaged, or of a kind that cannot write every text; an asset was not fetched.
+    """
+    if path == BYTES:
+        return byte_tokenizer()
+    if isinstance(path, str) and path in ASSETS:
+        return read_tokenizer(stored_asset(path))
+    return read_tokenizer(Path(path).expanduser())
+
+
+def asset_facts(path: Path) -> dict[str, Any]:
+    """What the files of an asset say of themselves: a tokenizer's sizes and tokens, and a GGUF model's shape.
+
+    Args:
+        path: As :func:`fetch_asset` gives it.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    facts: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size}
+    if path.suffix == ".gguf":
+        metadata = gguf_metadata(path, ("general.", "llama."))
+        facts |= {name: value for name, value in metadata.items() if isinstance(value, str | int | float)}
+    tokenizer = load_tokenizer(path)
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    return facts | {
+        "tokens": tokenizer.vocab_size,
+        "special tokens": len(tokenizer.special_tokens),
+        "begin of text": names.get(tokenizer.bos_id) if tokenizer.bos_id is not None else "none",
+        "end of text": names.get(tokenizer.eos_id) if tokenizer.eos_id is not None else "none",
+        "stops at": ", ".join(names.get(token, str(token)) for token in tokenizer.stop_ids),
+        "chat format": "none" if tokenizer.chat_format is None else type(tokenizer.chat_format).__name__,
+    }

@@ -179,29 +179,6 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer from a file, or from the folder of a model.
-
-    Args:
-        path: Llama 3's ``tokenizer.model``, a Hugging Face ``tokenizer.json``, a ``.gguf`` file, or a folder that holds
-            one of them. Beside a ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and
-            ``chat_template.jinja`` are read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
-            asset that was fetched, as ``smollm2`` and ``llama3-tokenizer`` (a folder so called is ``./smollm2``).
-
-    Raises:
-        DataError: there is none, or it is damaged, or of a kind that cannot write every text; an asset was not fetched.
-    """
-    from cordillera.data.assets import ASSETS, stored_asset
-    from cordillera.data.tokenizers.byte_level import BYTES, byte_tokenizer
-    from cordillera.data.tokenizers.load import read_tokenizer
-
-    if path == BYTES:
-        return byte_tokenizer()
-    if isinstance(path, str) and path in ASSETS:
-        return read_tokenizer(stored_asset(path))
-    return read_tokenizer(Path(path).expanduser())
-
-
 def check_text(text: str, where: str) -> None:
     """Refuse text that no tokenizer can encode.
 

@@ -1,10 +1,11 @@
 """Attention over documents that are spread over ranks, for training, equal to attention in one place.
 
-Every rank has the queries, keys and values of its own tokens (:class:`~cordillera.distributed.context.shard_plan.ShardPlan`).
-``all_gather`` brings all keys and values to every rank, and a reduce-scatter takes their gradients home: simple, one
-message each way, memory for all tokens' keys and values. ``ring`` passes keys and values on from rank to rank while the
-ones that are here are attended to, and merges by log-sum-exp; backwards, their gradients travel along. Both skip pairs
-of chunks that do not see each other, and neither pads a document.
+Every rank has the queries, keys and values of its own tokens
+(:class:`~cordillera.distributed.context.shard_plan.ShardPlan`). ``all_gather`` brings all keys and values to every
+rank, and a reduce-scatter takes their gradients home: simple, one message each way, memory for all tokens' keys and
+values. ``ring`` passes keys and values on from rank to rank while the ones that are here are attended to, and merges by
+log-sum-exp; backwards, their gradients travel along. Both skip pairs of chunks that do not see each other, and neither
+pads a document.
 
 Source: all-gather as in Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2, and Wang et al. 2025 (arXiv
 2503.17924); the ring as in Liu et al. 2023 (arXiv 2310.01889), with the log-sum-exp of all keys in the backward.
@@ -26,7 +27,8 @@ from cordillera.distributed.collectives import Arrival, Links
 from cordillera.distributed.context.shard_plan import ShardPlan
 from cordillera.distributed.ledger import Ledger
 from cordillera.errors import PlanError
-from cordillera.kernels.attention.partial import Backend, attention_backward, merge, partial_attention
+from cordillera.kernels.attention.merge import merge
+from cordillera.kernels.attention.partial import Backend, attention_backward, partial_attention
 from cordillera.kernels.attention.relation import Block, blocks_between
 
 

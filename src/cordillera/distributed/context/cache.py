@@ -27,7 +27,8 @@ from cordillera.distributed.context.ring_cost import AttentionShape, RingCost, T
 from cordillera.distributed.context.turns import Turn, next_turn
 from cordillera.distributed.ledger import Ledger
 from cordillera.errors import DataError, PlanError
-from cordillera.kernels.attention.partial import Backend, merge, partial_attention
+from cordillera.kernels.attention.merge import merge
+from cordillera.kernels.attention.partial import Backend, partial_attention
 
 _HOME, _TURN = 1, 3  # tags of partial outputs and of turns; steps of the ring have even ones
 

@@ -108,9 +108,9 @@ def launch(
     """Run a function in several processes on this machine, which form a process group and watch each other.
 
     Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watch>`); a second one ends all of them at once. In the ranks,
-    :func:`~cordillera.distributed.job.job.join_job` gives the job and its watch. Values that the ranks exchange are
-    signed with a secret that only they receive.
+    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watch>`); a second one ends all of them at once. In the
+    ranks, :func:`~cordillera.distributed.job.job.join_job` gives the job and its watch. Values that the ranks exchange
+    are signed with a secret that only they receive.
 
     Args:
         work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.

@@ -1,9 +1,9 @@
 """A watch over the processes of a job: a rank that ends, stops or hangs ends the job with one error that names it.
 
-A thread writes this process's beats into the job's store and reads the others' (:mod:`cordillera.distributed.job.heartbeats`).
-Python cannot interrupt a thread that waits in a collective. So an error that was found is raised where the loop next
-says where it is, or instead of the error with which the collective ends; where neither comes in time, the process is
-ended at once.
+A thread writes this process's beats into the job's store and reads the others'
+(:mod:`cordillera.distributed.job.heartbeats`). Python cannot interrupt a thread that waits in a collective. So an error
+that was found is raised where the loop next says where it is, or instead of the error with which the collective ends;
+where neither comes in time, the process is ended at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IDLE = 0.02  # of the processor's time; a thread that uses less stands still
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
 _STANDARD = str(Path(os.__file__).parent) + os.sep
-_ROOM = str(Path(__file__).parent) + os.sep
+_ROOM = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Every process of a ``torch.distributed`` group (Gloo) is one rank of the schedule. It takes its actions in order, each
 as soon as its inputs are there. A message leaves when the action that makes it ends; sends never hold up computation,
 and the messages of an ordered pair of ranks leave in the order in which they were made, as in
-:mod:`cordillera.planning.pipeline.simulator`. Slow links can be emulated (:class:`Throttle`), and every step records when its
-actions started and ended, so that a simulated step and an executed one can be laid side by side.
+:mod:`cordillera.planning.pipeline.simulator`. Slow links can be emulated (:class:`Throttle`), and every step records
+when its actions started and ended, so that a simulated step and an executed one can be laid side by side.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
     """Each token attends to itself and to the earlier tokens of its document, scores scaled by ``1 / sqrt(D)``.
 
     On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
-    (:mod:`cordillera.kernels.attention.numba_kernels`) where there will be gradients; on a GPU, 16-bit tensors go to flash
-    attention over all documents at once.
+    (:mod:`cordillera.kernels.attention.numba_kernels`) where there will be gradients; on a GPU, 16-bit tensors go to
+    flash attention over all documents at once.
 
     Args:
         q: ``[T, H, D]``.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cordillera.kernels.attention.merge import merge
 from cordillera.kernels.attention.relation import Block, Positions, Relation, as_blocks
 
 _MASK_ROWS = 1024  # of queries whose mask is made at a time
@@ -60,8 +61,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
     Returns:
         Both in float32, or float64 if ``q`` is.
     """
-    from cordillera.kernels.attention.partial import merge
-
     q, k, v = _side_by_side(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=wide)

@@ -11,7 +11,6 @@ al. 2024 (arXiv 2411.01783), equation 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -111,35 +110,6 @@ def attention_backward(
     dout[..., dim] = -dlse.masked_fill(lse == -torch.inf, 0.0)
     grads = _BACKENDS[chosen].backward(dout, q, k, v, out, lse, relation, scale)
     return grads[0][..., :dim], grads[1][..., :dim], grads[2][..., :dim]
-
-
-def merge(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from that over disjoint sets of them. Differentiable.
-
-    Args:
-        pieces: Outputs ``[T, H, D]`` with log-sum-exps ``[T, H]``; a log-sum-exp of -inf marks a query that has no keys
-            in this piece. NaN stays NaN.
-
-    Returns:
-        The same of all of them, in the dtype of the log-sum-exps.
-
-    Raises:
-        PlanError: If there is no piece.
-    """
-    if not pieces:
-        raise PlanError("there is no piece to merge", where="pieces")
-    lses = torch.stack([lse for _, lse in pieces])
-    # the result does not depend on it, so neither do gradients
-    largest = lses.detach().amax(0)
-    without = largest == -torch.inf
-    largest = largest.masked_fill(without, 0.0)
-    weights = (lses - largest).exp()
-    total = weights.sum(0).masked_fill(without, 1.0)
-    shares = (weights / total)[..., None]
-    out = pieces[0][0].to(lses.dtype) * shares[0]
-    for (part, _), share in zip(pieces[1:], shares[1:], strict=True):
-        out = torch.addcmul(out, part.to(lses.dtype), share)
-    return out, (largest + total.log()).masked_fill(without, -torch.inf)
 
 
 def choose_backend(q: Tensor, relation: Relation, backend: Backend = "auto") -> Backend:

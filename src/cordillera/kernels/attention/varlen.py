@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cordillera.errors import PlanError
+from cordillera.kernels.attention.merge import merge
 from cordillera.kernels.attention.relation import Block, Positions, Relation, as_blocks
 
 
@@ -61,8 +62,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
     Returns:
         Both in float32.
     """
-    from cordillera.kernels.attention.partial import merge
-
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=out.dtype, device=q.device)
     for call in _calls(relation, len(q), len(k), q.device):

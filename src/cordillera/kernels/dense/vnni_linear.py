@@ -177,7 +177,7 @@ def _parts(
 
 @compiled()
 def _choose(low: Any, high: Any) -> Any:
-    """Scale and zero point of a range, as :func:`cordillera.numerics.quantization.quantizers.choose_affine` for uint8."""
+    """Scale and zero point of a range for uint8, as ``choose_affine`` in ``numerics/quantization/quantizers.py``."""
     low, high = min(low, np.float32(0.0)), max(high, np.float32(0.0))
     scale = (np.float64(high) - np.float64(low)) / 255.0
     if np.isinf(np.float32(1.0) / np.float32(scale)):

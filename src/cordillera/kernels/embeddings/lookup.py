@@ -52,7 +52,7 @@ def embedding_bag(
         A :class:`Lookup`. Ids outside their table are reported, never read.
     """
     if backend in ("numba", "fbgemm") and values.numel():
-        lookup: Lookup = import_module(f"cordillera.kernels.{backend}_embeddings").lookup(
+        lookup: Lookup = import_module(f"cordillera.kernels.embeddings.{backend}_backend").lookup(
             weight, values, offsets, value_weights, first_row, num_rows, dtype
         )
         return lookup

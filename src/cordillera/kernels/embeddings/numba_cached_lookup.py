@@ -16,7 +16,7 @@ from torch import Tensor
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.cached_rows import FORMATS, WAYS, CachedRows
 from cordillera.kernels.embeddings.lookup import Lookup
-from cordillera.kernels.embeddings.numba_kernels import LINE, factors, whole
+from cordillera.kernels.embeddings.numba_backend import LINE, factors, whole
 from cordillera.kernels.embeddings.numba_random import mix
 from cordillera.kernels.embeddings.numba_rows import decode_row
 from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen

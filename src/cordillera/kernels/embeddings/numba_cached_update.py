@@ -33,8 +33,8 @@ from cordillera.kernels.embeddings.cached_rows import (
     BadRow,
     CachedRows,
 )
+from cordillera.kernels.embeddings.numba_backend import AHEAD, LINE, factors, sort_positions
 from cordillera.kernels.embeddings.numba_cached_lookup import SOON, ask_for, find, set_of
-from cordillera.kernels.embeddings.numba_kernels import AHEAD, LINE, factors, sort_positions
 from cordillera.kernels.embeddings.numba_random import absorb, seeded
 from cordillera.kernels.embeddings.numba_rows import decode_row, encode_row, extent, fits
 from cordillera.kernels.embeddings.numba_rules import RULES, state_arrays, step_row

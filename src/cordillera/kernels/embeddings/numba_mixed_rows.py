@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.embeddings.lookup import Lookup
-from cordillera.kernels.embeddings.numba_kernels import LINE, factors, whole
+from cordillera.kernels.embeddings.numba_backend import LINE, factors, whole
 from cordillera.kernels.embeddings.numba_rows import decode_row
 from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
 

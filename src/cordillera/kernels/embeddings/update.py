@@ -169,7 +169,7 @@ def sparse_update(
     if not rows.numel():
         return
     update = Update(optimizer, weight.detach(), state, rows, offsets, grad.detach(), value_weights, learning_rate, step)
-    run = _update_torch if name == "torch" else import_module(f"cordillera.kernels.{name}_embeddings").update
+    run = _update_torch if name == "torch" else import_module(f"cordillera.kernels.embeddings.{name}_backend").update
     with torch.no_grad():
         run(update)
 
@@ -213,7 +213,7 @@ def _unavailable(name: str) -> str | None:
     if name == "torch":
         return None
     try:
-        reason: str | None = import_module(f"cordillera.kernels.{name}_embeddings").unavailable()
+        reason: str | None = import_module(f"cordillera.kernels.embeddings.{name}_backend").unavailable()
     except ImportError as error:
         return f"{name} cannot be imported: {error}"
     return reason
@@ -235,7 +235,9 @@ def _misfit(name: str, optimizer: str, dtype: torch.dtype, device: str) -> str |
     reason = _unavailable(name)
     if reason is not None:
         return reason
-    support: str | None = import_module(f"cordillera.kernels.{name}_embeddings").unsupported(optimizer, dtype, device)
+    support: str | None = import_module(f"cordillera.kernels.embeddings.{name}_backend").unsupported(
+        optimizer, dtype, device
+    )
     return support
 
 

@@ -15,8 +15,8 @@ from cordillera.embeddings.tables import EmbeddingTables, TablesConfig
 from cordillera.errors import DataError
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import RowsMLP
-from cordillera.models.ranking.mods import ModName
 
+ModName = Literal["no-bias", "block-norm", "hard-swish"]
 Size = Annotated[int, Field(ge=1, le=2**20)]
 Sizes = tuple[Size, ...]
 Probability = Annotated[float, Field(ge=0, lt=1)]

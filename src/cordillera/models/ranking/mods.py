@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
 from cordillera.kernels.dense.layers import block_norm
+from cordillera.models.ranking.base import ModName
 from cordillera.models.ranking.heads import Heads
 from cordillera.models.ranking.interactions import EmbeddingCross, LinearCompression, StackedLayerNorm
 from cordillera.numerics.sites import replace
@@ -24,7 +25,6 @@ from cordillera.numerics.sites import replace
 if TYPE_CHECKING:
     from cordillera.models.ranking.base import RankingModel
 
-ModName = Literal["no-bias", "block-norm", "hard-swish"]
 MODS: tuple[ModName, ...] = get_args(ModName)
 
 _WITH_BIAS = (nn.Linear, nn.Conv2d, LinearCompression, EmbeddingCross)

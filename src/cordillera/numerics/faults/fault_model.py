@@ -2,8 +2,8 @@
 
 Every bit of a component's memory is equally likely to be hit. Faults are drawn by strata, one for each bit position of
 each layout, the same number in each; estimates weight them by the stratum's share of the component's bits (see
-:mod:`cordillera.numerics.faults.vulnerability`). A fault model is one bit, several bits of one stored number, or a burst of
-neighbouring ones (Jiao et al. 2024, arXiv 2405.01741).
+:mod:`cordillera.numerics.faults.vulnerability`). A fault model is one bit, several bits of one stored number, or a
+burst of neighbouring ones (Jiao et al. 2024, arXiv 2405.01741).
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def round_to_blocks(
         format: The elements' format.
         rounding: Which neighbour is taken.
         rule: How scales are chosen (:func:`block_scales`).
-        random: Random bits for stochastic rounding, of ``x``'s shape (:func:`~cordillera.numerics.formats.rounding.round_to`).
+        random: Random bits for stochastic rounding, of ``x``'s shape
+            (:func:`~cordillera.numerics.formats.rounding.round_to`).
 
     Returns:
         ``x``'s dtype and shape; a block that holds NaN or infinity is all NaN. A number near the end of float32's

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from cordillera.cost import Calibration, CostModel, Products, calibration_for
 from cordillera.errors import PlanError
+from cordillera.partition import divisors
 from cordillera.planning.language.job import Job
 from cordillera.planning.language.step import Step, families, held, simulate_step, stage_seconds, ways
 from cordillera.planning.language.workload import Layout, Recompute, Workload
@@ -197,7 +198,7 @@ def _powers(limit: int) -> list[int]:
 
 
 def _divisors(number: int, limit: int) -> list[int]:
-    return [one for one in range(1, min(number, limit) + 1) if number % one == 0]
+    return [one for one in divisors(number) if one <= limit]
 
 
 def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:

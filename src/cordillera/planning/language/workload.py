@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.cost import CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.ranking.workload import Recommender, divisors
-from cordillera.topology import Label, Numeric, Words, parse, shipped, validate
+from cordillera.partition import divisors
+from cordillera.topology import Label, Numeric, Words
 
 # Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
 # products of sizes are floats.
@@ -186,29 +185,6 @@ class Workload(BaseModel):
     def flops(self) -> float:
         """Of a step, by the model's own arithmetic."""
         return self.batch * self.sequence * self.model.flops_per_token(self.sequence)
-
-
-def load(source: str | Path) -> Workload | Recommender:
-    """Read a workload by its shipped name or the path of a TOML file: a transformer's or a recommendation model's.
-
-    Raises:
-        PlanError: If there is no such file, or with every mistake in it.
-    """
-    content = parse(source, "cordillera.workloads", "workload")
-    if ("model" in content) == ("tables" in content):
-        raise PlanError(
-            "has both [model] and [[tables]]" if "model" in content else "has neither [model] nor [[tables]]",
-            where=str(source),
-            remedy="a transformer has [model], a recommendation model has [[tables]]",
-        )
-    if "tables" in content:
-        return validate(Recommender, content, str(source))
-    return validate(Workload, content, str(source))
-
-
-def names() -> dict[str, str]:
-    """Shipped workloads with their descriptions."""
-    return shipped("cordillera.workloads")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Collectives as plans: which rank sends which chunk to which rank in which step.
 
 A plan is data. It is made by the functions below, proved by :func:`verify`, run on arrays by :func:`execute` and priced
-by :mod:`cordillera.planning.network.collective_cost`. Only gathers and trees are written out: a reduce-scatter is an all-gather
-run backwards, and an all-reduce is the one after the other.
+by :mod:`cordillera.planning.network.collective_cost`. Only gathers and trees are written out: a reduce-scatter is an
+all-gather run backwards, and an all-reduce is the one after the other.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.workload import Layout
 from cordillera.topology import Topology
 
 DIMENSIONS = ("tensor", "context", "data", "pipeline")
@@ -75,6 +74,33 @@ class SharedLink(NamedTuple):
 NOWHERE = Edges(float("inf"), 0.0, -1, "")
 
 
+class Degrees(Protocol):
+    """Degrees of parallelism of a job, as of :class:`~cordillera.planning.language.workload.Layout`.
+
+    Attributes:
+        tensor: Degree of tensor parallelism.
+        context: Degree of context parallelism.
+        pipeline: Number of pipeline ranks.
+        data: Number of copies of the model.
+        devices: Number of devices that the job takes.
+    """
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def pipeline(self) -> int: ...
+
+    @property
+    def data(self) -> int: ...
+
+    @property
+    def devices(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A layout on a cluster.
@@ -90,7 +116,7 @@ class Mesh:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, topology: Topology, layout: Layout, order: Sequence[str] = DIMENSIONS) -> Mesh:
+    def of(cls, topology: Topology, layout: Degrees, order: Sequence[str] = DIMENSIONS) -> Mesh:
         """Put a layout on a cluster.
 
         Args:

@@ -1,8 +1,8 @@
 """Pipeline schedules: for every rank the list of actions that it takes, in order.
 
-One object has three consumers: the planner simulates it (:mod:`cordillera.planning.pipeline.simulator`), processes execute it,
-and it can be written in the notation of ``torch.distributed.pipelining``. Stages are numbered along the model; a rank
-holds one stage or several (chunks), whose messages to other ranks follow from the order of the stages.
+One object has three consumers: the planner simulates it (:mod:`cordillera.planning.pipeline.simulator`), processes
+execute it, and it can be written in the notation of ``torch.distributed.pipelining``. Stages are numbered along the
+model; a rank holds one stage or several (chunks), whose messages to other ranks follow from the order of the stages.
 """
 
 from __future__ import annotations

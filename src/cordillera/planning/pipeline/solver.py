@@ -1,7 +1,7 @@
 """The shortest pipeline schedule that fits in memory, proven by a solver: OR-tools' CP-SAT.
 
-The search starts from :func:`cordillera.planning.pipeline.tuning.tuned`, which it measures. Schedules are of the same kind:
-microbatches of every stage in order, no joined pairs of actions.
+The search starts from :func:`cordillera.planning.pipeline.tuning.tuned`, which it measures. Schedules are of the same
+kind: microbatches of every stage in order, no joined pairs of actions.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def optimal(
 
     Actions are intervals that do not overlap on their rank, messages intervals that do not overlap on their way and
     leave in the order of their producers; activations are held from the start of a forward to the end of the whole
-    backward or of the weights' part. The search starts from :func:`~cordillera.planning.pipeline.tuning.tuned`. Times are
-    whole multiples of one unit where there is one (denominators up to 1,000,000, to 12 digits, and a step of less
+    backward or of the weights' part. The search starts from :func:`~cordillera.planning.pipeline.tuning.tuned`. Times
+    are whole multiples of one unit where there is one (denominators up to 1,000,000, to 12 digits, and a step of less
     than ``2**24`` units); else they are rounded down to ``2**-24`` of the step that rules find, so that the bound
     stays a bound. Of several schedules of equal length, which is returned may differ from call to call.
 

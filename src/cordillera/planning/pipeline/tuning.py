@@ -364,8 +364,8 @@ def tuned(
 ) -> Schedule:
     """A short schedule within memory limits, found by rules and local search; the same on every call.
 
-    :func:`~cordillera.planning.pipeline.solver.optimal` tells how far it is from the best: ``cordillera bench scaleacross --part
-    solver`` compares them.
+    :func:`~cordillera.planning.pipeline.solver.optimal` tells how far it is from the best: ``cordillera bench
+    scaleacross --part solver`` compares them.
 
     Args:
         rank_of: The rank that holds each stage.

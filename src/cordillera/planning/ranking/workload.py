@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
-from cordillera.partition import NOWHERE, list_scheduling
+from cordillera.partition import NOWHERE, divisors, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
 # Limits that keep the cost of a prediction and its results finite: tables, columns and layers are visited one by one.
@@ -349,12 +349,6 @@ def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optim
     """
     row = columns * (_GRADIENT_BYTES + 2.0 * weight_bytes) + 2.0 * optimizer_bytes + _SORT_TRAFFIC
     return lookups * row
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, in ascending order."""
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*small, *(number // one for one in small)})
 
 
 def _columns(table: Tables, parts: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.reports.charts import compact
+from cordillera.numbers import compact
 from cordillera.reports.ranking.comparison import markdown_table, terminal_table
 from cordillera.run import Run
 from cordillera.training.language.records import LanguageRecords, mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from cordillera.reports.charts import compact
+from cordillera.numbers import compact
 from cordillera.reports.page import duration, figure, tile, whole
 from cordillera.training.language.records import LanguageRecords, mean, total
 

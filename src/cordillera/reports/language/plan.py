@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from cordillera.planning.language.explorer import Exploration, Explorer, Plan
 from cordillera.planning.language.operators import measured_share
 from cordillera.planning.language.what_if import Case
 from cordillera.planning.pipeline.schedules import Kind
 from cordillera.planning.pipeline.simulator import Timeline
-from cordillera.topology import Topology
-
-AnyPlan = TypeVar("AnyPlan")
-_Taken = TypeVar("_Taken", contravariant=True)
+from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
+from cordillera.reports.plan_charts import _WIDTH, _seconds, _ticks, bars_svg, lines_svg
 
 _KINDS = {
     Kind.FORWARD: ("forward", "Forward"),
@@ -36,9 +32,6 @@ _PARTS = {
     "optimizer": "Optimizer",
 }
 _MEMORY = ("weights", "gradients", "optimizer", "activations")
-_WIDTH = 960.0
-DISTANCES_KM = (0.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0)
-OVERSUBSCRIPTIONS = (1.0, 2.0, 2.8, 4.0, 7.0, 14.0)
 
 
 def chrome_trace(timeline: Timeline) -> str:
@@ -76,28 +69,6 @@ def chrome_trace(timeline: Timeline) -> str:
             }
         )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _seconds(value: float) -> str:
-    if value == 0:
-        return "0"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
-
-
-def _axis(value: float, most: float) -> str:
-    """Seconds on an axis: one unit for all of them."""
-    if value == 0:
-        return "0"
-    unit, factor = ("s", 1.0) if most >= 1 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
-    return f"{value * factor:.3g} {unit}"
-
-
-def _round(value: float) -> float:
-    """The next number up that people count in: 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten."""
-    ten = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
-    return next(ten * one for one in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if ten * one >= value * (1 - 1e-9))
 
 
 def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
@@ -146,158 +117,11 @@ def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
     )
 
 
-def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
-    """A time axis: quarters of the whole."""
-    return "".join(
-        f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
-        f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
-        f'class="middle">{_axis(part * total, total)}</text>'
-        for part in (0, 0.25, 0.5, 0.75, 1)
-    )
-
-
 def _beginning(timeline: Timeline) -> float | None:
     """Seconds after which a rank has done so many actions that more could not be told apart; None if all can."""
     readable = 48
     ends = [float(ends[readable - 1]) for ends in timeline.ends if len(ends) > readable]
     return min(ends, default=None)
-
-
-def bars_svg(
-    rows: Sequence[tuple[str, Mapping[str, float]]],
-    names: Mapping[str, str],
-    unit: str = "s",
-    limit: tuple[str, float] | None = None,
-) -> str:
-    """Stacked bars, one below the other, on one scale.
-
-    Args:
-        rows: Labels and values by part.
-        names: Parts in the order in which they are stacked.
-        unit: ``s``, or ``B`` for bytes.
-        limit: Name and value of a line across the bars.
-    """
-    most = max((sum(values.get(name, 0.0) for name in names) for _, values in rows), default=0.0) or 1.0
-    most = max(most, limit[1] if limit else 0.0)
-    kind = "part" if unit == "s" else "held"
-    left, height = 210.0 if unit == "s" else 70.0, 26.0 if len(rows) <= 12 else 16.0
-    scale = (_WIDTH - left - 90) / most
-    drawn = []
-    for i, (label, values) in enumerate(rows):
-        x, y = left, 4 + i * height
-        drawn.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.37 + 4:.1f}" class="end">{escape(label)}</text>')
-        for number, (name, title) in enumerate(names.items()):
-            value = max(values.get(name, 0.0), 0.0)
-            shown = _seconds(value) if unit == "s" else f"{value / 1e9:.1f} GB"
-            drawn.append(
-                f'<rect class="{kind}{number}" x="{x:.2f}" y="{y:.1f}" width="{value * scale:.2f}" '
-                f'height="{height * 0.74:.1f}"><title>{escape(title)}: {shown}</title></rect>'
-            )
-            x += value * scale
-        total = sum(values.get(name, 0.0) for name in names)
-        text = _seconds(total) if unit == "s" else f"{total / 1e9:.1f} GB"
-        beside = max(x, left + limit[1] * scale) if limit is not None else x
-        drawn.append(f'<text x="{beside + 6:.1f}" y="{y + height * 0.37 + 4:.1f}">{text}</text>')
-    bottom = 8 + len(rows) * height
-    if limit is not None:
-        x = left + limit[1] * scale
-        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom:.1f}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{bottom + 12:.1f}" class="middle">{escape(limit[0])}</text>')
-        bottom += 16
-    return f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom:.0f}" role="img">{"".join(drawn)}</svg>'
-
-
-def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Step time over a property of the network, one line for each plan; points are equally spaced, x is written.
-
-    Args:
-        x: Values of the property.
-        series: Seconds at each, by name of the plan.
-        title: Of the x axis.
-    """
-    width, height, left, bottom = _WIDTH / 2 - 10, 220.0, 52.0, 180.0
-    tick = _round(max(max(values) for values in series.values()) / 3)
-    most = 3 * tick
-    step = (width - left - 20) / max(len(x) - 1, 1)
-    place = [left + i * step for i in range(len(x))]
-    drawn = [
-        f'<text x="{at:.1f}" y="{bottom + 16:.0f}" class="middle">{value:g}</text>'
-        for at, value in zip(place, x, strict=True)
-    ]
-    for part in (0.0, 1 / 3, 2 / 3, 1.0):
-        y = bottom - part * (bottom - 12)
-        drawn.append(f'<line x1="{left}" x2="{width - 12:.0f}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="end">{_axis(part * most, most)}</text>')
-    for number, (name, values) in enumerate(series.items()):
-        points = " ".join(
-            f"{at:.1f},{bottom - value / most * (bottom - 12):.1f}" for at, value in zip(place, values, strict=True)
-        )
-        drawn.append(f'<polyline class="line{number}" points="{points}"><title>{escape(name)}</title></polyline>')
-        drawn += [
-            f'<circle class="dot{number}" cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="3">'
-            f"<title>{escape(name)}, {value:g}: {_seconds(seconds)}</title></circle>"
-            for point, value, seconds in zip(points.split(), x, values, strict=True)
-        ]
-    drawn.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 4:.0f}" class="middle">{escape(title)}</text>')
-    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">{"".join(drawn)}</svg>'
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """What changes of the network would do to plans that stay as they are.
-
-    Attributes:
-        distances: Seconds at each of :data:`DISTANCES_KM`, by plan.
-        oversubscriptions: Seconds at each of :data:`OVERSUBSCRIPTIONS` of the outermost level, by plan.
-        upgrades: A change in words and the seconds of the best plan after it.
-    """
-
-    distances: dict[str, list[float]]
-    oversubscriptions: dict[str, list[float]]
-    upgrades: list[tuple[str, float]]
-
-
-class _Timed(Protocol):
-    @property
-    def seconds(self) -> float: ...
-
-
-class _Repeats(Protocol[_Taken]):
-    """An explorer of either kind."""
-
-    topology: Topology
-
-    def again(self, plan: _Taken, topology: Topology) -> _Timed: ...
-
-
-def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
-    """Simulate plans again on changed networks; None for a cluster of one level.
-
-    Args:
-        explorer: With the cluster.
-        plans: By name, the best one first.
-    """
-    topology = explorer.topology
-    if len(topology.levels) < 2:
-        return None
-    outer = topology.levels[-1].name
-    far = [topology.changed({f"{outer}.distance_km": km}) for km in DISTANCES_KM]
-    narrow = [
-        topology.changed({f"{outer}.oversubscription": by, f"{outer}.bytes_per_s": None}) for by in OVERSUBSCRIPTIONS
-    ]
-    best = next(iter(plans.values()))
-    upgrades = []
-    for level in topology.levels[1:]:
-        for words, change in (
-            (f"twice the capacity of links into each {level.name}", {f"{level.name}.bytes_per_s": "*=2"}),
-            (f"half the latency within each {level.name}", {f"{level.name}.latency_s": "/=2"}),
-        ):
-            upgrades.append((words, explorer.again(best, topology.changed(change)).seconds))
-    return Sensitivity(
-        {name: [explorer.again(plan, one).seconds for one in far] for name, plan in plans.items()},
-        {name: [explorer.again(plan, one).seconds for one in narrow] for name, plan in plans.items()},
-        upgrades,
-    )
 
 
 def reasons(best: Plan, base: Plan) -> list[str]:
@@ -476,7 +300,7 @@ def page(
         enlarged = f"<h3>Its beginning, enlarged (numbers are microbatches)</h3>{timeline_svg(timeline, beginning)}"
     capacity = topology.device.memory_bytes
     limit = (f"{capacity / 1e9:g} GB, the device's memory", capacity)
-    style = (resources.files("cordillera.planning") / "plan_style.css").read_text(encoding="utf-8")
+    style = (resources.files("cordillera.reports") / "plan_style.css").read_text(encoding="utf-8")
     why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons(best, base))
     boxes = "".join(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in cards.items()

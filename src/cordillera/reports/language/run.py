@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from cordillera.numbers import compact
 from cordillera.reports import page as report_page
-from cordillera.reports.charts import compact, padded, stacked_bar
+from cordillera.reports.charts import padded, stacked_bar
 from cordillera.reports.language.card import card
 from cordillera.reports.language.headline import headline
 from cordillera.reports.language.warnings import find_warnings

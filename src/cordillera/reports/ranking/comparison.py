@@ -17,8 +17,8 @@ import scipy
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.reports.page import part, read_object, read_recipe
-from cordillera.run import Run
+from cordillera.reports.page import part
+from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
 
 METRICS = ("ne", "auc", "log_loss", "calibration", "gauc")

@@ -10,15 +10,8 @@ from typing import Any
 
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.step import CAUSES, STREAMS, Operation
-from cordillera.reports.language.plan import (
-    DISTANCES_KM,
-    OVERSUBSCRIPTIONS,
-    Sensitivity,
-    _seconds,
-    _ticks,
-    bars_svg,
-    lines_svg,
-)
+from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
+from cordillera.reports.plan_charts import _seconds, _ticks, bars_svg, lines_svg
 
 _MEMORY = ("tables", "optimizer", "buffers", "dense layers", "activations")
 _ROWS = {"compute": "computes", "exchange": "exchanges", "reduce": "reduces"}
@@ -211,7 +204,7 @@ def page(
         for name in best.step.crossed
     ]
     dropped = [(reason, f"{count:,}") for reason, count in found.dropped.most_common(8)]
-    style = (resources.files("cordillera.planning") / "plan_style.css").read_text(encoding="utf-8")
+    style = (resources.files("cordillera.reports") / "plan_style.css").read_text(encoding="utf-8")
     why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons(best, base))
     boxes = "".join(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in cards.items()

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cordillera.errors import DataError
+from cordillera.numbers import compact
 from cordillera.reports import page as report_page
-from cordillera.reports.charts import Chart, compact, interval_strip, nice_ticks, padded
+from cordillera.reports.charts import Chart, interval_strip, nice_ticks, padded
 from cordillera.reports.page import (
     Pictures,
     banner,
@@ -24,13 +25,11 @@ from cordillera.reports.page import (
     page,
     part,
     plain,
-    read_object,
-    read_recipe,
     reproduction,
     thin,
     tile,
 )
-from cordillera.run import Run, Status
+from cordillera.run import Run, Status, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, Segment, TaskEvaluation, number
 
 _SHOWN_SEGMENTS = 12

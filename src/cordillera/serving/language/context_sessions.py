@@ -99,7 +99,8 @@ class ContextSessions:
             rows: Ids for each conversation; those without any stay silent.
             max_new_tokens: For each conversation.
             stop: Ids of tokens that end a reply.
-            sampling: None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`; the first rank draws.
+            sampling: None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`; the first rank
+                draws.
 
         Returns:
             New ids of each conversation.

@@ -14,7 +14,8 @@ import torch
 
 from cordillera.data.assets import ASSETS, stored_asset
 from cordillera.data.tokenizers.chat import Message
-from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text, load_tokenizer
+from cordillera.data.tokenizers.load import load_tokenizer
+from cordillera.data.tokenizers.tokenizer import StreamDecoder, check_text
 from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints import open_checkpoint, read_model
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight, record_of

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import DataError
-from cordillera.reports.page import read_recipe
-from cordillera.run import Run, Status
+from cordillera.run import Run, Status, read_recipe
 from cordillera.toml_files import explain
 
 Record = dict[str, float]

@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 
 from cordillera.data.language.batches import Microbatches, TextBatches, TextIteration
-from cordillera.data.prefetch import PrefetchedBatches
+from cordillera.data.language.prefetch import PrefetchedBatches
 from cordillera.distributed.job.watchdog import Watch
 from cordillera.errors import CordilleraError, Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory

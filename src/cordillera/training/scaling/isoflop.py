@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import DataError
-from cordillera.reports.charts import compact
+from cordillera.numbers import compact
 from cordillera.run import Run
 from cordillera.training.ranking.evaluation import number
 

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from cordillera.errors import DataError
-from cordillera.reports.page import read_object, read_recipe
-from cordillera.run import Run
+from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, jsonable, number
 
 if TYPE_CHECKING:

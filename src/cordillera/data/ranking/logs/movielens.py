@@ -11,11 +11,11 @@ import numpy as np
 import polars as pl
 
 from cordillera.data.fetch import Wheel, fetch_members
-from cordillera.data.ranking.encoding import offsets_of, ragged_positions
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.ranking.logs.click_logs import FrameLog, list_series
 from cordillera.data.ranking.logs.delimited import DelimitedFile
 from cordillera.errors import DataError
+from cordillera.jagged import offsets_of, ragged_positions
 
 NAME = "movielens-100k"
 WHEEL = Wheel(

@@ -1,0 +1,15 @@
+"""Texts of numbers."""
+
+from __future__ import annotations
+
+import math
+
+
+def compact(value: float) -> str:
+    """A count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
+    if not math.isfinite(value):
+        return "n/a"
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{float(f'{value / limit:.3g}'):g}{suffix}"
+    return f"{float(f'{value:.3g}'):g}"

@@ -1,0 +1,78 @@
+"""Step times of plans over distances between buildings and over oversubscription."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from cordillera.topology import Topology
+
+AnyPlan = TypeVar("AnyPlan")
+
+
+_Taken = TypeVar("_Taken", contravariant=True)
+
+
+DISTANCES_KM = (0.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0)
+
+
+OVERSUBSCRIPTIONS = (1.0, 2.0, 2.8, 4.0, 7.0, 14.0)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What changes of the network would do to plans that stay as they are.
+
+    Attributes:
+        distances: Seconds at each of :data:`DISTANCES_KM`, by plan.
+        oversubscriptions: Seconds at each of :data:`OVERSUBSCRIPTIONS` of the outermost level, by plan.
+        upgrades: A change in words and the seconds of the best plan after it.
+    """
+
+    distances: dict[str, list[float]]
+    oversubscriptions: dict[str, list[float]]
+    upgrades: list[tuple[str, float]]
+
+
+class _Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+class _Repeats(Protocol[_Taken]):
+    """An explorer of either kind."""
+
+    topology: Topology
+
+    def again(self, plan: _Taken, topology: Topology) -> _Timed: ...
+
+
+def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
+    """Simulate plans again on changed networks; None for a cluster of one level.
+
+    Args:
+        explorer: With the cluster.
+        plans: By name, the best one first.
+    """
+    topology = explorer.topology
+    if len(topology.levels) < 2:
+        return None
+    outer = topology.levels[-1].name
+    far = [topology.changed({f"{outer}.distance_km": km}) for km in DISTANCES_KM]
+    narrow = [
+        topology.changed({f"{outer}.oversubscription": by, f"{outer}.bytes_per_s": None}) for by in OVERSUBSCRIPTIONS
+    ]
+    best = next(iter(plans.values()))
+    upgrades = []
+    for level in topology.levels[1:]:
+        for words, change in (
+            (f"twice the capacity of links into each {level.name}", {f"{level.name}.bytes_per_s": "*=2"}),
+            (f"half the latency within each {level.name}", {f"{level.name}.latency_s": "/=2"}),
+        ):
+            upgrades.append((words, explorer.again(best, topology.changed(change)).seconds))
+    return Sensitivity(
+        {name: [explorer.again(plan, one).seconds for one in far] for name, plan in plans.items()},
+        {name: [explorer.again(plan, one).seconds for one in narrow] for name, plan in plans.items()},
+        upgrades,
+    )

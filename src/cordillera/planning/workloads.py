@@ -1,0 +1,33 @@
+"""Workloads of both kinds, by their shipped names or from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cordillera.errors import PlanError
+from cordillera.planning.language.workload import Workload
+from cordillera.planning.ranking.workload import Recommender
+from cordillera.topology import parse, shipped, validate
+
+
+def load(source: str | Path) -> Workload | Recommender:
+    """Read a workload by its shipped name or the path of a TOML file: a transformer's or a recommendation model's.
+
+    Raises:
+        PlanError: If there is no such file, or with every mistake in it.
+    """
+    content = parse(source, "cordillera.workloads", "workload")
+    if ("model" in content) == ("tables" in content):
+        raise PlanError(
+            "has both [model] and [[tables]]" if "model" in content else "has neither [model] nor [[tables]]",
+            where=str(source),
+            remedy="a transformer has [model], a recommendation model has [[tables]]",
+        )
+    if "tables" in content:
+        return validate(Recommender, content, str(source))
+    return validate(Workload, content, str(source))
+
+
+def names() -> dict[str, str]:
+    """Shipped workloads with their descriptions."""
+    return shipped("cordillera.workloads")

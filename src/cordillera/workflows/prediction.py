@@ -1,0 +1,180 @@
+"""Scores of a ranking model for the samples of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow.parquet
+import torch
+
+from cordillera.data.ranking.datasets import read_rows
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.unseen import UnseenCount
+from cordillera.errors import DataError, NumericsError
+from cordillera.run import Run, disk_errors
+from cordillera.serving.ranking import quantized_model
+from cordillera.training.ranking.trainer import (
+    scorer,
+    select_device,
+)
+from cordillera.workflows._say import silent
+from cordillera.workflows.threads import threads_of
+from cordillera.workflows.trained import card_of, load_model, model_of, recipe_of, with_threads
+
+
+def predict(
+    run: Run | Path | str,
+    file: Path | str,
+    out: Path | str | None = None,
+    *,
+    batch_size: int = 8192,
+    quantized: bool = False,
+    planned: bool = False,
+) -> tuple[Path, int]:
+    """Score a file of samples and write the scores beside the samples' ids.
+
+    Args:
+        run: The run or its folder.
+        file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
+        out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``. The
+            columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in
+            float64. The file appears only when it is complete.
+        batch_size: Number of samples scored at a time.
+        quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
+        planned: Whether to score with the kernels that ``cordillera probe`` chose for the run.
+
+    Returns:
+        Path of the scores and the number of rows.
+
+    Raises:
+        DataError: the file cannot be read, lacks a column, or holds a value that training would have refused.
+        NumericsError: a logit is NaN or infinite; the sample is named.
+        RunError: the scores cannot be written; no part of them remains.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    file = Path(file)
+    target = Path(out) if out is not None else file.with_name(f"{file.name.split('.')[0]}-scores.csv")
+    if target.suffix not in (".csv", ".parquet"):
+        raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
+    if target.resolve() == file.resolve():
+        raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
+    if not target.parent.is_dir():
+        raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
+    recipe = recipe_of(run)
+    device = select_device(recipe.device)
+    encoder = Encoder.load(run.folder / "encoder")
+    card = card_of(run)
+    tasks, unseen = tuple(card["tasks"]), UnseenCount(encoder, card["data"]["facts"])
+    # A plan is valid for the number of threads that it was measured with.
+    with with_threads(recipe.threads if planned else threads_of(recipe.threads, silent)):
+        features = replace(encoder.features, tasks=tasks)
+        if quantized:
+            device = torch.device("cpu")
+            made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
+            model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features), made_of)
+            score = scorer(model, device, quantized_model.precision_of(run.folder / quantized_model.FOLDER))
+        elif planned:
+            from cordillera.workflows.probing import load_planned
+
+            _, model = load_model(run, features, torch.device("cpu"))
+            model, most = load_planned(run, model)
+            score, batch_size = scorer(model, torch.device("cpu"), "fp32"), min(batch_size, most)
+        else:
+            _, model = load_model(run, features, device)
+            score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
+        names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
+        rows = 0
+        with _Writer(target) as writer:
+            for frame, place in read_rows(str(file), recipe.data, encoder.schema):
+                encoded = encoder.encode(frame, where=place, labels=False)
+                unseen.update(encoded)
+                logits = []
+                for begin in range(0, len(encoded), batch_size):
+                    part = np.arange(begin, min(begin + batch_size, len(encoded)))
+                    logits.append(score(encoded.take(part).batch()))
+                whole = torch.cat(logits).double()
+                wrong = (~torch.isfinite(whole)).nonzero()
+                if len(wrong):
+                    row, column = wrong[0].tolist()
+                    raise NumericsError(
+                        f"the model's logit is {float(whole[row, column])}; no scores were written",
+                        where=place.at(row, names[column]),
+                        remedy="look for weights that are not finite, or for values far beyond those of training",
+                    )
+                scores = whole.sigmoid().numpy()
+                columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
+                columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
+                writer.write(pl.DataFrame(columns))
+                rows += len(frame)
+            writer.finish()
+    unseen.warn(str(file))
+    return target, rows
+
+
+class _Writer:
+    """Writes frames one after another to a file that appears only when it is complete.
+
+    Args:
+        target: Path of the file, ending in ``.csv`` or ``.parquet``.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        self.parquet: pyarrow.parquet.ParquetWriter | None = None
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+            _remove_abandoned(left)
+        with self._errors():
+            self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
+            fcntl.flock(self.file, fcntl.LOCK_SH)
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return disk_errors(self.target, "free some space, or name a file on another disk with --out")
+
+    def write(self, frame: pl.DataFrame) -> None:
+        with self._errors():
+            if self.target.suffix == ".csv":
+                self.file.write(frame.write_csv(include_header=self.file.tell() == 0).encode())
+                return
+            table = frame.to_arrow()
+            if self.parquet is None:
+                self.parquet = pyarrow.parquet.ParquetWriter(self.file, table.schema)
+            self.parquet.write_table(table)
+
+    def finish(self) -> None:
+        with self._errors():
+            if self.parquet is not None:
+                self.parquet.close()
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            os.replace(self.temporary, self.target)
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(OSError):
+            self.temporary.unlink()
+        if self.parquet is not None:
+            with contextlib.suppress(OSError):
+                self.parquet.close()  # the file has been removed
+        with contextlib.suppress(OSError):
+            self.file.close()
+
+
+def _remove_abandoned(temporary: Path) -> None:
+    """Delete a temporary file unless a process still writes it."""
+    with contextlib.suppress(OSError), open(temporary, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()

@@ -1,0 +1,154 @@
+"""Models of finished runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cordillera import recipe as recipes
+from cordillera.data.ranking.cache import Splits
+from cordillera.data.ranking.datasets import prepare
+from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import FeatureSpec
+from cordillera.errors import DataError
+from cordillera.models.ranking import build
+from cordillera.models.ranking.base import RankingModel
+from cordillera.recipe import Recipe
+from cordillera.run import Run, RunError, check_recipe
+from cordillera.training import checkpoints
+from cordillera.training.ranking.trainer import (
+    best_checkpoint,
+    load_weights,
+)
+
+
+def model_of(recipe: Recipe, features: FeatureSpec) -> RankingModel:
+    """Build the model of a recipe with weights that depend on the recipe's seed alone.
+
+    Args:
+        recipe: The recipe.
+        features: Names and sizes of the data's features.
+    """
+    torch.manual_seed(recipe.seed)
+    return build(recipe.model, features, recipe.tables)
+
+
+@contextlib.contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """A region in which CPU kernels take so many threads.
+
+    Args:
+        count: How many; None for as many as before.
+    """
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def card_of(run: Run) -> dict[str, Any]:
+    """Content of ``model.json`` of a ranking run.
+
+    Args:
+        run: The run.
+
+    Raises:
+        RunError: the file is missing or damaged, or belongs to another kind of run.
+    """
+    card = run.read_json("model.json")
+    tasks, data = card.get("tasks"), card.get("data")
+    sizes = [card.get(key) for key in ("parameters", "embedding_parameters", "training_flops")]
+    if (
+        not isinstance(tasks, list)
+        or not tasks
+        or not all(isinstance(one, str) for one in [*tasks, card.get("name")])
+        or not all(isinstance(size, int) for size in sizes)
+        or not isinstance(data, dict)
+        or not {"fingerprint", "facts"} <= set(data)
+        or not isinstance(data["facts"], dict)
+    ):
+        raise RunError(
+            "does not describe a ranking model", where=str(run.folder / "model.json"), remedy="restore the file"
+        )
+    return card
+
+
+def recipe_of(run: Run) -> Recipe:
+    """The recipe that stands in a run's folder.
+
+    Args:
+        run: Run of a ranking model.
+
+    Raises:
+        RunError: it is one of a language model.
+    """
+    recipe = recipes.load(run.recipe_file)
+    if not isinstance(recipe, Recipe):
+        raise RunError(
+            "is a run of a language model, which scores no samples",
+            where=str(run.folder),
+            remedy=f"let it write with `cordillera generate {run.folder}`",
+        )
+    return recipe
+
+
+def splits_of(run: Run, recipe: Recipe) -> Splits:
+    """The prepared data of a run, encoded as its model was trained.
+
+    Args:
+        run: The run.
+        recipe: That stands in its folder.
+
+    Raises:
+        DataError: the data has changed, so that its ids or numbers are encoded otherwise than the model knows them.
+    """
+    splits = prepare(recipe.data)
+    if card_of(run)["data"]["fingerprint"] == splits.folder.name:
+        return splits
+    if not Encoder.load(run.folder / "encoder").gives_same_rows(splits.encoder):
+        raise DataError(
+            "has changed since the run was trained: the model does not know its ids and scales",
+            where=recipe.data.label,
+            remedy="restore the files, or train a new run; `cordillera predict` scores other samples",
+        )
+    return splits
+
+
+def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
+    """Load the recipe of a run and its model, ready to score.
+
+    Args:
+        run: The run.
+        features: Names and sizes of the features of the run's data.
+        device: Device of the model.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is corrupt.
+        RunError: the recipe has changed since the checkpoint was written.
+    """
+    recipe, model, _ = load_model_with_checkpoint(run, features, device)
+    return recipe, model
+
+
+def load_model_with_checkpoint(
+    run: Run, features: FeatureSpec, device: torch.device
+) -> tuple[Recipe, RankingModel, checkpoints.Checkpoint]:
+    """Load the recipe of a run, its model and the checkpoint that it came from; see :func:`load_model`.
+
+    Args:
+        run: The run.
+        features: Names and sizes of the features of the run's data.
+        device: Device of the model.
+    """
+    recipe = recipe_of(run)
+    model = model_of(recipe, features)
+    checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)
+    check_recipe(checkpoint.state.get("recipe"), recipe, run.recipe_file)
+    load_weights(model, checkpoint)
+    return recipe, model.to(device).eval(), checkpoint
