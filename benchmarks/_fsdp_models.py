@@ -17,7 +17,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cordillera.distributed.fsdp.sharding_law import Collectives, Unit
+from cordillera.distributed.fsdp.sharding_law import CollectiveCounts, Unit
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.models.language import stages
 from cordillera.models.language.llama import Llama, LlamaConfig
@@ -86,11 +86,11 @@ class Tracker(FSDPMemTracker):
         self.calls: Counter[str] = Counter()
 
     @property
-    def collectives(self) -> Collectives:
+    def collectives(self) -> CollectiveCounts:
         """All that were called."""
         kinds = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
         assert not self.calls.keys() - set(kinds), self.calls
-        return Collectives(*(self.calls[kind] for kind in kinds))
+        return CollectiveCounts(*(self.calls[kind] for kind in kinds))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace.endswith(("c10d", "c10d_functional")):

@@ -22,7 +22,7 @@ from cordillera import workflows
 from cordillera.kernels.dense.layers import block_norm
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.mods import MODS
-from cordillera.recipe import Recipe
+from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.comparison import mean_interval
 
 # Rows, outputs, inputs of a layer.
@@ -176,10 +176,10 @@ def times(console: Console, quick: bool) -> dict[str, Any]:
     }
 
 
-def _recipe(mods: tuple[str, ...], seed: int, quick: bool) -> Recipe:
+def _recipe(mods: tuple[str, ...], seed: int, quick: bool) -> RankingRecipe:
     few = {"training.max_steps": 2} if quick else {}
     found = recipes.load("movielens-wukong", {**SAME, **few, "model.mods": list(mods), "seed": seed})
-    assert isinstance(found, Recipe)
+    assert isinstance(found, RankingRecipe)
     return found
 
 

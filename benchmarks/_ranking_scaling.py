@@ -28,7 +28,7 @@ from cordillera.models.ranking.wukong import WukongConfig
 from cordillera.run import Run
 from cordillera.training.ranking.metrics import RankingMetrics
 from cordillera.training.ranking.trainer import Trainer, TrainingConfig, scorer
-from cordillera.training.scaling.power_law import Measurement, plot, study
+from cordillera.training.scaling.power_law import MeasuredRun, plot, study
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 1024
@@ -180,7 +180,7 @@ def measure_scaling(console: Console, pieces: FinishedPieces, *, quick: bool) ->
     headings = ["model", "training FLOPs an example", "test NE", "sd", "gap to the best closed", "s"]
     print_rows(console, "NE against FLOPs", headings, table)
     measurements = [
-        Measurement(name, point["training_flops"], value, seed)
+        MeasuredRun(name, point["training_flops"], value, seed)
         for name, entry in series.items()
         for point in entry["points"]
         for seed, value in enumerate(point["ne"], 1)

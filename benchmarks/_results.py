@@ -14,7 +14,7 @@ from _machine import fingerprint
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from cordillera.training.ranking.trainer import Report, Trainer
+    from cordillera.training.ranking.trainer import Trainer, TrainingOutcome
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -144,7 +144,7 @@ class FinishedPieces:
         self.path.unlink(missing_ok=True)
 
 
-def train_to_the_end(trainer: Trainer) -> Report:
+def train_to_the_end(trainer: Trainer) -> TrainingOutcome:
     """Train, and pass on what stopped it: a training cut short must not count as a finished piece.
 
     Args:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cordillera.planning.calibration import Measurement
+from cordillera.planning.calibration import MeasuredStep
 
 CALCULON_COMMIT = "caa4b11"
 
@@ -52,7 +52,7 @@ class Calculon:
         self._system_content, self._system = content, System
         self._log = logging.getLogger("calculon")
 
-    def seconds(self, measurement: Measurement) -> float:
+    def seconds(self, measurement: MeasuredStep) -> float:
         """Predicted step time.
 
         Args:

@@ -27,8 +27,8 @@ from cordillera import recipe as recipes
 from cordillera.data.ranking.cache import ClickDataset, Splits
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.loader import Loader
-from cordillera.recipe import Recipe
-from cordillera.reports.ranking.comparison import Estimate, mean_interval
+from cordillera.recipe import RankingRecipe
+from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.run import Run
 from cordillera.training.ranking.metrics import RankingMetrics
 from cordillera.training.ranking.trainer import Trainer, scorer
@@ -86,15 +86,15 @@ class Part(str, enum.Enum):
     split = "split"
 
 
-def _recipe(data: str, variant: dict[str, Any], seed: int, quick: bool) -> Recipe:
+def _recipe(data: str, variant: dict[str, Any], seed: int, quick: bool) -> RankingRecipe:
     name, sizes = DATA[data]
     changes = {**SAME, **sizes, **(QUICK[data] if quick else {}), **variant, "seed": seed}
     found = recipes.load(name, changes)
-    assert isinstance(found, Recipe)
+    assert isinstance(found, RankingRecipe)
     return found
 
 
-def _trained(recipe: Recipe, splits: Splits) -> Trainer:
+def _trained(recipe: RankingRecipe, splits: Splits) -> Trainer:
     model = model_of(recipe, splits.features)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -119,7 +119,7 @@ def _ne(trainer: Trainer, dataset: ClickDataset) -> float:
     return metrics.compute()["ne"]
 
 
-def _interval(estimate: Estimate) -> str:
+def _interval(estimate: SeedMean) -> str:
     ends = "" if estimate.count < 2 else f" ({estimate.low:+.3f} to {estimate.high:+.3f})"
     return f"{estimate.value:+.3f} %{ends}"
 
@@ -188,7 +188,7 @@ def _accuracy(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str
     }
 
 
-def _verdict(name: str, estimate: Estimate) -> str:
+def _verdict(name: str, estimate: SeedMean) -> str:
     if name in PARITY:
         word = "yes" if abs(estimate.value) <= WITHIN_PERCENT else "no"
         return f"within {WITHIN_PERCENT} %: {word}"

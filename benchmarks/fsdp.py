@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cordillera.distributed.fsdp.sharding_law import (
-    Collectives,
+    CollectiveCounts,
     ParameterMemory,
     Unit,
     bytes_across_hosts,
@@ -75,7 +75,7 @@ def _tracked(name: str, config: tuple[str, int, int], world: int, wrapping: str)
         tracked: Tracker = track(stage, ParallelConfig(shard=world))
     law: ParameterMemory = parameter_memory(units, world, root)
     has_root = bool(root.shapes)
-    expected: Collectives = collectives(len(units), world, has_root=has_root)
+    expected: CollectiveCounts = collectives(len(units), world, has_root=has_root)
     published = _published([*units, root] if has_root else units, world)
     return {
         "model": name,

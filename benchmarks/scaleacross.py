@@ -39,7 +39,7 @@ from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel
 from cordillera.planning import calibration, workloads
 from cordillera.planning.language.explorer import ALL, Explorer, Plan
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
@@ -136,11 +136,11 @@ LARGE = [
 ]
 
 
-def _split(rows: list[calibration.Measurement], models: set[str]) -> list[calibration.Measurement]:
+def _split(rows: list[calibration.MeasuredStep], models: set[str]) -> list[calibration.MeasuredStep]:
     return [row for row in rows if row.model in models]
 
 
-def _figures(rows: list[calibration.Measurement], seconds: list[float]) -> dict[str, Any]:
+def _figures(rows: list[calibration.MeasuredStep], seconds: list[float]) -> dict[str, Any]:
     everything = calibration.accuracy(rows, seconds)
     small = [(row, value) for row, value in zip(rows, seconds, strict=True) if row.layout.tensor <= 8]
     return {
@@ -159,7 +159,7 @@ def _figures(rows: list[calibration.Measurement], seconds: list[float]) -> dict[
 def _accuracy(console: Console, quick: bool) -> dict[str, Any]:
     rows, cluster = calibration.read(MEASURED), clusters.load("a100-four-cards")
 
-    def predicted(constants: Calibration, of: list[calibration.Measurement]) -> list[float]:
+    def predicted(constants: Calibration, of: list[calibration.MeasuredStep]) -> list[float]:
         cost = CostModel(cluster.device, constants)
         return [calibration.predict(row, cluster, cost).seconds for row in of]
 
@@ -228,7 +228,7 @@ def _growth(quick: bool) -> dict[str, Any]:
             data = cluster.devices // 8 // ranks
             layout = Layout(tensor=8, pipeline=ranks, data=data, shards=data, overlap_gradients=True)
             work = job.model_copy(update={"batch": 128 * data})
-            one = Job(work, Mesh.of(cluster, layout), layout, CostModel(cluster.device, Calibration()))
+            one = PlannedJob(work, Mesh.of(cluster, layout), layout, CostModel(cluster.device, Calibration()))
             simulate_step(one, one_forward_one_backward(ranks, one.microbatches))
             spent.append(time.perf_counter() - began)
         return min(spent)

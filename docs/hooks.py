@@ -21,7 +21,7 @@ from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, L
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig
 from cordillera.models.ranking import MODELS
 from cordillera.numerics.emulation.emulation import EmulationConfig
-from cordillera.recipe import LanguageRecipe, Recipe, field_descriptions, shipped
+from cordillera.recipe import LanguageRecipe, RankingRecipe, field_descriptions, shipped
 
 ROOT = Path(__file__).parent.parent
 FEATURES = {
@@ -44,7 +44,7 @@ def _section(name: str) -> type[BaseModel]:
         assert isinstance(config, type)
         return config
     if name == "top":
-        return Recipe
+        return RankingRecipe
     if name in FEATURES:
         return FEATURES[name]
     if name == "data.synthetic":
@@ -53,7 +53,7 @@ def _section(name: str) -> type[BaseModel]:
         return EmulationConfig
     if name.startswith("model."):
         return MODELS[name.removeprefix("model.")].Config
-    annotation = Recipe.model_fields[name].annotation
+    annotation = RankingRecipe.model_fields[name].annotation
     assert isinstance(annotation, type)
     return annotation
 

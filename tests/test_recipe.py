@@ -8,7 +8,16 @@ from pydantic import BaseModel
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
-from cordillera.recipe import LanguageRecipe, Recipe, dump, field_descriptions, load, parse_override, shipped, validate
+from cordillera.recipe import (
+    LanguageRecipe,
+    RankingRecipe,
+    dump,
+    field_descriptions,
+    load,
+    parse_override,
+    shipped,
+    validate,
+)
 from cordillera.toml_files import models_of
 from tests.fuzzing import damaged, survives
 
@@ -142,7 +151,7 @@ def _configs(config, seen):
     return seen
 
 
-CONFIGS = sorted(_configs(Recipe, set()) | _configs(LanguageRecipe, set()), key=lambda config: config.__name__)
+CONFIGS = sorted(_configs(RankingRecipe, set()) | _configs(LanguageRecipe, set()), key=lambda config: config.__name__)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)

@@ -33,7 +33,7 @@ from cordillera.kernels.threads import limit_spinning
 
 if TYPE_CHECKING:
     from cordillera.jagged import JaggedBatch, JaggedTensor
-    from cordillera.recipe import LanguageRecipe, Recipe
+    from cordillera.recipe import LanguageRecipe, RankingRecipe
     from cordillera.recipe import load as load_recipe
     from cordillera.run import Run
     from cordillera.serving.language.language_model import load_language_model
@@ -50,7 +50,7 @@ __all__ = [
     "LanguageRecipe",
     "NumericsError",
     "PlanError",
-    "Recipe",
+    "RankingRecipe",
     "RecipeError",
     "Run",
     "Sampling",
@@ -72,7 +72,7 @@ _WHERE = {
     "JaggedBatch": ("cordillera.jagged", "JaggedBatch"),
     "JaggedTensor": ("cordillera.jagged", "JaggedTensor"),
     "LanguageRecipe": ("cordillera.recipe", "LanguageRecipe"),
-    "Recipe": ("cordillera.recipe", "Recipe"),
+    "RankingRecipe": ("cordillera.recipe", "RankingRecipe"),
     "load_recipe": ("cordillera.recipe", "load"),
     "Run": ("cordillera.run", "Run"),
     "Sampling": ("cordillera.serving.language.sampler", "Sampling"),

@@ -23,7 +23,7 @@ from cordillera.topology import Device, NotNegative, Numeric, Words, write
 
 Share = Annotated[float, Numeric, Field(ge=1e-6, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Shape = tuple[int, int, int, int]  # rows, columns, inner, count
+ProductShape = tuple[int, int, int, int]  # rows, columns, inner, count
 
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.
 _TILE_ROWS, _TILE_COLUMNS, _LOST_WAVES = 128, 256, 0.5
@@ -94,7 +94,7 @@ def calibration_for(device: Device) -> Calibration:
     return Calibration(provenance=f"not fitted on {device.name}: constants of A100")
 
 
-def whole(rows: float, columns: float, inner: float, count: float) -> Shape:
+def whole(rows: float, columns: float, inner: float, count: float) -> ProductShape:
     """A product's shape in whole numbers, as it can be measured.
 
     Args:
@@ -120,7 +120,7 @@ class Products:
     DTYPES = ("bfloat16", "float16")  # the cost model's products are of 16-bit numbers
 
     def __init__(
-        self, seconds: Mapping[Shape, float], source: str, device: str = "unknown", dtype: str = "bfloat16"
+        self, seconds: Mapping[ProductShape, float], source: str, device: str = "unknown", dtype: str = "bfloat16"
     ) -> None:
         if not seconds:
             raise PlanError("holds no products", where=source, remedy=f"columns are {', '.join(self.COLUMNS)}")
@@ -150,7 +150,7 @@ class Products:
                     remedy="measure again; if you changed it on purpose, delete its first line",
                 )
         table = Measurements(path, text, {name: (name,) for name in cls.COLUMNS}, first_line=1 + sealed)
-        found: dict[Shape, tuple[float, int]] = {}
+        found: dict[ProductShape, tuple[float, int]] = {}
         kind: tuple[str, str] | None = None
         for line, cells in table.rows():
             shape, seconds = cls._product(table, line, cells)
@@ -169,7 +169,7 @@ class Products:
         return cls({shape: seconds for shape, (seconds, _) in found.items()}, table.source, device, dtype)
 
     @staticmethod
-    def _product(table: Measurements, line: int, cells: Cells) -> tuple[Shape | None, float | None]:
+    def _product(table: Measurements, line: int, cells: Cells) -> tuple[ProductShape | None, float | None]:
         """Shape and seconds of a row; a value that is wrong is recorded as a mistake and returned as None."""
         rows, columns, inner, count = (table.count(line, cells, name) for name in Products.COLUMNS[:4])
         seconds = table.number(line, cells, "seconds", most=1e6)

@@ -70,7 +70,7 @@ class _AnyRecipe(BaseModel):
     threads: int | None = Field(None, ge=1, le=MOST_THREADS)
 
 
-class Recipe(_AnyRecipe):
+class RankingRecipe(_AnyRecipe):
     """The description of one run of a ranking model.
 
     Attributes:
@@ -188,7 +188,7 @@ def _as_written(entry: Any) -> dict[str, Any]:
 
 def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, Any]) -> list[tuple[str, str]]:
     def keys(path: Sequence[Any]) -> list[str]:
-        if path and path[0] == "model" and kind is Recipe:
+        if path and path[0] == "model" and kind is RankingRecipe:
             return known_keys(MODELS[content["model"]["name"]].Config, path[1:])
         return known_keys(kind, path)
 
@@ -198,7 +198,7 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
     return found + ([("recipe", f"and {more:,} more mistakes")] if more > 0 else [])
 
 
-def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe | LanguageRecipe:
+def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> RankingRecipe | LanguageRecipe:
     """Read a recipe, of a ranking or of a language model.
 
     Args:
@@ -220,7 +220,7 @@ def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) 
     return validate(content, name)
 
 
-def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | LanguageRecipe:
+def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe | LanguageRecipe:
     """Make a recipe from plain values.
 
     Args:
@@ -230,7 +230,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> Recipe | Langua
     Raises:
         RecipeError: with every mistake that was found.
     """
-    kind: type[Recipe] | type[LanguageRecipe] = Recipe
+    kind: type[RankingRecipe] | type[LanguageRecipe] = RankingRecipe
     model, known = _section(content, "model"), [*MODELS, *LANGUAGE_MODELS]
     name = model.get("name")
     if isinstance(name, str) and name not in known:
@@ -352,7 +352,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
         table.add(key, section)
 
 
-def dump(recipe: Recipe | LanguageRecipe, *, comments: bool = False) -> str:
+def dump(recipe: RankingRecipe | LanguageRecipe, *, comments: bool = False) -> str:
     """A recipe as TOML, every default written out.
 
     Args:

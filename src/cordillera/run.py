@@ -212,7 +212,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """Progress of a run's training.
 
     Attributes:
@@ -418,7 +418,7 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", kept)
 
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
-        """Write ``status.json``; see :class:`Status`.
+        """Write ``status.json``; see :class:`RunStatus`.
 
         Args:
             ended: The way in which training ended; None while it goes on.
@@ -430,9 +430,9 @@ class Run:
         if path.exists():
             with open(path, "rb") as file:
                 records = sum(line.endswith(b"\n") for line in file)
-        self.write_json("status.json", asdict(Status(ended, step, steps, why, records)))
+        self.write_json("status.json", asdict(RunStatus(ended, step, steps, why, records)))
 
-    def status(self) -> Status | None:
+    def status(self) -> RunStatus | None:
         """Progress of training; None for a run without ``status.json``.
 
         Raises:
@@ -445,7 +445,7 @@ class Run:
         kinds = {"ended": str | None, "step": int, "steps": int, "why": str, "records": int}
         if any(name not in content or not isinstance(content[name], kind) for name, kind in kinds.items()):
             raise RunError("does not say how far training came", where=str(path), remedy="restore the file")
-        return Status(**{name: content[name] for name in kinds})
+        return RunStatus(**{name: content[name] for name in kinds})
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write an object as a JSON file of the folder; its last key, ``seal``, is a checksum of the others.

@@ -8,7 +8,7 @@ from typing import Any
 import bfloat16
 import pytest
 
-from cordillera.reports.ranking.comparison import Estimate, mean_interval
+from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from tests.benchmarks.programs import run
 
 
@@ -42,7 +42,7 @@ def test_halves_are_compared_bit_by_bit(results: dict[str, Any]) -> None:
 
 def test_verdicts_follow_from_the_intervals() -> None:
     better, worse = mean_interval([-0.3, -0.2, -0.25]), mean_interval([0.3, 0.2, 0.25])
-    assert bfloat16._verdict("master, nearest even", Estimate(0.04, -0.1, 0.18, 5)) == "within 0.05 %: yes"
+    assert bfloat16._verdict("master, nearest even", SeedMean(0.04, -0.1, 0.18, 5)) == "within 0.05 %: yes"
     assert bfloat16._verdict("master, nearest even", better) == "within 0.05 %: no"
     assert bfloat16._verdict("no master, nearest even", worse) == "measurably worse: yes"
     assert bfloat16._verdict("no master, nearest even", better) == "measurably worse: no"

@@ -16,7 +16,7 @@ from cordillera import workflows
 from cordillera.data.ranking.datasets import prepare
 from cordillera.files import sealed_json
 from cordillera.numerics.dispatch.accuracy import Accuracy
-from cordillera.numerics.dispatch.plan import PASSES, Choice, PrecisionPlan, machine
+from cordillera.numerics.dispatch.plan import PASSES, KernelChoice, PrecisionPlan, machine
 from cordillera.numerics.dispatch.probe import Probed
 from cordillera.numerics.dispatch.training_linear import apply_for_training
 from cordillera.numerics.sites import sites
@@ -106,7 +106,7 @@ def test_a_recipe_trains_by_a_plan_and_resumes_to_the_same_bits(cli, trained, tm
     recipe = load(trained)
     _, model = load_model(Run(trained), prepare(recipe.data).features, torch.device("cpu"))
     shapes = {name: tuple(module.weight.shape) for name, module in sites(model).items() if name != "top.layers.0"}
-    choices = tuple(Choice(name, of, 128, *shape, "bf16") for name, shape in shapes.items() for of in PASSES)
+    choices = tuple(KernelChoice(name, of, 128, *shape, "bf16") for name, shape in shapes.items() for of in PASSES)
     plan = PrecisionPlan(choices, machine(), {}, purpose="training")
     plan.save(tmp_path / "plan.json")
     changes = ["training.precision=fp32", f"training.plan={tmp_path / 'plan.json'}", "training.max_steps=6"]
@@ -147,7 +147,9 @@ def test_a_recipe_trains_by_a_plan_and_resumes_to_the_same_bits(cli, trained, tm
     ],
 )
 def test_mistakes_in_plans_of_training_are_told_before_a_run_is_made(cli, trained, tmp_path, changes, message):
-    plan = PrecisionPlan((Choice("top.layers.0", "forward", 128, 64, 16, "bf16"),), machine(), {}, purpose="training")
+    plan = PrecisionPlan(
+        (KernelChoice("top.layers.0", "forward", 128, 64, 16, "bf16"),), machine(), {}, purpose="training"
+    )
     if "no such" not in message:
         plan.save(tmp_path / "plan.json")
     options = [part for key in [*changes, "training.plan=plan.json"] for part in ("--set", key)]

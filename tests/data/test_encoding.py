@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
-from cordillera.data.ranking.logs.columns import Place, hash_strings
+from cordillera.data.ranking.logs.columns import RowPlace, hash_strings
 from cordillera.errors import DataError
 
 _MASK = (1 << 64) - 1
@@ -176,7 +176,7 @@ def test_a_bad_value_is_named_with_file_line_column_and_remedy(
         pl.Series(column, values, strict=False) if not isinstance(value, str) else _text(column, values)
     )
     with pytest.raises(DataError, match=message) as caught:
-        encoder.encode(broken, where=Place("clicks.csv", 2, "line"))
+        encoder.encode(broken, where=RowPlace("clicks.csv", 2, "line"))
     assert f"clicks.csv, line 43, column '{column}'" in str(caught.value)
     assert caught.value.remedy
 

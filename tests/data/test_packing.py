@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cordillera.data.packing.packer import Document, Iteration, Packer, PackingConfig, global_batches
+from cordillera.data.packing.packer import Iteration, PackedDocument, Packer, PackingConfig, global_batches
 from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 from cordillera.partition import imbalance
@@ -37,9 +37,9 @@ def run(packer: Packer, batches: list[list[int]]) -> list[Iteration]:
     return [*map(packer.pack, batches), *packer.drain()]
 
 
-def numbered(batches: list[list[int]]) -> list[Document]:
+def numbered(batches: list[list[int]]) -> list[PackedDocument]:
     arrivals = ((length, iteration) for iteration, batch in enumerate(batches) for length in batch)
-    return [Document(number, length, iteration) for number, (length, iteration) in enumerate(arrivals)]
+    return [PackedDocument(number, length, iteration) for number, (length, iteration) in enumerate(arrivals)]
 
 
 @given(config=configs(), batches=batches_of)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.data.packing.baselines import exactly, fixed_length, in_arrival_order
-from cordillera.data.packing.packer import Document, Iteration, Microbatch, PackingConfig, global_batches
+from cordillera.data.packing.packer import Iteration, Microbatch, PackedDocument, PackingConfig, global_batches
 from cordillera.data.packing.statistics import PackingStatistics, choose_thresholds, packed, tune
 from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
@@ -21,10 +21,10 @@ CONTEXT = 100
 streams = st.lists(st.integers(1, CONTEXT), max_size=60)
 
 
-def arrivals(lengths: list[int], microbatches: int) -> list[Document]:
+def arrivals(lengths: list[int], microbatches: int) -> list[PackedDocument]:
     batches = global_batches(lengths, microbatches * CONTEXT)
     pairs = ((length, number) for number, batch in enumerate(batches) for length in batch)
-    return [Document(i, length, number) for i, (length, number) in enumerate(pairs)]
+    return [PackedDocument(i, length, number) for i, (length, number) in enumerate(pairs)]
 
 
 @given(lengths=st.lists(st.integers(1, 350), max_size=40), microbatches=st.integers(1, 4))
@@ -92,8 +92,10 @@ def test_what_cannot_be_packed_is_refused() -> None:
 
 
 def test_statistics_are_those_of_a_count() -> None:
-    first = Iteration(0, (Microbatch([Document(0, 50, 0)]), Microbatch([Document(1, 25, 0), Document(2, 25, 1)])))
-    second = Iteration(1, (Microbatch([Document(3, 100, 0)]), Microbatch()))
+    first = Iteration(
+        0, (Microbatch([PackedDocument(0, 50, 0)]), Microbatch([PackedDocument(1, 25, 0), PackedDocument(2, 25, 1)]))
+    )
+    second = Iteration(1, (Microbatch([PackedDocument(3, 100, 0)]), Microbatch()))
     found = PackingStatistics.of([first, second], DocumentWork(token=1.0, squared=0.02))
     # Work is 100 against 75 in the first, 300 against nothing in the second.
     assert found.imbalance == pytest.approx((100 / 87.5 + 2.0) / 2)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cordillera.data.language.shards import ShardWriter, TextDataset
-from cordillera.data.language.stream import DocumentStream, Piece, StreamConfig
+from cordillera.data.language.stream import DocumentPiece, DocumentStream, StreamConfig
 from cordillera.errors import DataError
 from tests.data.corpora import MemoryCorpus
 
 
-def _texts(pieces: list[Piece]) -> list[tuple[int, int, int, list[int], bool]]:
+def _texts(pieces: list[DocumentPiece]) -> list[tuple[int, int, int, list[int], bool]]:
     return [(p.source, p.document, p.start, p.tokens.tolist(), p.ends) for p in pieces]
 
 

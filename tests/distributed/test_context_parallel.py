@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cordillera.distributed.context.attention import ContextParallelAttention, ContextParallelConfig
-from cordillera.distributed.context.shard_plan import SHARDINGS, Chunk, ShardPlan, contiguous, per_document
+from cordillera.distributed.context.shard_plan import SHARDINGS, DocumentChunk, ShardPlan, contiguous, per_document
 from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import PlanError
@@ -52,11 +52,11 @@ class Case:
 def scattered(lengths: list[int], ranks: int, seed: int) -> ShardPlan:
     """Chunks of any size on any rank, in any order, as no constructor makes them."""
     draw = random.Random(seed)
-    held: list[list[Chunk]] = [[] for _ in range(ranks)]
+    held: list[list[DocumentChunk]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
         bounds = sorted({0, length, *(draw.randrange(length + 1) for _ in range(5))})
         for start, stop in pairwise(bounds):
-            held[draw.randrange(ranks)].append(Chunk(document, start, stop))
+            held[draw.randrange(ranks)].append(DocumentChunk(document, start, stop))
     for chunks in held:
         draw.shuffle(chunks)
     return ShardPlan("scattered", tuple(lengths), tuple(map(tuple, held)))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cordillera.distributed.job.environment import Place, is_silent, job_key, place_in_job
-from cordillera.distributed.job.heartbeats import Beat, Hearts, Verdict
+from cordillera.distributed.job.environment import JobPlace, is_silent, job_key, place_in_job
+from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, Verdict
 from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent, within
 from cordillera.errors import PlanError
 
@@ -56,7 +56,7 @@ def test_values_of_strangers_are_as_good_as_absent() -> None:
 def test_hearts_take_nothing_from_strangers() -> None:
     reached, now = dist.HashStore(), [0.0]
     ours, theirs = JobStore(reached, KEY), JobStore(reached, job_key("job", ""))
-    hearts = Hearts(ours, 2, 10.0, 60.0, lambda: now[0])
+    hearts = HeartbeatBoard(ours, 2, 10.0, 60.0, lambda: now[0])
     hearts.beat(0, BEAT)
     theirs.set("heart/1", BEAT)
     theirs.set("verdict", [[1], "\x1b[31mgive up", "and go home"])
@@ -82,7 +82,7 @@ def test_values_without_a_secret_are_checked_before_they_are_used(fuzz_inputs: A
     atoms: list[Any] = [None, True, -1, 0, 1, 2**70, 1e300, "", "\x1b[2J\x07", "x" * 20_000, [], {}, [0], [5], [[]]]
     store = JobStore(dist.HashStore())
     for _ in range(fuzz_inputs(300)):
-        hearts = Hearts(store, 2, 10.0, 60.0)
+        hearts = HeartbeatBoard(store, 2, 10.0, 60.0)
         for key in ("heart/0", "heart/1", "verdict"):
             value = [generator.choice(atoms) for _ in range(generator.choice([3, 3, 5, 5, 1]))]
             store.set(key, generator.choice([value, value, value, generator.choice(atoms)]))
@@ -132,9 +132,9 @@ def test_what_a_store_raises_is_one_error() -> None:
 
 
 def test_a_process_finds_its_place_in_a_job() -> None:
-    assert place_in_job(JOB) == Place(1, 2, 0, "127.0.0.1", 29500, 0, False)
+    assert place_in_job(JOB) == JobPlace(1, 2, 0, "127.0.0.1", 29500, 0, False)
     agent = {"LOCAL_RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert place_in_job(JOB | agent) == Place(1, 2, 3, "127.0.0.1", 29500, 2, True)
+    assert place_in_job(JOB | agent) == JobPlace(1, 2, 3, "127.0.0.1", 29500, 2, True)
     for name in ("RANK", "WORLD_SIZE"):
         assert place_in_job({key: value for key, value in JOB.items() if key != name}) is None
 
@@ -179,6 +179,6 @@ def test_only_ranks_of_a_job_are_silent(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_beats_are_signed_json() -> None:
     reached = dist.HashStore()
-    Hearts(JobStore(reached, KEY), 1, 10.0, 60.0).beat(0, BEAT)
+    HeartbeatBoard(JobStore(reached, KEY), 1, 10.0, 60.0).beat(0, BEAT)
     signature, _, text = reached.get("heart/0").decode().partition(" ")
     assert (len(signature), json.loads(text)) == (64, [1, 2, 3, "at step 4", True])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cordillera.distributed.context.latency import AnalyticLatency, MeasuredLatency
 from cordillera.distributed.context.shard_plan import (
     SHARDINGS,
-    Chunk,
+    DocumentChunk,
     ShardPlan,
     adaptive,
     contiguous,
@@ -235,7 +235,10 @@ def test_texts_that_are_no_plan_are_refused() -> None:
 
 def test_a_plan_prints_what_each_rank_holds() -> None:
     plan = per_document([8, 3], 2)
-    assert plan.ranks == ((Chunk(0, 0, 2), Chunk(0, 6, 8), Chunk(1, 0, 1)), (Chunk(0, 2, 6), Chunk(1, 1, 3)))
+    assert plan.ranks == (
+        (DocumentChunk(0, 0, 2), DocumentChunk(0, 6, 8), DocumentChunk(1, 0, 1)),
+        (DocumentChunk(0, 2, 6), DocumentChunk(1, 1, 3)),
+    )
     lines = str(plan).splitlines()
     assert lines[0].startswith("per_document: 2 documents over 2 ranks, imbalance 1.")
     assert lines[2] == "  rank 1: 6 tokens, 23 pairs  0[2:6] 1[1:3]"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.distributed.fsdp.sharding_law import (
-    Collectives,
+    CollectiveCounts,
     Unit,
     bytes_across_hosts,
     collectives,
@@ -146,12 +146,12 @@ def test_tracked_memory_and_collectives_of_a_whole_model(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((4, 4), Collectives(9, 5, 0)),
-        ((4, 4, 1, True, False), Collectives(5, 5, 0)),
-        ((4, 2, 2), Collectives(9, 5, 5)),
-        ((4, 1, 4), Collectives(0, 0, 5)),
-        ((4, 4, 1, False, True, 3), Collectives(24, 4, 0)),
+        ((4, 4), CollectiveCounts(9, 5, 0)),
+        ((4, 4, 1, True, False), CollectiveCounts(5, 5, 0)),
+        ((4, 2, 2), CollectiveCounts(9, 5, 5)),
+        ((4, 1, 4), CollectiveCounts(0, 0, 5)),
+        ((4, 4, 1, False, True, 3), CollectiveCounts(24, 4, 0)),
     ],
 )
-def test_collectives_of_four_blocks(arguments: tuple[int, ...], expected: Collectives) -> None:
+def test_collectives_of_four_blocks(arguments: tuple[int, ...], expected: CollectiveCounts) -> None:
     assert collectives(*arguments) == expected

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
 from cordillera.distributed.tensor_parallel import TensorRanks
@@ -49,7 +49,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     for cuts_sequence in (False, True):
         for tokens in TOKENS:
             ledger = Ledger()
-            ranks = TensorRanks(mesh, Links(dist.group.WORLD, ledger, 30.0), cuts_sequence)
+            ranks = TensorRanks(mesh, Collectives(dist.group.WORLD, ledger, 30.0), cuts_sequence)
             given = term(rank, tokens).requires_grad_()
             between = ranks.leave(given)
             entered = ranks.enter(between, tokens)

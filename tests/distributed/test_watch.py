@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from cordillera.distributed.job import watchdog as watch
-from cordillera.distributed.job.heartbeats import Beat, Hearts, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
 from cordillera.distributed.job.store import JobStore
-from cordillera.distributed.job.watchdog import ABANDONED, Watch, WatchConfig
+from cordillera.distributed.job.watchdog import ABANDONED, Watchdog, WatchdogConfig
 from cordillera.distributed.pipeline.runner import PeerError
 from tests.distributed.processes import needs_gloo
 
@@ -34,7 +34,7 @@ class Job:
 
     def __init__(self, size: int) -> None:
         self.now, self.store = 0.0, JobStore(dist.HashStore())
-        self.hearts = Hearts(self.store, size, DEADLINE_S, JOIN_S, lambda: self.now)
+        self.hearts = HeartbeatBoard(self.store, size, DEADLINE_S, JOIN_S, lambda: self.now)
         self.beats = [Beat(0, 0, 0, f"at step 1 of rank {rank}", False) for rank in range(size)]
 
     def run(self, seconds: int, dead: tuple[int, ...] = (), moving: tuple[int, ...] = ()) -> None:
@@ -135,9 +135,9 @@ def test_all_are_told_the_first_verdict() -> None:
     job = Job(2)
     first, second = Verdict((1,), "rank 1 ended", "see why"), Verdict((0,), "rank 0 ended", "see why")
     assert job.hearts.accuse(first) == first
-    other = Hearts(job.store, 2, DEADLINE_S, JOIN_S, lambda: job.now)
+    other = HeartbeatBoard(job.store, 2, DEADLINE_S, JOIN_S, lambda: job.now)
     assert other.accuse(second) == first
-    third = Hearts(job.store, 2, DEADLINE_S, JOIN_S, lambda: job.now)
+    third = HeartbeatBoard(job.store, 2, DEADLINE_S, JOIN_S, lambda: job.now)
     third.look()
     assert third.verdict == first
     error = first.error("rank 0")
@@ -151,7 +151,7 @@ def test_ranks_are_named_as_people_do() -> None:
 
 
 def test_errors_that_are_not_of_communication_stay_as_they_are() -> None:
-    watch = Watch(WatchConfig(5.0), JobStore(dist.HashStore()), 0, 2)
+    watch = Watchdog(WatchdogConfig(5.0), JobStore(dist.HashStore()), 0, 2)
     with pytest.raises(RuntimeError, match=r"^shapes"), watch.explaining():
         raise RuntimeError("shapes do not fit")
     with pytest.raises(RankError, match=r"^known$"), watch.explaining():
@@ -159,7 +159,7 @@ def test_errors_that_are_not_of_communication_stay_as_they_are() -> None:
 
 
 def test_a_late_message_with_a_known_sender_stays_as_it_is() -> None:
-    watch = Watch(WatchConfig(1.0), JobStore(dist.HashStore()), 0, 2)
+    watch = Watchdog(WatchdogConfig(1.0), JobStore(dist.HashStore()), 0, 2)
     given = PeerError("rank 1 did not give a message within 1 s", peer=1)
     assert watch.explain(given) is given
 

@@ -11,7 +11,7 @@ from _fsdp_models import make_stage, units_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cordillera.distributed.fsdp.sharding_law import Collectives, bytes_across_hosts, collectives, sent_bytes
+from cordillera.distributed.fsdp.sharding_law import CollectiveCounts, bytes_across_hosts, collectives, sent_bytes
 from cordillera.distributed.fsdp.traffic import GATHERED, REDUCED, SCATTERED, record_weight_traffic
 from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
@@ -80,7 +80,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return done
 
 
-def expected(name: str) -> tuple[Collectives, Collectives, list[int]]:
+def expected(name: str) -> tuple[CollectiveCounts, CollectiveCounts, list[int]]:
     """Counts, bytes of a rank, and each rank's bytes across hosts."""
     config, shards, replicas, reshards, microbatches = CASES[name]
     units, root = units_of(make_stage(config, 0, 1, 1))

@@ -23,9 +23,9 @@ from cordillera.kernels.attention import varlen as varlen_attention
 from cordillera.kernels.attention.merge import merge
 from cordillera.kernels.attention.partial import attention_backward, choose_backend, partial_attention
 from cordillera.kernels.attention.relation import (
-    Block,
     Positions,
     Relation,
+    RowBlock,
     as_blocks,
     blocks_between,
     dense_mask,
@@ -68,7 +68,7 @@ def rule(relation: Relation, queries: int, keys: int) -> Tensor:
                 mask[i, j] = bool(document == other and document >= 0 and key <= position)
         return mask
     if isinstance(relation, str):
-        relation = [] if relation == "empty" else [Block(0, queries, 0, keys, relation == "causal")]
+        relation = [] if relation == "empty" else [RowBlock(0, queries, 0, keys, relation == "causal")]
     for q_start, q_stop, k_start, k_stop, causal in relation:
         for i in range(q_start, q_stop):
             for j in range(k_start, k_stop):
@@ -97,7 +97,7 @@ def relations(draw: st.DrawFn) -> tuple[Relation, int, int]:
         chosen = draw(st.lists(st.booleans(), min_size=len(grid), max_size=len(grid)))
         causal = draw(st.lists(st.booleans(), min_size=len(grid), max_size=len(grid)))
         return (
-            [Block(*cell, causal=c) for cell, c, here in zip(grid, causal, chosen, strict=True) if here],
+            [RowBlock(*cell, causal=c) for cell, c, here in zip(grid, causal, chosen, strict=True) if here],
             queries,
             keys,
         )
@@ -135,7 +135,7 @@ def disjoint(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int
 def emulate_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA kernels by what they are documented to compute: block by block, aligned at the bottom right."""
 
-    def blocks(call: varlen_attention._Call) -> list[Block]:
+    def blocks(call: varlen_attention._Call) -> list[RowBlock]:
         found = document_blocks(call.q_offsets.tolist(), call.k_offsets.tolist())
         sizes = [(b.q_stop - b.q_start, b.k_stop - b.k_start) for b in found]
         assert call.longest == tuple(map(max, zip(*sizes, strict=True)))
@@ -243,9 +243,9 @@ def test_pieces_of_the_keys_merge_to_all_of_them(
         torch.testing.assert_close(other, third, rtol=1e-9, atol=tolerance)
 
 
-def columns_of(mask: Tensor) -> list[Block]:
+def columns_of(mask: Tensor) -> list[RowBlock]:
     """A mask as blocks of one query and one key."""
-    return [Block(i, i + 1, j, j + 1, False) for i, j in mask.nonzero().tolist()]
+    return [RowBlock(i, i + 1, j, j + 1, False) for i, j in mask.nonzero().tolist()]
 
 
 @given(st.permutations(range(4)), st.lists(st.booleans(), min_size=4, max_size=4))
@@ -370,8 +370,8 @@ def test_positions_of_many_rows_are_masked_in_parts() -> None:
         ({"k": torch.zeros(3, 1, 4, dtype=torch.float64)}, "dtypes"),
         ({"q": torch.zeros(3, 2, 0)}, "shapes"),
         ({"relation": "diagonal"}, "not known"),
-        ({"relation": [Block(0, 3, 0, 4, False)]}, "does not fit"),
-        ({"relation": [Block(2, 1, 0, 3, False)]}, "does not fit"),
+        ({"relation": [RowBlock(0, 3, 0, 4, False)]}, "does not fit"),
+        ({"relation": [RowBlock(2, 1, 0, 3, False)]}, "does not fit"),
         ({"relation": Positions(*[torch.zeros(2, dtype=torch.int64)] * 4)}, "positions of"),
         ({"backend": "varlen"}, "on CUDA"),
         ({"backend": "cudnn"}, "no back end"),
@@ -397,7 +397,7 @@ def test_on_cpus_the_flash_kernel_is_chosen() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_varlen_on_cuda_is_the_reference(dtype: torch.dtype) -> None:
     offsets = [0, 1, 300, 800]
-    relation = [*document_blocks(offsets), Block(300, 800, 0, 200, False)]
+    relation = [*document_blocks(offsets), RowBlock(300, 800, 0, 200, False)]
     inputs = [rows(800, heads, 64, seed, dtype).cuda() for seed, heads in enumerate((8, 2, 2, 8))]
     q, k, v, dout = inputs
     assert choose_backend(q, relation) == "varlen"
@@ -453,5 +453,5 @@ def test_torch_dies_on_empty_lists(queries: int, keys: int) -> None:
 
 
 def test_blocks_leave_out_what_sees_nothing() -> None:
-    assert as_blocks("causal", 5, 2) == [Block(3, 5, 0, 2, True)]
+    assert as_blocks("causal", 5, 2) == [RowBlock(3, 5, 0, 2, True)]
     assert as_blocks("full", 5, 0) == as_blocks("empty", 5, 5) == []

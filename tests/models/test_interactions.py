@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from cordillera.models.ranking.interactions import (
     MLP,
-    Attention,
     BasicFM,
     Convolution,
     CrossNetwork,
     DotInteraction,
+    EmbeddingAttention,
     EmbeddingCross,
     FactorizationMachineBlock,
     LinearCompression,
@@ -144,7 +144,7 @@ def test_linear_compression_is_linear() -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_attention_is_a_transformer_encoder_layer(heads: int) -> None:
     x = embeddings((4, 5, 6))
-    ours = Attention(6, heads, feed_forward=7).double()
+    ours = EmbeddingAttention(6, heads, feed_forward=7).double()
     theirs = nn.TransformerEncoderLayer(6, heads, 7, dropout=0.0, batch_first=True, dtype=torch.float64)
     nn.init.normal_(ours.query_key_value.bias)
     nn.init.normal_(ours.output.bias)
@@ -160,7 +160,7 @@ def test_attention_is_a_transformer_encoder_layer(heads: int) -> None:
 
 def test_attention_needs_heads_that_divide_the_width() -> None:
     with pytest.raises(ValueError, match=r"heads \(4\) must divide embedding_dim \(6\)"):
-        Attention(6, 4)
+        EmbeddingAttention(6, 4)
 
 
 def test_cross_network_multiplies_by_the_input_and_keeps_its_own() -> None:
@@ -250,7 +250,7 @@ MODULES = {
     "attentive fm": OptimisedFM(5, 3, (8,), 4),
     "fm block": FactorizationMachineBlock(5, 2, 4, hidden=(8,)),
     "linear": LinearCompression(5, 2),
-    "attention": Attention(4, 2),
+    "attention": EmbeddingAttention(4, 2),
     "cross": EmbeddingCross(2, 4),
     "convolution": Convolution(),
 }

@@ -20,7 +20,7 @@ from cordillera.errors import NumericsError
 from cordillera.files import sealed_json
 from cordillera.numerics.dispatch import dispatch
 from cordillera.numerics.dispatch.accuracy import Accuracy
-from cordillera.numerics.dispatch.candidates import CANDIDATES, Candidate, Stored, chosen, load_fp8, then_relu
+from cordillera.numerics.dispatch.candidates import CANDIDATES, Candidate, StoredWeight, chosen, load_fp8, then_relu
 from cordillera.numerics.dispatch.dispatch import (
     DispatchConfig,
     Product,
@@ -89,7 +89,7 @@ def test_a_looser_bound_never_makes_a_plan_slower() -> None:
     assert chosen[-1] < chosen[0]
 
 
-def scales_off_by_one(weight: Tensor, rows: Tensor | None) -> Stored:
+def scales_off_by_one(weight: Tensor, rows: Tensor | None) -> StoredWeight:
     """fp8 with scales that are powers of two, each output channel taking that of its neighbour."""
     scale = torch.exp2(torch.ceil(torch.log2(weight.abs().amax(1, keepdim=True) / 448)))
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "scale": scale.roll(1, 0)}

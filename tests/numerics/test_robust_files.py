@@ -18,7 +18,7 @@ from cordillera import tensor_files
 from cordillera.errors import CheckpointError, CordilleraError, NumericsError
 from cordillera.files import sealed_json
 from cordillera.numerics.dispatch.dispatch import DispatchConfig
-from cordillera.numerics.dispatch.plan import Choice, PrecisionPlan, machine
+from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machine
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
@@ -48,7 +48,7 @@ def _probe(path: Path, features: int = 8) -> None:
 
 def _plan() -> PrecisionPlan:
     expected = {"ms": 1.0, "times_fp32": 2.0}
-    return PrecisionPlan((Choice("0", "forward", 64, 4, 8, "bf16", "", expected),), machine(), {"sqnr_db": 30.0})
+    return PrecisionPlan((KernelChoice("0", "forward", 64, 4, 8, "bf16", "", expected),), machine(), {"sqnr_db": 30.0})
 
 
 KINDS = {

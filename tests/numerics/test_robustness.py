@@ -14,7 +14,7 @@ from torch import nn
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.candidates import CANDIDATES
 from cordillera.numerics.dispatch.dispatch import forward_products, planned
-from cordillera.numerics.dispatch.plan import Choice, PrecisionPlan, machine, weights_digest
+from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan, machine, weights_digest
 from cordillera.numerics.dispatch.row_statistics import RowStatistics, Tier
 from cordillera.numerics.dispatch.stored_linear import StoredLinear
 from cordillera.numerics.dispatch.weight_statistics import WeightStatistics
@@ -124,7 +124,7 @@ def test_a_scale_of_a_chain_s_output_that_cannot_be_is_refused_when_it_is_loaded
 def _dispatched(linear: nn.Linear, kernel: str) -> nn.Module:
     """The layer by one kernel, for at most 64 rows; more are computed in float32."""
     outputs, inputs = linear.weight.shape
-    choice = Choice("0", "forward", 64, outputs, inputs, kernel, input_range=(-4.0, 4.0))
+    choice = KernelChoice("0", "forward", 64, outputs, inputs, kernel, input_range=(-4.0, 4.0))
     weights = weights_digest({"0": (linear.weight, linear.bias)})
     return planned(nn.Sequential(linear), PrecisionPlan((choice,), machine(), {}, weights=weights))["0"]
 

@@ -17,7 +17,7 @@ from cordillera.models.ranking.interactions import MLP
 from cordillera.numerics.dispatch import training_products
 from cordillera.numerics.dispatch.candidates import CANDIDATES
 from cordillera.numerics.dispatch.dispatch import DispatchConfig, apply
-from cordillera.numerics.dispatch.plan import PASSES, Choice, Pass, PrecisionPlan, machine
+from cordillera.numerics.dispatch.plan import PASSES, KernelChoice, Pass, PrecisionPlan, machine
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.training_linear import TrainedLinear, apply_for_training
@@ -41,7 +41,7 @@ def plan_of(net: nn.Module, kernels: dict[tuple[str, Pass], str], rows: int = RO
     choices = []
     for (site, of), kernel in kernels.items():
         weight = net.get_submodule(site).weight
-        choices.append(Choice(site, of, rows, *weight.shape, kernel))
+        choices.append(KernelChoice(site, of, rows, *weight.shape, kernel))
     return PrecisionPlan(tuple(choices), machine(), {"sqnr_db": 30.0}, purpose="training")
 
 
@@ -174,7 +174,7 @@ def test_layers_that_are_fused_with_relu_are_not_passed_by() -> None:
     torch.manual_seed(0)
     net = MLP(64, [32], 16)
     plan = PrecisionPlan(
-        (Choice("layers.0", "forward", 64, 32, 64, "int8 dynamic"),), machine(), {}, purpose="training"
+        (KernelChoice("layers.0", "forward", 64, 32, 64, "int8 dynamic"),), machine(), {}, purpose="training"
     )
     before = net(given())
     apply_for_training(net, plan)
@@ -277,7 +277,7 @@ def test_plans_of_one_purpose_are_not_used_for_the_other(tmp_path: Path) -> None
     with pytest.raises(NumericsError, match="is for scoring, not for training"):
         apply_for_training(net, dataclasses.replace(plan, purpose="scoring"))
     with pytest.raises(NumericsError, match=r"0 is \(32, 64\), the plan's \(32, 63\)"):
-        apply_for_training(net, dataclasses.replace(plan, choices=(Choice("0", "forward", 1, 32, 63, "bf16"),)))
+        apply_for_training(net, dataclasses.replace(plan, choices=(KernelChoice("0", "forward", 1, 32, 63, "bf16"),)))
     with pytest.raises(NumericsError, match="0 cannot be trained by int8 static"):
         apply_for_training(net, everywhere(net, "int8 static"))
     with pytest.raises(NumericsError, match=r"float64, plans train float32"):

@@ -11,7 +11,7 @@ from cordillera import topology
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import calibration, workloads
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout, activation_bytes
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.schedules import interleaved
@@ -37,7 +37,7 @@ def korthikanti(name: str, **options: object) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[calibration.Measurement]:
+def measured() -> list[calibration.MeasuredStep]:
     return calibration.read(MEASURED)
 
 
@@ -46,14 +46,14 @@ def cluster() -> topology.Topology:
     return topology.load("a100-four-cards")
 
 
-def predictions(rows: list[calibration.Measurement], on: topology.Topology, by: Calibration) -> list[float]:
+def predictions(rows: list[calibration.MeasuredStep], on: topology.Topology, by: Calibration) -> list[float]:
     cost = CostModel(on.device, by)
     return [calibration.predict(row, on, cost).seconds for row in rows]
 
 
 @needs_measurements
 def test_constants_fitted_on_two_models_predict_all_three(
-    measured: list[calibration.Measurement], cluster: topology.Topology
+    measured: list[calibration.MeasuredStep], cluster: topology.Topology
 ) -> None:
     fitted = calibration.fit([row for row in measured if row.model != "3.6"], cluster)
     assert len(calibration.BOUNDS) <= 8
@@ -73,7 +73,7 @@ def test_constants_fitted_on_two_models_predict_all_three(
 
 @needs_measurements
 def test_wrong_order_is_of_rows_that_were_measured_slow(
-    measured: list[calibration.Measurement], cluster: topology.Topology
+    measured: list[calibration.MeasuredStep], cluster: topology.Topology
 ) -> None:
     largest = [row for row in measured if row.model == "39.1"]
     pairs = list(zip(largest, predictions(largest, cluster, calibration_for(cluster.device)), strict=True))
@@ -87,7 +87,7 @@ def test_wrong_order_is_of_rows_that_were_measured_slow(
 
 @needs_measurements
 def test_constants_of_small_models_predict_the_largest(
-    measured: list[calibration.Measurement], cluster: topology.Topology
+    measured: list[calibration.MeasuredStep], cluster: topology.Topology
 ) -> None:
     fitted = calibration.fit([row for row in measured if row.model != "39.1"], cluster)
     largest = [row for row in measured if row.model == "39.1"]
@@ -102,7 +102,7 @@ def test_devices_of_a_host_that_are_not_neighbours_reduce_in_one_ring(cluster: t
     def seconds(tensor: int, one_ring: bool) -> float:
         layout = Layout(tensor=tensor, data=128 // tensor)
         cost = CostModel(cluster.device, Calibration(one_ring=one_ring))
-        return Job(job, Mesh.of(cluster, layout), layout, cost).all_reduce("data", size)
+        return PlannedJob(job, Mesh.of(cluster, layout), layout, cost).all_reduce("data", size)
 
     card = cluster.device.nic_bytes_per_s * Calibration().network
     port = cluster.levels[0].bytes_per_s * Calibration().port
@@ -122,7 +122,7 @@ def test_published_step_times_without_a_new_fit() -> None:
             ({"recompute": "full"}, {"recompute": "selective", "sequence_parallel": True}), times, strict=True
         ):
             layout = korthikanti(name, **options)
-            errors.append(abs(Job(job, Mesh.of(cluster, layout), layout, cost).estimate().seconds / seconds - 1))
+            errors.append(abs(PlannedJob(job, Mesh.of(cluster, layout), layout, cost).estimate().seconds / seconds - 1))
     assert statistics.fmean(errors) <= 0.06
     assert max(errors) <= 0.08
 
@@ -136,7 +136,7 @@ def test_published_activation_memory(name: str) -> None:
         schedule = interleaved(layout.pipeline, layout.microbatches(job), layout.chunks)
         layers = job.model.layers / layout.stages
         cluster = topology.load("selene")
-        held = Job(job, Mesh.of(cluster, layout), layout, CostModel(cluster.device, Calibration()))
+        held = PlannedJob(job, Mesh.of(cluster, layout), layout, CostModel(cluster.device, Calibration()))
         assert held.live_chunks(0) == schedule.peak(0)  # the closed form is the schedule's own
         return schedule.peak(0) * layers * activation_bytes(job, layout) / 2**30
 
@@ -172,7 +172,7 @@ def test_published_llama3_throughput(name: str, devices: int, context: int, tera
         overlap_gradients=True,
     )
     cost = CostModel(cluster.device, Calibration(matrix=0.65))
-    found = Job(job, Mesh.of(cluster, layout), layout, cost).estimate()
+    found = PlannedJob(job, Mesh.of(cluster, layout), layout, cost).estimate()
     assert found.flops / found.seconds / devices / 1e12 == pytest.approx(teraflops, rel=0.10)
 
 

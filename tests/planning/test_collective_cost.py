@@ -48,9 +48,9 @@ from cordillera.planning.network.collective_plans import (
     tree_all_reduce,
     tree_broadcast,
 )
-from cordillera.planning.network.flows import Link
+from cordillera.planning.network.flows import FlowLink
 
-INNER, CROSS = Link(5e-6, 50e9), Link(150e-6, 17.86e9)
+INNER, CROSS = FlowLink(5e-6, 50e9), FlowLink(150e-6, 17.86e9)
 GIBIBYTE = 2.0**30
 
 
@@ -107,8 +107,8 @@ def test_closed_forms_equal_plans_on_a_uniform_network(collective: str, algorith
     [(1, 1), (2, 2), (4, 4), (3, 3, 3), (2, 2, 2, 2), (8, 8), (1, 5), (2, 7), (6, 4, 2), (1, 1, 9), (5, 3, 3, 1)],
     ids=str,
 )
-@pytest.mark.parametrize("cross", [CROSS, Link(1e-3, 1e9), Link(5e-6, 80e9)], ids=["1:2.8", "1:50", "fast"])
-def test_closed_forms_equal_plans_over_domains(sizes: tuple[int, ...], cross: Link) -> None:
+@pytest.mark.parametrize("cross", [CROSS, FlowLink(1e-3, 1e9), FlowLink(5e-6, 80e9)], ids=["1:2.8", "1:50", "fast"])
+def test_closed_forms_equal_plans_over_domains(sizes: tuple[int, ...], cross: FlowLink) -> None:
     network = DomainNetwork(sizes, INNER, cross)
     compared = 0
     for (collective, algorithm), maker in MAKERS.items():
@@ -130,7 +130,7 @@ def test_closed_forms_equal_plans_over_domains(sizes: tuple[int, ...], cross: Li
 @settings(max_examples=25, deadline=None)
 def test_the_hierarchical_form_is_near_the_plan_for_any_sizes(sizes: list[int], algorithm: str) -> None:
     gather = ring_all_gather if algorithm == "ring" else doubling_all_gather
-    for cross in (CROSS, Link(5e-6, 45e9)):
+    for cross in (CROSS, FlowLink(5e-6, 45e9)):
         found = plan_seconds(hierarchical_all_reduce(sizes, gather), 1e8, DomainNetwork(tuple(sizes), INNER, cross))
         # domains with few ranks need not wait for the fullest, as the closed form does: it is up to 1.4 times the plan
         assert 0.65 <= found / hierarchical_all_reduce_seconds(sizes, 1e8, INNER, cross, algorithm) <= 1.015
@@ -161,7 +161,9 @@ def test_forms_by_hand() -> None:
     assert direct_seconds(4, 8, 1.0, 2.0, overhead=0.5) == 1 + 2 * 0.5 + 3
     assert tree_seconds(4, 8, 1.0, 2.0) == 2 * (1 + 4)
     assert chain_seconds(4, 8, 1.0, 2.0, chunks=2) == 4 * (1 + 2)
-    assert hierarchical_all_reduce_seconds([2, 2], 8, Link(1.0, 2.0), Link(5.0, 1.0)) == 2 * (1 + 2) + 2 * (5 + 2)
+    assert hierarchical_all_reduce_seconds([2, 2], 8, FlowLink(1.0, 2.0), FlowLink(5.0, 1.0)) == 2 * (1 + 2) + 2 * (
+        5 + 2
+    )
     assert plan_seconds(ring_all_reduce(1), 8, DomainNetwork((1,), INNER)) == 0
 
 
@@ -226,13 +228,13 @@ def test_cost_scales_and_falls_with_capacity(
     elif "hierarchical" in algorithm:
         groups = [sizes[0]] * len(sizes)
 
-    def cost(inner: Link, cross: Link) -> float:
+    def cost(inner: FlowLink, cross: FlowLink) -> float:
         return cheapest(collective, groups, num_bytes, inner, cross, algorithms=[algorithm]).seconds
 
     base = cost(INNER, CROSS)
-    scaled = cost(*(Link(link.latency / factor, link.rate * factor) for link in (INNER, CROSS)))
+    scaled = cost(*(FlowLink(link.latency / factor, link.rate * factor) for link in (INNER, CROSS)))
     assert scaled * factor == pytest.approx(base)
-    for better in ((INNER, Link(CROSS.latency, CROSS.rate * 2)), (Link(INNER.latency, INNER.rate * 2), CROSS)):
+    for better in ((INNER, FlowLink(CROSS.latency, CROSS.rate * 2)), (FlowLink(INNER.latency, INNER.rate * 2), CROSS)):
         assert cost(*better) <= base * (1 + 1e-12)
 
 
@@ -302,9 +304,9 @@ def test_impossible_requests_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="domain 1 has 0 ranks"):
         cheapest("all-reduce", [2, 0], 1, INNER, CROSS)
     with pytest.raises(ValueError, match="the cross rate is 0"):
-        cheapest("all-reduce", [2, 2], 1, INNER, Link(0.0, 0.0))
+        cheapest("all-reduce", [2, 2], 1, INNER, FlowLink(0.0, 0.0))
     with pytest.raises(ValueError, match="the inner latency is nan"):
-        DomainNetwork((2,), Link(math.nan, 1.0))
+        DomainNetwork((2,), FlowLink(math.nan, 1.0))
     with pytest.raises(ValueError, match="message_overhead is -1"):
         cheapest("all-reduce", 2, 1, INNER, message_overhead=-1)
     with pytest.raises(ValueError, match="num_bytes is inf"):

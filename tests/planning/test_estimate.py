@@ -10,7 +10,7 @@ from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
 from cordillera.planning import workloads
 from cordillera.planning.language.explorer import production_network, tuned_network
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import BYTES, Layout
 from cordillera.planning.network.mesh import Mesh
@@ -20,10 +20,10 @@ CLUSTER = topology.load("two-buildings").changed({"building.members": 1, "pod.me
 COST = CostModel(CLUSTER.device, calibration_for(CLUSTER.device))
 
 
-def job(model: str, layout: Layout, network: str | None = None, **changes: float) -> Job:
+def job(model: str, layout: Layout, network: str | None = None, **changes: float) -> PlannedJob:
     cluster = CLUSTER.changed({name.replace("__", "."): value for name, value in changes.items()})
     settings = {"library": production_network, "tuned": tuned_network}.get(network or "", lambda cluster: None)(cluster)
-    return Job(workloads.load(model), Mesh.of(cluster, layout), layout, COST, settings)
+    return PlannedJob(workloads.load(model), Mesh.of(cluster, layout), layout, COST, settings)
 
 
 @pytest.mark.parametrize("model", ["llama3-70b", "moe-400b", "gpt-22b"])

@@ -12,7 +12,7 @@ from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.language.explorer import ALL, Explorer
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import families, held, simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
@@ -75,7 +75,7 @@ def test_a_schedule_made_for_the_best_plan_is_faster_and_fits() -> None:
 
 def test_the_step_is_the_schedule_and_what_follows(explorer: Explorer) -> None:
     layout = Layout(tensor=8, pipeline=8, data=8, shards=8, recompute="full", sequence_parallel=True)
-    job = Job(explorer.workload, Mesh.of(explorer.topology, layout), layout, explorer.cost)
+    job = PlannedJob(explorer.workload, Mesh.of(explorer.topology, layout), layout, explorer.cost)
     schedule = one_forward_one_backward(8, job.microbatches)
     step = simulate_step(job, schedule)
     assert step.seconds >= step.timeline.seconds

@@ -17,7 +17,7 @@ from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer, Plan, tuned_network
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import families, simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
@@ -120,7 +120,7 @@ def test_a_slow_device_costs_between_nothing_and_its_factor(
     if pipeline == 1 and chunks > 1:
         return
     work = explorer.workload.model_copy(update={"batch": 16 * data})
-    job = Job(work, Mesh.of(explorer.topology, layout), layout, explorer.cost, tuned_network(explorer.topology))
+    job = PlannedJob(work, Mesh.of(explorer.topology, layout), layout, explorer.cost, tuned_network(explorer.topology))
     made = list(families(job).values())
     schedule = made[choice % len(made)]()
     step = simulate_step(job, schedule)
@@ -176,7 +176,7 @@ def test_late_messages_are_late_by_the_jitter_on_average() -> None:
     """Two ranks, one microbatch, one device each: two latencies in a row, each with an exponential amount on top."""
     explorer = Explorer(workloads.load("llama3-8b").model_copy(update={"batch": 1}), buildings())
     layout = Layout(pipeline=2)
-    job = Job(explorer.workload, Mesh.of(explorer.topology, layout), layout, explorer.cost)
+    job = PlannedJob(explorer.workload, Mesh.of(explorer.topology, layout), layout, explorer.cost)
     schedule = one_forward_one_backward(2, 1)
     plan = Plan(layout, job.mesh.order, {}, schedule, simulate_step(job, schedule), 1.0, 1.0)
     latency = job.mesh.boundary(0).latency

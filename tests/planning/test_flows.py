@@ -16,7 +16,7 @@ from cordillera.errors import PlanError
 from cordillera.planning.network.flows import (
     FifoLinks,
     Flow,
-    Link,
+    FlowLink,
     finish_times,
     is_max_min,
     max_min_rates,
@@ -285,7 +285,7 @@ def test_impossible_flows_are_refused_by_name(name: str, value: float) -> None:
         finish_times([Flow(1.0), Flow(**wrong)], [1.0])
 
 
-ASTRA_SIM = Link(500e-9, 50 * 2**30)  # its "GB/s" are 2^30; two links with this latency and rate
+ASTRA_SIM = FlowLink(500e-9, 50 * 2**30)  # its "GB/s" are 2^30; two links with this latency and rate
 
 
 def test_links_give_the_unit_test_values_of_astra_sim() -> None:
@@ -306,7 +306,7 @@ def test_links_give_the_unit_test_values_of_astra_sim() -> None:
 
 
 def test_links_serve_first_in_first_out_and_are_busy_for_the_serialisation_only() -> None:
-    links = FifoLinks([Link(3.0, 1.0), Link(0.5, 2.0)])
+    links = FifoLinks([FlowLink(3.0, 1.0), FlowLink(0.5, 2.0)])
     # The second waits 4 s at link 0 but not for the latency; the third comes to link 1 before the first does.
     arrivals = links.store_and_forward([4, 4, 2], [[0, 1], [0, 1], [1]], [0.0, 1.0, 6.5])
     assert arrivals.tolist() == [4 + 3 + 0.5 + 2 + 0.5, 8 + 3 + 2 + 0.5, 8.0]
@@ -316,7 +316,7 @@ def test_links_serve_first_in_first_out_and_are_busy_for_the_serialisation_only(
 @given(st.lists(st.tuples(st.floats(0, 9), st.lists(st.integers(0, 2), max_size=3), st.floats(0, 9)), max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_queueing_never_helps_and_a_lone_hop_is_the_same_in_both_models(messages: list) -> None:
-    links = FifoLinks([Link(0.5, 1.0), Link(0.1, 3.0), Link(2.0, 0.5)])
+    links = FifoLinks([FlowLink(0.5, 1.0), FlowLink(0.1, 3.0), FlowLink(2.0, 0.5)])
     sizes, paths, starts = ([message[i] for message in messages] for i in range(3))
     arrivals = links.store_and_forward(sizes, paths, starts)
     for arrival, size, path, start in zip(arrivals, sizes, paths, starts, strict=True):
@@ -327,10 +327,10 @@ def test_queueing_never_helps_and_a_lone_hop_is_the_same_in_both_models(messages
 
 def test_impossible_links_and_messages_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="link 1: latency is nan"):
-        FifoLinks([Link(0.0, 1.0), Link(math.nan, 1.0)])
+        FifoLinks([FlowLink(0.0, 1.0), FlowLink(math.nan, 1.0)])
     with pytest.raises(ValueError, match="link 0: rate is -1"):
-        FifoLinks([Link(0.0, -1.0)])
-    links = FifoLinks([Link(0.0, 0.0)])
+        FifoLinks([FlowLink(0.0, -1.0)])
+    links = FifoLinks([FlowLink(0.0, 0.0)])
     with pytest.raises(PlanError, match="message 0: it can never cross link 0"):
         links.store_and_forward([1.0], [[0]])
     with pytest.raises(ValueError, match="message 0 crosses link 3"):

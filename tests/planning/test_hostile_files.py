@@ -15,7 +15,7 @@ from cordillera.errors import CordilleraError
 from cordillera.planning import workloads
 from cordillera.planning.language import workload
 from cordillera.planning.language.explorer import production_network, tuned_network
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.schedules import Schedule, interleaved
@@ -135,7 +135,7 @@ def predict(job: workload.Workload, cluster: Topology) -> None:
     for network in (None, production_network(cluster), tuned_network(cluster)):
         for layout in (Layout(), Layout(tensor=2, pipeline=2, data=2, shards=2, chunks=2, sequence_parallel=True)):
             if layout.devices <= cluster.devices and not layout.problems(job):
-                found = Job(job, Mesh.of(cluster, layout), layout, cost, network).estimate()
+                found = PlannedJob(job, Mesh.of(cluster, layout), layout, cost, network).estimate()
                 _finite(seconds=found.seconds, memory=found.memory_bytes, utilisation=found.utilisation)
                 assert all(0 <= part < math.inf for part in found.parts.values()), found.parts
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.collective_cost import DomainNetwork, plan_seconds, ring_seconds
 from cordillera.planning.network.collective_plans import hierarchical_all_reduce
-from cordillera.planning.network.flows import Link
+from cordillera.planning.network.flows import FlowLink
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.workloads import load
@@ -117,12 +117,12 @@ def test_collectives_level_by_level_cost_what_their_verified_plan_does(sizes: li
     cluster = Topology.model_validate({"device": device, "levels": levels})
     layout = Layout(data=sum(sizes))
     constants = Calibration(network=1.0)
-    job = Job(load("llama3-8b"), Mesh.of(cluster, layout), layout, CostModel(cluster.device, constants))
+    job = PlannedJob(load("llama3-8b"), Mesh.of(cluster, layout), layout, CostModel(cluster.device, constants))
     size = 1e6
     by_level = job.all_reduce("data", size)
     edges = job.mesh.ring("data")
     assume(by_level < 2 * ring_seconds(layout.data, size, edges.latency, edges.bytes_per_s) * (1 - 1e-9))
-    network = DomainNetwork(tuple(sizes), Link(5e-6, 50e9), Link(1e-4, 50e9 / narrower))
+    network = DomainNetwork(tuple(sizes), FlowLink(5e-6, 50e9), FlowLink(1e-4, 50e9 / narrower))
     plan = plan_seconds(hierarchical_all_reduce(sizes), size, network)
     if len(set(sizes)) == 1:
         assert by_level == pytest.approx(plan, rel=1e-9)
@@ -175,7 +175,7 @@ def test_messages_that_go_first_take_from_the_reduction_and_equals_share() -> No
     def meeting(classes: str) -> tuple[float, float]:
         settings = {level.name: NetworkSettings(classes=classes, zero_copy=True) for level in cluster.levels[1:]}  # type: ignore[arg-type]
         mesh = Mesh.of(cluster, layout, ("tensor", "context", "data", "pipeline"))
-        return Job(work, mesh, layout, CostModel(cluster.device, Calibration()), settings).meeting(0)
+        return PlannedJob(work, mesh, layout, CostModel(cluster.device, Calibration()), settings).meeting(0)
 
     (slowed, some), (not_slowed, more) = meeting("equals"), meeting("messages")
     assert not_slowed == 1.0 < slowed

@@ -8,7 +8,7 @@ from cordillera import topology
 from cordillera.cost import Calibration, CostModel, Products
 from cordillera.errors import PlanError
 from cordillera.planning.language import explorer, operators, workload
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.workflows import planning as commands
@@ -23,7 +23,7 @@ def test_a_table_of_the_formula_changes_nothing() -> None:
     table = Products({shape: PLAIN.product(*shape) for shape in listed}, "the formula")
     layout = Layout(tensor=8, microbatch=4, sequence_parallel=True)
     steps = [
-        Job(job, Mesh.of(NODE, layout), layout, cost).estimate().seconds
+        PlannedJob(job, Mesh.of(NODE, layout), layout, cost).estimate().seconds
         for cost in (PLAIN, CostModel(NODE.device, Calibration(), table))
     ]
     assert steps[0] == pytest.approx(steps[1])
@@ -68,7 +68,7 @@ def test_a_table_far_from_a_shape_leaves_it_to_the_formula() -> None:
     table = Products({(16, 16, 16, 1): 1.0}, "a test")
     layout = Layout(tensor=8, sequence_parallel=True)
     steps = [
-        Job(job, Mesh.of(NODE, layout), layout, cost).estimate().seconds
+        PlannedJob(job, Mesh.of(NODE, layout), layout, cost).estimate().seconds
         for cost in (PLAIN, CostModel(NODE.device, Calibration(), table))
     ]
     assert steps[0] == steps[1]

@@ -30,7 +30,7 @@ from cordillera.planning.ranking.step import (
     exposed,
     run,
 )
-from cordillera.planning.ranking.workload import Cross, Recommender, Tables, deal
+from cordillera.planning.ranking.workload import Cross, Recommender, Tables, place_tables
 from cordillera.topology import Topology
 from cordillera.workflows import planning as commands
 
@@ -152,7 +152,7 @@ def test_parts_cover_every_table_once_and_fit(
     work = Recommender(tables=tables, interaction="concat", top=(1,), batch=64)
     space = room * work.table_bytes / size
     try:
-        dealt = deal(work, size, space, 10.0, grain)
+        dealt = place_tables(work, size, space, 10.0, grain)
     except PlanError:
         assume(False)  # a table cut in columns has the state of its rows in each part
     area: Counter[tuple[int, int]] = Counter()
@@ -170,12 +170,12 @@ def test_parts_cover_every_table_once_and_fit(
 
 def test_equal_tables_are_dealt_out_equally() -> None:
     work = SMALL.model_copy(update={"tables": (Tables(count=16, rows=1000, dim=64, lookups=3),)})
-    dealt = deal(work, 8, 1e9, 1.0, 1.0)
+    dealt = place_tables(work, 8, 1e9, 1.0, 1.0)
     assert dealt.ways() == {"whole": 16, "columns": 0, "rows": 0, "both": 0}
     assert set(dealt.sent_columns) == {128.0}
     hot = work.model_copy(update={"tables": (Tables(rows=10**6, dim=64, lookups=1000), *work.tables)})
-    assert deal(hot, 8, 1e9, 1.0, math.inf).ways()["whole"] == 17
-    ways = deal(hot, 8, 1e9, 1.0, 1.0)
+    assert place_tables(hot, 8, 1e9, 1.0, math.inf).ways()["whole"] == 17
+    ways = place_tables(hot, 8, 1e9, 1.0, 1.0)
     assert ways.ways() == {"whole": 16, "columns": 0, "rows": 0, "both": 1}
     assert ways.read.max() < 1.5 * ways.read.mean()
 
@@ -183,7 +183,7 @@ def test_equal_tables_are_dealt_out_equally() -> None:
 def test_tables_that_do_not_fit_say_how_much_is_missing() -> None:
     one = SMALL.model_copy(update={"tables": (Tables(rows=10**9, dim=64),)})
     with pytest.raises(PlanError, match="tables over 8 devices: 180 GB do not fit"):
-        deal(one, 8, 10e9, 1.0, 1.0)  # 256 GB and 4 GB of state on 80 GB
+        place_tables(one, 8, 10e9, 1.0, 1.0)  # 256 GB and 4 GB of state on 80 GB
 
 
 @pytest.mark.parametrize(("group", "copies"), [(24, 1), (12, 2), (6, 4), (4, 6), (8, 3), (2, 12), (5, 2)])
@@ -215,7 +215,7 @@ def test_an_exchange_is_that_of_a_count_over_routes(group: int, copies: int, ord
 def test_volumes_are_those_counted_by_hand() -> None:
     cluster, layout = two_pods(), TableLayout(8, 8)
     work = SMALL
-    dealt = deal(work, 8, 1e9, 1.0, math.inf)  # six whole tables on eight devices
+    dealt = place_tables(work, 8, 1e9, 1.0, math.inf)  # six whole tables on eight devices
     job = TableJob(work, cluster, layout, dealt, CostModel(cluster.device, Calibration()))
     assert job.samples == 1024
     assert job.group_samples == 8192
@@ -249,7 +249,9 @@ durations = st.lists(st.floats(0, 10), min_size=12, max_size=12)
 def test_steps_keep_their_bounds(seconds: list[float], faster: list[float], schedule: TableSchedule) -> None:
     cluster = two_pods()
     layout = TableLayout(8, 8)
-    job = TableJob(SMALL, cluster, layout, deal(SMALL, 8, 1e9, 1.0, 1.0), CostModel(cluster.device, Calibration()))
+    job = TableJob(
+        SMALL, cluster, layout, place_tables(SMALL, 8, 1e9, 1.0, 1.0), CostModel(cluster.device, Calibration())
+    )
     program = job.program(schedule)
 
     def with_times(times: list[float]) -> list[Operation]:
@@ -279,7 +281,7 @@ def test_steps_keep_their_bounds(seconds: list[float], faster: list[float], sche
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_nothing_begins_before_what_it_needs(schedule: TableSchedule) -> None:
     cluster = two_pods().changed({"region.distance_km": 300.0})
-    dealt = deal(SMALL, 8, 1e9, 1.0, 1.0)
+    dealt = place_tables(SMALL, 8, 1e9, 1.0, 1.0)
     job = TableJob(SMALL, cluster, TableLayout(8, 8), dealt, CostModel(cluster.device, Calibration(layer_s=1e-4)))
     batches = [{one.name: one for one in batch} for batch in run(job.program(schedule))]
     for before, now in pairwise(batches):
@@ -333,7 +335,7 @@ def test_a_machine_that_is_twice_as_slow_takes_twice_as_long() -> None:
     names = ("collective_s", "message_s", "layer_s")
     twice = constants.model_copy(update={name: 2 * getattr(constants, name) for name in names})
     for layout in (TableLayout(64), TableLayout(8, 8), TableLayout(16, 4, INSIDE[1])):
-        dealt = deal(SMALL, layout.group, 1e9, 1.0, 1.0)
+        dealt = place_tables(SMALL, layout.group, 1e9, 1.0, 1.0)
         times = [
             TableJob(SMALL, top, layout, dealt, CostModel(top.device, one), network).step(TableSchedule()).parts
             for top, one in ((cluster, constants), (slow, twice))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cordillera.errors import DataError
-from cordillera.training.scaling.power_law import Measurement, fit_power_law, measure, plot, study
+from cordillera.training.scaling.power_law import MeasuredRun, fit_power_law, measure, plot, study
 from tests.training.sample_runs import make_run
 
 # Wukong, Table 5: GFLOP an example and relative log loss in percent, first task.
@@ -145,8 +145,8 @@ def test_the_band_holds_the_law_and_widens_outwards(floor: float | None) -> None
 
 
 def test_a_study_fits_every_model_and_names_those_it_cannot(tmp_path: Path) -> None:
-    points = [Measurement("wukong", f, 0.8 * f**-0.02, s) for f in (1e6, 4e6, 16e6, 64e6) for s in (0, 1)]
-    points += [Measurement("a <b>", f, 0.85, 0) for f in (1e6, 4e6)]
+    points = [MeasuredRun("wukong", f, 0.8 * f**-0.02, s) for f in (1e6, 4e6, 16e6, 64e6) for s in (0, 1)]
+    points += [MeasuredRun("a <b>", f, 0.85, 0) for f in (1e6, 4e6)]
     result = study(points)
     assert list(result.laws) == ["wukong"]
     assert "2 sizes" in result.failures["a <b>"]

@@ -27,7 +27,7 @@ from cordillera.cli._show import console, echo
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.kernels.threads import SPINS_ALONE, quota, spins_long, usable_cores
 
-Status = Literal["usable", "limited", "absent", "broken"]
+CheckStatus = Literal["usable", "limited", "absent", "broken"]
 
 # FBGEMM is built against one minor version of torch; with another its operators fail to load or crash.
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
@@ -35,7 +35,7 @@ FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 _AREAS = ("machine", "python", "back ends", "libraries")
 _PROBE_SECONDS = 120.0
 _GIBIBYTE = 1024**3
-_COLOURS: dict[Status, str] = {"usable": "green", "limited": "yellow", "absent": "dim", "broken": "red"}
+_COLOURS: dict[CheckStatus, str] = {"usable": "green", "limited": "yellow", "absent": "dim", "broken": "red"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Finding:
 
     area: str
     name: str
-    status: Status
+    status: CheckStatus
     detail: str
     remedy: str | None = None
 

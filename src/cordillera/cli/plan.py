@@ -11,7 +11,7 @@ import typer
 from cordillera.errors import PlanError, printable
 
 if TYPE_CHECKING:
-    from cordillera.cost import Shape
+    from cordillera.cost import ProductShape
 
 
 def plan(
@@ -253,7 +253,7 @@ def _calibrate(fitted: object) -> None:
     out.print(f"written to {printable(fitted.file)}; use it with --calibration", markup=False)
 
 
-def _measure(shapes: Sequence[Shape], path: Path) -> None:
+def _measure(shapes: Sequence[ProductShape], path: Path) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from cordillera.cli._show import console
@@ -263,7 +263,7 @@ def _measure(shapes: Sequence[Shape], path: Path) -> None:
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=len(shapes))
 
-        def watch(shape: Shape, done: int, total: int) -> None:
+        def watch(shape: ProductShape, done: int, total: int) -> None:
             rows, columns, inner, count = shape
             bar.update(
                 task, completed=done, total=total, description=f"{count} x [{rows}, {inner}] x [{inner}, {columns}]"

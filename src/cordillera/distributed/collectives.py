@@ -40,7 +40,7 @@ class Arrival(Generic[_Result]):
 
     result: _Result
     works: list[tuple[dist.Work, int]]
-    links: Links
+    links: Collectives
     name: str
     traffic: Traffic
     sent: list[Tensor]
@@ -61,7 +61,7 @@ class Arrival(Generic[_Result]):
         return self.result
 
 
-class Links:
+class Collectives:
     """From one rank to the others of its group; writes down what is sent.
 
     Args:

@@ -34,7 +34,7 @@ from cordillera.planning.pipeline.schedules import (
     zero_bubble_v,
 )
 
-Count = Annotated[int, Field(ge=1, le=2**20)]
+ParallelDegree = Annotated[int, Field(ge=1, le=2**20)]
 Dimension = Literal["tensor", "context", "pipeline", "data"]
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
@@ -87,14 +87,14 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    replicate: Count = 1
-    shard: Count = 1
-    context: Count = 1
-    tensor: Count = 1
-    pipeline: Count = 1
+    replicate: ParallelDegree = 1
+    shard: ParallelDegree = 1
+    context: ParallelDegree = 1
+    tensor: ParallelDegree = 1
+    pipeline: ParallelDegree = 1
     order: tuple[Dimension, ...] = ("tensor", "context", "pipeline", "data")
     schedule: Family = "1f1b"
-    chunks: Count | None = None
+    chunks: ParallelDegree | None = None
     reshard_after_forward: bool | None = None
     sharding: Literal["per_sequence", "per_document", "adaptive"] = "per_document"
     transport: Literal["all_gather", "ring"] = "all_gather"

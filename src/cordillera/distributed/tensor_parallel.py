@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 
 SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "activations scattered"
 
@@ -50,7 +50,7 @@ class TensorRanks:
         cuts_sequence: Likewise.
     """
 
-    def __init__(self, mesh: DeviceMesh, links: Links, cuts_sequence: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, links: Collectives, cuts_sequence: bool = False) -> None:
         self.mesh, self.links, self.cuts_sequence = mesh, links, cuts_sequence
 
     def enter(self, x: Tensor, tokens: int | None = None) -> Tensor:
@@ -155,7 +155,7 @@ class _Shared(torch.autograd.Function):
     """The identity; ranks' gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
         ctx.links = links
         return x.view_as(x)
 
@@ -169,7 +169,7 @@ class _Summed(torch.autograd.Function):
     """Ranks' values are summed; the gradient is the same on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
         return links.all_reduce(SUMMED, x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Gathered(torch.autograd.Function):
     """Ranks' rows one after another; ranks' gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links, tokens: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives, tokens: int | None) -> Tensor:
         ctx.links = links
         return links.all_gather(GATHERED, x)[:tokens]
 
@@ -196,7 +196,7 @@ class _Scattered(torch.autograd.Function):
     """This rank's rows of the sum of ranks' values; gradients one after another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
         ctx.links, ctx.tokens = links, len(x)
         return links.reduce_scatter(SCATTERED, _filled_up(x, links.size))
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 from cordillera.numerics.emulation.emulation import computing_gradients
 
 IGNORED = -100  # the label of a row without a target, as in torch
@@ -22,7 +22,7 @@ EXCHANGED = "sums of logits"
 
 
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, links: Links | None = None, rows: int = 1024
+    hidden: Tensor, weight: Tensor, labels: Tensor, links: Collectives | None = None, rows: int = 1024
 ) -> Tensor:
     """Sum over rows of the cross entropy of their logits ``hidden @ weight.T``.
 
@@ -52,7 +52,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        links: Links | None,
+        links: Collectives | None,
         rows: int,
         differentiates: bool,
     ) -> Tensor:

@@ -24,7 +24,13 @@ from cordillera.embeddings.row_formats import RowKind, RowRounding
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.kernels.embeddings.lookup import Lookup, embedding_bag
-from cordillera.kernels.embeddings.update import Backend, SparseOptimizer, choose_backend, init_state, sparse_update
+from cordillera.kernels.embeddings.update import (
+    EmbeddingBackend,
+    SparseOptimizer,
+    choose_backend,
+    init_state,
+    sparse_update,
+)
 
 _HUGE_PAGE = 2 * 1024 * 1024
 
@@ -44,7 +50,7 @@ class TablesConfig(SparseOptimizer):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Backend = "auto"
+    backend: EmbeddingBackend = "auto"
     rows: RowKind = "fp32"
     rounding: RowRounding = "stochastic"
     cache: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from cordillera.kernels.attention.partial import attention_backward, partial_attention
-from cordillera.kernels.attention.relation import Block
+from cordillera.kernels.attention.relation import RowBlock
 
 
 def measure(
@@ -45,7 +45,7 @@ def measure(
             size = min(q_length, k_length)
             q, dout = (torch.randn(size, heads, head_dim, device=device).to(dtype) for _ in range(2))
             k, v = (torch.randn(k_length, kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
-            relation = [Block(0, size, 0, k_length, causal=True)]
+            relation = [RowBlock(0, size, 0, k_length, causal=True)]
             seconds = []
             for _ in range(1 + rounds):
                 _synchronize(device)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cordillera.cost import Products, Shape
+from cordillera.cost import Products, ProductShape
 from cordillera.errors import PlanError
 from cordillera.run import describe_environment
 
@@ -22,7 +22,7 @@ _SAVE_S = 1.0  # that may pass from one writing of a table to the next
 
 
 def measure(
-    shapes: Sequence[Shape], device: str = "cpu", dtype: torch.dtype = torch.bfloat16, rounds: int = 5
+    shapes: Sequence[ProductShape], device: str = "cpu", dtype: torch.dtype = torch.bfloat16, rounds: int = 5
 ) -> Iterator[float]:
     """The median of some rounds for each product, after one to warm up.
 
@@ -42,7 +42,7 @@ def measure(
         yield _median(shape, device, dtype, rounds)
 
 
-def _median(shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> float:
+def _median(shape: ProductShape, device: str, dtype: torch.dtype, rounds: int) -> float:
     rows, columns, inner, count = shape
     # zeros would take less power, and less time
     left = torch.randn(count, rows, inner, device=device, dtype=dtype)
@@ -84,10 +84,10 @@ class Measured:
 
 
 def measure_table(
-    shapes: Sequence[Shape],
+    shapes: Sequence[ProductShape],
     path: str | Path,
     device: str | None = None,
-    watch: Callable[[Shape, int, int], object] | None = None,
+    watch: Callable[[ProductShape, int, int], object] | None = None,
 ) -> Measured:
     """Measure products in bfloat16 and write them to a file that ``cordillera plan --products`` takes.
 
@@ -105,7 +105,7 @@ def measure_table(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device != "cpu" else str(describe_environment()["processor"])
-    found: dict[Shape, float] = {}
+    found: dict[ProductShape, float] = {}
     if Path(path).exists():
         before = Products.read(path)
         if (before.device, before.dtype) != (name, "bfloat16"):
@@ -137,7 +137,7 @@ def measure_table(
     return Measured(save(), new, len(asked) - len(fitting), len(fitting) - new)
 
 
-def _bytes(shape: Shape) -> int:
+def _bytes(shape: ProductShape) -> int:
     """Of both factors and the result, in 16 bits."""
     rows, columns, inner, count = shape
     return 2 * count * (rows * columns + rows * inner + columns * inner)

@@ -12,7 +12,7 @@ from cordillera.models.ranking.base import RankingModel
 
 
 @dataclass(frozen=True)
-class Count:
+class FlopCount:
     """What a model costs, per example where it is operations.
 
     Attributes:
@@ -34,7 +34,7 @@ class Count:
         return asdict(self)
 
 
-def count(model: RankingModel, batch: RankingBatch) -> Count:
+def count(model: RankingModel, batch: RankingBatch) -> FlopCount:
     """Count a model's parameters and, per example, its operations.
 
     Only matrix products and convolutions are counted (``torch.utils.flop_counter``); lookups, norms and activations are
@@ -57,4 +57,4 @@ def count(model: RankingModel, batch: RankingBatch) -> Count:
         for module, mode in training.items():
             module.training = mode
     flops = counter.get_total_flops() // len(batch)
-    return Count(parameters, embedding_parameters, flops // 2, flops, 3 * flops)
+    return FlopCount(parameters, embedding_parameters, flops // 2, flops, 3 * flops)

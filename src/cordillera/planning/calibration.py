@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
 from cordillera.measurements import Cells, Measurements
-from cordillera.planning.language.job import Estimate, Job
+from cordillera.planning.language.job import Estimate, PlannedJob
 from cordillera.planning.language.workload import Layout, Transformer, Workload
 from cordillera.planning.network.mesh import Mesh
 from cordillera.toml_files import explain
@@ -56,7 +56,7 @@ MOST_ROWS = 5_000  # a fit predicts every row several hundred times
 
 
 @dataclass(frozen=True)
-class Measurement:
+class MeasuredStep:
     """One measured step.
 
     Attributes:
@@ -72,7 +72,7 @@ class Measurement:
     seconds: float
 
 
-def read(path: str | Path) -> list[Measurement]:
+def read(path: str | Path) -> list[MeasuredStep]:
     """Read measured steps of Megatron-LM-like training (1F1B, full recomputation) from a CSV file.
 
     Args:
@@ -93,7 +93,7 @@ def read(path: str | Path) -> list[Measurement]:
     return [one for one in found if one is not None]
 
 
-def _measurement(table: Measurements, line: int, cells: Cells) -> Measurement | None:
+def _measurement(table: Measurements, line: int, cells: Cells) -> MeasuredStep | None:
     """Measured step of a row; None if the row holds mistakes, which are recorded."""
     before = table.mistakes
     name = table.text(line, cells, "model") if "model" in table.names else ""
@@ -123,10 +123,10 @@ def _measurement(table: Measurements, line: int, cells: Cells) -> Measurement | 
     )
     for problem in layout.problems(workload):
         table.wrong(line, problem)
-    return Measurement(name or f"{workload.model.parameters / 1e9:.1f}B", workload, layout, milliseconds / 1e3)
+    return MeasuredStep(name or f"{workload.model.parameters / 1e9:.1f}B", workload, layout, milliseconds / 1e3)
 
 
-def predict(measurement: Measurement, topology: Topology, cost: CostModel) -> Estimate:
+def predict(measurement: MeasuredStep, topology: Topology, cost: CostModel) -> Estimate:
     """The analytic estimate of a measured step.
 
     Args:
@@ -135,11 +135,11 @@ def predict(measurement: Measurement, topology: Topology, cost: CostModel) -> Es
         cost: Cost model of the devices.
     """
     mesh = Mesh.of(topology, measurement.layout)
-    return Job(measurement.workload, mesh, measurement.layout, cost).estimate()
+    return PlannedJob(measurement.workload, mesh, measurement.layout, cost).estimate()
 
 
 def fit(
-    measurements: Sequence[Measurement], topology: Topology, start: Calibration | None = None, provenance: str = ""
+    measurements: Sequence[MeasuredStep], topology: Topology, start: Calibration | None = None, provenance: str = ""
 ) -> Calibration:
     """Fit the constants of :data:`BOUNDS` to measured steps.
 
@@ -182,7 +182,7 @@ def fit(
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class CalibrationAccuracy:
     """How good predictions are on some measured steps.
 
     Attributes:
@@ -206,7 +206,7 @@ class Accuracy:
     regret_by_model: dict[str, float]
 
 
-def accuracy(measurements: Iterable[Measurement], predicted: Iterable[float]) -> Accuracy:
+def accuracy(measurements: Iterable[MeasuredStep], predicted: Iterable[float]) -> CalibrationAccuracy:
     """Compare predictions with measurements.
 
     A planner picks the plan that is predicted fastest; of those within 1 % of it, one with the smallest microbatch,
@@ -227,7 +227,7 @@ def accuracy(measurements: Iterable[Measurement], predicted: Iterable[float]) ->
         alike = [(one.layout.microbatch, seconds, one) for one, seconds in group if seconds <= fastest * (1 + _TIE)]
         picked = min(alike, key=lambda entry: entry[:2])[2]
         regrets[name] = picked.seconds / min(one.seconds for one, _ in group)
-    return Accuracy(
+    return CalibrationAccuracy(
         len(pairs),
         statistics.fmean(errors),
         statistics.median(errors),

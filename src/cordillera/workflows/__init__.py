@@ -13,7 +13,7 @@ from typing import Any
 
 from cordillera import recipe as recipes
 from cordillera.errors import RecipeError
-from cordillera.recipe import LanguageRecipe, Recipe
+from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
 from cordillera.reports.language.run import write_language_report
 from cordillera.reports.ranking.comparison import Comparison
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def train(
-    recipe: Recipe | LanguageRecipe | Run,
+    recipe: RankingRecipe | LanguageRecipe | Run,
     folder: Path | str | None = None,
     *,
     resume: bool = False,
@@ -84,7 +84,7 @@ def train(
         recipe = recipes.load(Run(folder).recipe_file, parallel)
     if isinstance(recipe, LanguageRecipe):
         return language.train(recipe, folder, resume=resume, processes=processes, watch=watch, say=say)
-    assert isinstance(recipe, Recipe)
+    assert isinstance(recipe, RankingRecipe)
     if processes not in (None, 1):
         raise RecipeError(recipe.name, [("--nproc", "ranking models are trained in one process")])
     return ranking.train(recipe, folder, resume=resume, watch=watch, say=say)

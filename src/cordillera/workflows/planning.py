@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from cordillera import topology as clusters
-from cordillera.cost import Calibration, CostModel, Products, Shape, calibration_for
+from cordillera.cost import Calibration, CostModel, Products, ProductShape, calibration_for
 from cordillera.errors import Interrupted, PlanError, printable
 from cordillera.files import read_sealed, sealed_json
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
-from cordillera.planning.language.explorer import ALL, Dimension, Exploration, Explorer, Plan
+from cordillera.planning.language.explorer import ALL, Exploration, Explorer, Plan, SearchDimension
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.reports.language import plan as export
@@ -101,7 +101,7 @@ def plan(
     folder: str | Path,
     *,
     devices: int | None = None,
-    only: Iterable[Dimension] = ALL,
+    only: Iterable[SearchDimension] = ALL,
     changes: Iterable[str] = (),
     what_if: Iterable[str] = (),
     slow: float | None = None,
@@ -213,7 +213,7 @@ def _no_products(option: str) -> PlanError:
     return PlanError("is not known for recommendation models", where=option, remedy="--calibration is")
 
 
-def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[Shape]:
+def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[ProductShape]:
     """The matrix products to measure, on one of the cluster's devices, for ``products`` of :func:`plan`.
 
     Args:
@@ -266,8 +266,8 @@ class Calibrated:
     """
 
     constants: Calibration
-    accuracy: calibrations.Accuracy
-    rows: list[tuple[calibrations.Measurement, float]]
+    accuracy: calibrations.CalibrationAccuracy
+    rows: list[tuple[calibrations.MeasuredStep, float]]
     file: Path
 
 

@@ -13,7 +13,7 @@ import torch
 from cordillera.errors import DependencyError, NumericsError, TrainingError
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.dispatch import DispatchConfig, Profile, apply, forward_products, planned, profile
-from cordillera.numerics.dispatch.plan import Choice, PrecisionPlan
+from cordillera.numerics.dispatch.plan import KernelChoice, PrecisionPlan
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig, Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.dispatch.training_products import profile_training, trained_layers
@@ -222,7 +222,7 @@ def _copy(source: Path, target: Path) -> None:
         beside.replace(target)
 
 
-def _ratio(choice: Choice) -> float:
+def _ratio(choice: KernelChoice) -> float:
     return float(choice.expected["accuracy"]["sqnr_db"])
 
 

@@ -37,7 +37,7 @@ from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.formats.precision import Precision
 from cordillera.numerics.selection import BUDGET, Change, Part, Selection, check_budget, select, sweep_evaluations
 from cordillera.numerics.sites import Recorder, replaced, sites
-from cordillera.recipe import Recipe
+from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.quantization import quantization_page
 from cordillera.run import Run, write_atomically
 from cordillera.serving.ranking import quantized_model
@@ -216,27 +216,27 @@ def _unconfirmed(folder: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ProbedModel:
     statistics: Mapping[str, RowStatistics]
     rows: Mapping[str, torch.Tensor]
 
 
-def _probed(model: RankingModel, splits: Splits, recipe: Recipe, say: Say) -> _Seen:
+def _probed(model: RankingModel, splits: Splits, recipe: RankingRecipe, say: Say) -> _ProbedModel:
     batches = some_batches(splits.train, recipe, _CALIBRATION_ROWS)
     names = list(sites(model))
     say(f"calibrating {len(names)} layers on {sum(map(len, batches)):,} training samples")
     score = scorer(model, torch.device("cpu"), "fp32")
     if not names:
-        return _Seen({}, {})
+        return _ProbedModel({}, {})
     with Probe(model, ProbeConfig(interval=1, weights=False)) as probe, Recorder(model, names, 4096) as recorder:
         for batch in batches:
             probe.step()
             score(batch)
-    return _Seen(probe.inputs, {name: torch.cat(rows) for name, rows in recorder.inputs.items()})
+    return _ProbedModel(probe.inputs, {name: torch.cat(rows) for name, rows in recorder.inputs.items()})
 
 
 def _try_layers(
-    model: RankingModel, seen: _Seen, least_db: float, kernels: tuple[str, ...], say: Say
+    model: RankingModel, seen: _ProbedModel, least_db: float, kernels: tuple[str, ...], say: Say
 ) -> dict[str, list[Trial]]:
     config = DispatchConfig(
         sqnr_db=least_db, median_relative=1.0, rows=(_BATCH,), draws=2, judged_rows=_BATCH, kernels=kernels
@@ -268,7 +268,7 @@ def _fastest(trials: list[Trial]) -> str:
 
 
 def _parts(
-    model: RankingModel, trials: Mapping[str, list[Trial]], seen: _Seen, batch: RankingBatch, smallest: bool
+    model: RankingModel, trials: Mapping[str, list[Trial]], seen: _ProbedModel, batch: RankingBatch, smallest: bool
 ) -> list[Part]:
     """What can be chosen: rows of tables by bytes, kernels of layers by bytes and time, the rest by time."""
     found: list[Part] = []
@@ -305,7 +305,7 @@ def _parts(
 
 
 def _time_of_rest(
-    model: RankingModel, trials: Mapping[str, list[Trial]], seen: _Seen, batch: RankingBatch
+    model: RankingModel, trials: Mapping[str, list[Trial]], seen: _ProbedModel, batch: RankingBatch
 ) -> tuple[float, float]:
     """Seconds of what follows the lookup, its layers by their fastest kernels, the rest in fp32 and in bf16."""
     cpu, linear = torch.device("cpu"), sites(model)
@@ -336,7 +336,7 @@ def _layer_by_layer(
     quantized: RankingModel,
     trials: Mapping[str, list[Trial]],
     splits: Splits,
-    recipe: Recipe,
+    recipe: RankingRecipe,
     precision: Precision,
 ) -> list[LayerReport]:
     batch = some_batches(splits.train, recipe, _BATCH)[0]

@@ -21,15 +21,15 @@ from cordillera.models import flops
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.plan import PrecisionPlan
 from cordillera.numerics.dispatch.training_linear import Applied, apply_for_training
-from cordillera.recipe import Recipe
+from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, RunError, disk_errors, next_folder
 from cordillera.training import checkpoints
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.trainer import (
-    Report,
     Trainer,
+    TrainingOutcome,
     Watcher,
     scorer,
     select_device,
@@ -61,11 +61,11 @@ class Outcome:
     """
 
     run: Run
-    report: Report
+    report: TrainingOutcome
     evaluation: Evaluation | None
 
 
-def _loader(recipe: Recipe, dataset: ClickDataset, *, training: bool) -> Loader:
+def _loader(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
     data = recipe.data
     if training:
         # A stream is trained on in its own order: shuffling would let the past learn from the future.
@@ -74,7 +74,7 @@ def _loader(recipe: Recipe, dataset: ClickDataset, *, training: bool) -> Loader:
     return Loader(dataset, data.evaluation_batch_size)
 
 
-def _describe(recipe: Recipe, model: RankingModel, splits: Splits) -> dict[str, Any]:
+def _describe(recipe: RankingRecipe, model: RankingModel, splits: Splits) -> dict[str, Any]:
     sample = next(iter(Loader(splits.train, min(64, len(splits.train))).epoch()))
     return {
         "name": recipe.model.name,
@@ -93,7 +93,7 @@ def _describe(recipe: Recipe, model: RankingModel, splits: Splits) -> dict[str, 
 
 
 def train(
-    recipe: Recipe,
+    recipe: RankingRecipe,
     folder: Path | str | None = None,
     *,
     resume: bool = False,
@@ -200,7 +200,7 @@ def train(
         return Outcome(run, report, evaluation)
 
 
-def _with_plan(model: RankingModel, file: Path, recipe: Recipe) -> tuple[PrecisionPlan, Applied]:
+def _with_plan(model: RankingModel, file: Path, recipe: RankingRecipe) -> tuple[PrecisionPlan, Applied]:
     """A model that is trained by a plan, with it."""
     plan = PrecisionPlan.load(file, select_device(recipe.device))
     most = max((choice.rows for choice in plan.choices), default=0)
@@ -215,7 +215,7 @@ def _with_plan(model: RankingModel, file: Path, recipe: Recipe) -> tuple[Precisi
 
 def _evaluate(
     run: Run,
-    recipe: Recipe,
+    recipe: RankingRecipe,
     model: RankingModel,
     splits: Splits,
     split: str,

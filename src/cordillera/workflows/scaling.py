@@ -13,7 +13,7 @@ from cordillera.data.language.corpora import prepare_corpora
 from cordillera.distributed.job.environment import place_in_job
 from cordillera.errors import DataError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
-from cordillera.recipe import LanguageRecipe, Recipe
+from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.run import Run, RunError, write_atomically
 from cordillera.training.language.trainer import LanguageWatcher
 from cordillera.training.ranking.trainer import (
@@ -188,9 +188,9 @@ def sweep(
     return Sweep(parent, study, plot)
 
 
-def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> Recipe:
+def _ranking_recipe(source: str | Path, overrides: Sequence[str]) -> RankingRecipe:
     recipe = recipes.load(source, overrides)
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, RankingRecipe):
         remedy = "for language models, `cordillera isoflop` fits losses against compute"
         raise DataError("is a recipe of a language model; a sweep fits test NE", where=str(source), remedy=remedy)
     return recipe

@@ -18,7 +18,7 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.formats.precision import Precision
 from cordillera.numerics.quantization.quantizers import check_finite
 from cordillera.numerics.selection import Change
-from cordillera.recipe import Recipe
+from cordillera.recipe import RankingRecipe
 from cordillera.training.ranking.metrics import cross_entropy
 from cordillera.training.ranking.paired_change import relative_change
 from cordillera.training.ranking.trainer import scorer
@@ -135,7 +135,7 @@ def check_weights(model: RankingModel) -> None:
         check_finite(parameter.detach(), name)
 
 
-def some_batches(dataset: ClickDataset, recipe: Recipe, rows: int) -> list[RankingBatch]:
+def some_batches(dataset: ClickDataset, recipe: RankingRecipe, rows: int) -> list[RankingBatch]:
     """The first batches of a shuffled split.
 
     Args:

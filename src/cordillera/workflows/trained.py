@@ -16,7 +16,7 @@ from cordillera.data.ranking.features import FeatureSpec
 from cordillera.errors import DataError
 from cordillera.models.ranking import build
 from cordillera.models.ranking.base import RankingModel
-from cordillera.recipe import Recipe
+from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, RunError, check_recipe
 from cordillera.training import checkpoints
 from cordillera.training.ranking.trainer import (
@@ -25,7 +25,7 @@ from cordillera.training.ranking.trainer import (
 )
 
 
-def model_of(recipe: Recipe, features: FeatureSpec) -> RankingModel:
+def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:
     """Build the model of a recipe with weights that depend on the recipe's seed alone.
 
     Args:
@@ -79,7 +79,7 @@ def card_of(run: Run) -> dict[str, Any]:
     return card
 
 
-def recipe_of(run: Run) -> Recipe:
+def recipe_of(run: Run) -> RankingRecipe:
     """The recipe that stands in a run's folder.
 
     Args:
@@ -89,7 +89,7 @@ def recipe_of(run: Run) -> Recipe:
         RunError: it is one of a language model.
     """
     recipe = recipes.load(run.recipe_file)
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, RankingRecipe):
         raise RunError(
             "is a run of a language model, which scores no samples",
             where=str(run.folder),
@@ -98,7 +98,7 @@ def recipe_of(run: Run) -> Recipe:
     return recipe
 
 
-def splits_of(run: Run, recipe: Recipe) -> Splits:
+def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
     """The prepared data of a run, encoded as its model was trained.
 
     Args:
@@ -120,7 +120,7 @@ def splits_of(run: Run, recipe: Recipe) -> Splits:
     return splits
 
 
-def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[Recipe, RankingModel]:
+def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:
     """Load the recipe of a run and its model, ready to score.
 
     Args:
@@ -138,7 +138,7 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 
 def load_model_with_checkpoint(
     run: Run, features: FeatureSpec, device: torch.device
-) -> tuple[Recipe, RankingModel, checkpoints.Checkpoint]:
+) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
     """Load the recipe of a run, its model and the checkpoint that it came from; see :func:`load_model`.
 
     Args:

@@ -44,7 +44,7 @@ class PackedTokens(NamedTuple):
     labels: Tensor | None = None
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """Neighbouring tokens of a document, by which a loader finds them.
 
     Attributes:
@@ -124,7 +124,7 @@ class Microbatches(Sequence[PackedTokens]):
         parts: Parts of each microbatch.
     """
 
-    def __init__(self, sources: Sequence[Documents], parts: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, sources: Sequence[Documents], parts: Sequence[Sequence[DocumentPart]]) -> None:
         self.parts, self._sources = parts, sources
         self._read: dict[int, PackedTokens] = {}
 
@@ -155,7 +155,7 @@ class Microbatches(Sequence[PackedTokens]):
         return Microbatches(self._sources, self.parts[first : first + count])
 
 
-def _packed(sources: Sequence[Documents], parts: Sequence[Part]) -> PackedTokens:
+def _packed(sources: Sequence[Documents], parts: Sequence[DocumentPart]) -> PackedTokens:
     if not parts:
         return PackedTokens(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]))
     tokens = [sources[part.source][part.document][part.start : part.start + part.length] for part in parts]
@@ -254,7 +254,7 @@ class TextBatches(Iterator[TextIteration]):
         self._stream = DocumentStream(self._sources, self._order)
         self._number = self._taken = 0
         self._packer: Packer | None = None
-        self._waiting: dict[int, Part] = {}
+        self._waiting: dict[int, DocumentPart] = {}
 
     def __iter__(self) -> TextBatches:
         return self
@@ -289,16 +289,16 @@ class TextBatches(Iterator[TextIteration]):
         """Of the queues, in tokens."""
         return () if self.batch.method == "fixed" else self._packing().config.thresholds
 
-    def _rows(self) -> tuple[list[list[Part]], float]:
+    def _rows(self) -> tuple[list[list[DocumentPart]], float]:
         ends = [self.batch.tokens * place // self.microbatches for place in range(self.microbatches + 1)]
         rows = [self._stream.read(end - begin) for begin, end in itertools.pairwise(ends)]
-        return [[Part(p.source, p.document, p.start, len(p.tokens)) for p in row] for row in rows], 0.0
+        return [[DocumentPart(p.source, p.document, p.start, len(p.tokens)) for p in row] for row in rows], 0.0
 
-    def _pack(self) -> tuple[list[list[Part]], float]:
+    def _pack(self) -> tuple[list[list[DocumentPart]], float]:
         """The next iteration with documents; an empty one at the end."""
         packer = self._packing()
         while True:
-            new: list[Part] = []
+            new: list[DocumentPart] = []
             # Documents that fit badly could gather without end: nothing is taken in while a whole batch remains.
             if packer.remaining < self.batch.tokens:
                 new = self._take()
@@ -316,15 +316,15 @@ class TextBatches(Iterator[TextIteration]):
         parts = [[self._waiting.pop(document.number) for document in one] for one in found.microbatches]
         return parts, waited / found.tokens
 
-    def _take(self) -> list[Part]:
+    def _take(self) -> list[DocumentPart]:
         """The next global batch: full with the document that reaches its end, counted from the first one on."""
-        new: list[Part] = []
+        new: list[DocumentPart] = []
         end = (self._taken // self.batch.tokens + 1) * self.batch.tokens
         while self._taken < end:
             piece = next(self._stream, None)
             if piece is None:
                 break
-            new.append(Part(piece.source, piece.document, piece.start, len(piece.tokens)))
+            new.append(DocumentPart(piece.source, piece.document, piece.start, len(piece.tokens)))
             self._taken += len(piece.tokens)
         return new
 
@@ -395,7 +395,7 @@ class TextBatches(Iterator[TextIteration]):
                     remedy="go on with what it was saved with, or start anew",
                 )
             number, taken = int(state["number"]), int(state["taken"])
-            waiting = {int(one[0]): Part(*map(int, one[1:])) for one in state["waiting"]}
+            waiting = {int(one[0]): DocumentPart(*map(int, one[1:])) for one in state["waiting"]}
             stream.load_state_dict(state["stream"])
             packer = None
             if state["packer"] is not None:
@@ -410,7 +410,7 @@ class TextBatches(Iterator[TextIteration]):
         self._stream, self._packer, self._waiting = stream, packer, waiting
         self._number, self._taken = number, taken
 
-    def _exists(self, part: Part) -> bool:
+    def _exists(self, part: DocumentPart) -> bool:
         if not 0 <= part.source < len(self._sources):
             return False
         documents = self._sources[part.source]

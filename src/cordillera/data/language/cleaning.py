@@ -262,7 +262,7 @@ class _LineCounter:
 
 
 @dataclass
-class _Counts:
+class _CleaningCounts:
     documents: int = 0
     kept: int = 0
     lines: int = 0
@@ -302,7 +302,7 @@ class Cleaner:
                     remedy=f"set {key} and give {name}=, or neither",
                 )
         self.config, self.language, self.quality = config, language, quality
-        self._counts, self._dropped = _Counts(), dict.fromkeys(REASONS, 0)
+        self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
 
     def clean(self, documents: Callable[[], Iterable[Document]]) -> Iterator[Document]:
         """The documents that stay, in order, without the lines that recur.
@@ -310,7 +310,7 @@ class Cleaner:
         Args:
             documents: Gives the corpus from its beginning, whenever called.
         """
-        self._counts, self._dropped = _Counts(), dict.fromkeys(REASONS, 0)
+        self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
         reasons = ("", *REASONS)
         judge = self._judge(self._newest(documents()) if self.config.url_field is not None else {})
         verdicts, frequent = array("B"), list[np.ndarray]()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cordillera.data.language.batches import BatchConfig, Microbatches, Part
+from cordillera.data.language.batches import BatchConfig, DocumentPart, Microbatches
 from cordillera.data.language.corpora import TextCorpora
 
 
@@ -42,7 +42,7 @@ def held_out_batches(corpora: TextCorpora, batch: BatchConfig, *, tokens: int | 
         batch: Its ``context`` is the most tokens of a microbatch.
         tokens: Stop after about so many: within a context of it. None takes all.
     """
-    packed: list[list[Part]] = []
+    packed: list[list[DocumentPart]] = []
     room = total = 0
     for part in _parts(corpora, batch.context):
         if tokens is not None and total >= tokens:
@@ -65,7 +65,7 @@ def held_out_batches(corpora: TextCorpora, batch: BatchConfig, *, tokens: int | 
     )
 
 
-def _parts(corpora: TextCorpora, context: int) -> Iterator[Part]:
+def _parts(corpora: TextCorpora, context: int) -> Iterator[DocumentPart]:
     """Of at least two tokens, in the order of the documents' hashes."""
     order = sorted(
         (int(value), source, document)
@@ -76,4 +76,4 @@ def _parts(corpora: TextCorpora, context: int) -> Iterator[Part]:
         offsets = corpora.held_out[source].offsets
         length = int(offsets[document + 1] - offsets[document])
         for start in range(0, length - 1, context - 1):
-            yield Part(source, document, start, min(context, length - start))
+            yield DocumentPart(source, document, start, min(context, length - start))

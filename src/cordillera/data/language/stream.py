@@ -42,7 +42,7 @@ class StreamConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """Neighbouring tokens of one document.
 
     Attributes:
@@ -150,23 +150,23 @@ class DocumentStream:
             "drawn": list(self._tokens),
         }
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[DocumentPiece]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> DocumentPiece:
         """The rest of the document at hand, else the next document."""
         piece = self._take(None)
         if piece is None:
             raise StopIteration
         return piece
 
-    def read(self, tokens: int) -> list[Piece]:
+    def read(self, tokens: int) -> list[DocumentPiece]:
         """So many tokens; the last document is cut, and its rest comes next. Fewer only at the end of the stream.
 
         Args:
             tokens: At least 0.
         """
-        pieces: list[Piece] = []
+        pieces: list[DocumentPiece] = []
         while tokens > 0:
             piece = self._take(tokens)
             if piece is None:
@@ -175,7 +175,7 @@ class DocumentStream:
             tokens -= len(piece.tokens)
         return pieces
 
-    def _take(self, most: int | None) -> Piece | None:
+    def _take(self, most: int | None) -> DocumentPiece | None:
         while self._current is None:
             if not self._draw():
                 return None
@@ -188,7 +188,7 @@ class DocumentStream:
         else:
             self._offset += end - begin
         tokens = self._items[source].dataset[document][begin:end]
-        return Piece(tokens, source, document, begin, end == stop)
+        return DocumentPiece(tokens, source, document, begin, end == stop)
 
     def _draw(self) -> bool:
         """Move one item on in the order of all ranks; keep it if it is this rank's. False at the end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from cordillera.data.packing.packer import Document, Iteration, Microbatch, global_batches
+from cordillera.data.packing.packer import Iteration, Microbatch, PackedDocument, global_batches
 from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 from cordillera.partition import NOWHERE, Bins, exact, longest_processing_time
@@ -34,7 +34,7 @@ def in_arrival_order(lengths: Iterable[int], microbatches: int, context: int, cu
         if not some:
             return
         some += [[]] * (microbatches - len(some))
-        yield Iteration(number, tuple(Microbatch(Document(*part, number) for part in one) for one in some))
+        yield Iteration(number, tuple(Microbatch(PackedDocument(*part, number) for part in one) for one in some))
 
 
 def _sequences(lengths: Iterable[int], context: int, cut: bool) -> Iterator[list[tuple[int, int]]]:
@@ -81,7 +81,7 @@ def fixed_length(
     if window < 1:
         raise DataError(f"{window} batches are no window", where="window", remedy="at least 1")
     bins, number = window * microbatches, 0
-    left: list[Document] = []
+    left: list[PackedDocument] = []
     batches = enumerate(_documents(lengths, microbatches, context))
     while True:
         new = [document for _, batch in itertools.islice(batches, window) for document in batch]
@@ -128,17 +128,19 @@ def exactly(
         yield Iteration(number, tuple(_apart(documents, places, microbatches)[0]))
 
 
-def _documents(lengths: Iterable[int], microbatches: int, context: int) -> Iterator[list[Document]]:
+def _documents(lengths: Iterable[int], microbatches: int, context: int) -> Iterator[list[PackedDocument]]:
     first = 0
     for number, batch in enumerate(global_batches(lengths, microbatches * context)):
-        yield [Document(first + i, length, number) for i, length in enumerate(batch)]
+        yield [PackedDocument(first + i, length, number) for i, length in enumerate(batch)]
         first += len(batch)
 
 
-def _apart(documents: Sequence[Document], places: Bins, bins: int) -> tuple[list[Microbatch], list[Document]]:
+def _apart(
+    documents: Sequence[PackedDocument], places: Bins, bins: int
+) -> tuple[list[Microbatch], list[PackedDocument]]:
     """The documents of each bin, and those that are in none."""
-    packed: list[list[Document]] = [[] for _ in range(bins)]
-    left: list[Document] = []
+    packed: list[list[PackedDocument]] = [[] for _ in range(bins)]
+    left: list[PackedDocument] = []
     for document, place in zip(documents, places.tolist(), strict=True):
         (left if place == NOWHERE else packed[place]).append(document)
     return list(map(Microbatch, packed)), left

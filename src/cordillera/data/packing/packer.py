@@ -20,10 +20,10 @@ from cordillera.data.packing.work import DocumentWork
 from cordillera.errors import DataError
 from cordillera.partition import NOWHERE, two_key_greedy
 
-Count = Annotated[int, Field(ge=1)]
+AtLeastOne = Annotated[int, Field(ge=1)]
 
 
-class Document(NamedTuple):
+class PackedDocument(NamedTuple):
     """A document that is packed.
 
     Attributes:
@@ -37,7 +37,7 @@ class Document(NamedTuple):
     arrival: int
 
 
-class Microbatch(tuple[Document, ...]):
+class Microbatch(tuple[PackedDocument, ...]):
     """Documents that are computed together, each under its own mask."""
 
     __slots__ = ()
@@ -71,7 +71,7 @@ class Iteration:
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
     @property
-    def documents(self) -> list[Document]:
+    def documents(self) -> list[PackedDocument]:
         """Of all microbatches."""
         return [document for microbatch in self.microbatches for document in microbatch]
 
@@ -89,9 +89,9 @@ class PackingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    microbatches: Count
-    bound: Count
-    thresholds: tuple[Count, ...] = ()
+    microbatches: AtLeastOne
+    bound: AtLeastOne
+    thresholds: tuple[AtLeastOne, ...] = ()
 
     @field_validator("thresholds")
     @classmethod
@@ -121,11 +121,11 @@ class Packer:
     def __init__(self, config: PackingConfig, workload: DocumentWork) -> None:
         self.config, self.workload = config, workload
         self._iteration = self._arrived = 0
-        self._queues: list[deque[Document]] = [deque() for _ in config.thresholds]
-        self._remained: list[Document] = []
+        self._queues: list[deque[PackedDocument]] = [deque() for _ in config.thresholds]
+        self._remained: list[PackedDocument] = []
 
     @property
-    def waiting(self) -> list[Document]:
+    def waiting(self) -> list[PackedDocument]:
         """Documents that have arrived and are in no iteration yet, in the order of their arrival."""
         return sorted(itertools.chain(self._remained, *self._queues))
 
@@ -148,7 +148,7 @@ class Packer:
         Raises:
             DataError: For a document that is empty or longer than the bound; nothing is taken in then.
         """
-        new: list[Document] = []
+        new: list[PackedDocument] = []
         for document in self._received(lengths):
             queue = sum(document.length >= threshold for threshold in self.config.thresholds)
             (self._queues[queue - 1] if queue else new).append(document)
@@ -167,7 +167,7 @@ class Packer:
             yield self._emitted(new)
             new = []
 
-    def _received(self, lengths: Iterable[int]) -> list[Document]:
+    def _received(self, lengths: Iterable[int]) -> list[PackedDocument]:
         documents = []
         for number, value in enumerate(lengths, self._arrived):
             try:
@@ -180,17 +180,17 @@ class Packer:
                     where=f"document {number}",
                     remedy="leave empty documents out; cut long ones, or raise the bound",
                 )
-            documents.append(Document(number, length, self._iteration))
+            documents.append(PackedDocument(number, length, self._iteration))
         self._arrived += len(documents)
         return documents
 
-    def _emitted(self, new: list[Document]) -> Iteration:
+    def _emitted(self, new: list[PackedDocument]) -> Iteration:
         new.sort(key=lambda document: (-document.length, document.number))
         documents = self._remained + new
         lengths = [document.length for document in documents]
         work = list(map(self.workload, lengths))
         places = two_key_greedy(work, lengths, self.config.microbatches, self.config.bound).tolist()
-        packed: list[list[Document]] = [[] for _ in range(self.config.microbatches)]
+        packed: list[list[PackedDocument]] = [[] for _ in range(self.config.microbatches)]
         for document, place in zip(documents, places, strict=True):
             if place != NOWHERE:
                 packed[place].append(document)
@@ -232,8 +232,8 @@ class Packer:
                     remedy="resume with the same, or drain the packer before it is changed",
                 )  # fmt: skip
         try:
-            queues = [deque(Document(*map(int, one)) for one in queue) for queue in state["queues"]]
-            remained = [Document(*map(int, one)) for one in state["remained"]]
+            queues = [deque(PackedDocument(*map(int, one)) for one in queue) for queue in state["queues"]]
+            remained = [PackedDocument(*map(int, one)) for one in state["remained"]]
             iteration, arrived = int(state["iteration"]), int(state["arrived"])
         except (TypeError, ValueError) as error:
             raise DataError(f"is damaged: {error}", where="state of a packer") from error

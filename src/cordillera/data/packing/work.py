@@ -18,7 +18,7 @@ from cordillera.files import read_sealed, sealed_json
 from cordillera.run import write_atomically
 from cordillera.toml_files import explain, known_keys
 
-Cost = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
+WorkCost = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
 
 
 class Sample(NamedTuple):
@@ -62,12 +62,12 @@ class DocumentWork(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    document: Cost = 0.0
-    token: Cost
-    squared: Cost
+    document: WorkCost = 0.0
+    token: WorkCost
+    squared: WorkCost
     unit: str = "tokens"
     provenance: str = "not fitted"
-    error: Cost | None = None
+    error: WorkCost | None = None
 
     @model_validator(mode="after")
     def _costs_something(self) -> DocumentWork:

@@ -32,7 +32,7 @@ def _write(file: BinaryIO, array: np.ndarray) -> None:
 
 
 @dataclass(frozen=True)
-class _Column:
+class _StoredColumn:
     """One file of a split: its suffix, dtype and the shape of a row (None for the entries of a list)."""
 
     suffix: str
@@ -40,16 +40,16 @@ class _Column:
     width: int | None = 1
 
 
-def _columns(features: FeatureSpec, present: dict[str, bool]) -> list[_Column]:
+def _columns(features: FeatureSpec, present: dict[str, bool]) -> list[_StoredColumn]:
     wide = "int64" if max(features.tables.values(), default=0) > 2**31 - 1 else "int32"
     lists = [feature for feature in features.sparse if feature.is_list]
-    columns = [_Column("dense", "float32", len(features.dense))]
-    columns.append(_Column("ids", wide, len(features.sparse) - len(lists)))
-    columns.append(_Column("labels", "uint8", len(features.tasks)))
+    columns = [_StoredColumn("dense", "float32", len(features.dense))]
+    columns.append(_StoredColumn("ids", wide, len(features.sparse) - len(lists)))
+    columns.append(_StoredColumn("labels", "uint8", len(features.tasks)))
     for index in range(len(lists)):
-        columns += [_Column(f"list{index}", wide, None), _Column(f"list{index}-offsets", "int64")]
+        columns += [_StoredColumn(f"list{index}", wide, None), _StoredColumn(f"list{index}-offsets", "int64")]
     kinds = {"weights": "float32", "groups": "int64", "timestamps": "int64"}
-    return columns + [_Column(name, kind) for name, kind in kinds.items() if present[name]]
+    return columns + [_StoredColumn(name, kind) for name, kind in kinds.items() if present[name]]
 
 
 class CacheWriter:

@@ -28,17 +28,17 @@ from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs import adult, movielens
 from cordillera.data.ranking.logs.click_logs import (
     CRITEO_COLUMNS,
-    Chunk,
     ClickLog,
     FileLog,
     Format,
+    RowChunk,
     avazu_schema,
     avazu_times,
     criteo_schema,
     guess_format,
     log_times,
 )
-from cordillera.data.ranking.logs.columns import Place, splitmix64, timestamps_of
+from cordillera.data.ranking.logs.columns import RowPlace, splitmix64, timestamps_of
 from cordillera.data.ranking.logs.synthetic import SyntheticConfig, SyntheticLog
 from cordillera.errors import DataError
 
@@ -299,7 +299,7 @@ class _Splitter:
         splits = [keys >= bound if bound < 2**63 else np.zeros(len(keys), dtype=bool) for bound in self.bounds]
         return splits[0].astype(np.int8) + splits[1].astype(np.int8)
 
-    def of(self, frame: pl.DataFrame, place: Place) -> np.ndarray:
+    def of(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
         """The same, reading the timestamps from the frame."""
         times = timestamps_of(frame[self.column], self.column, place) if self.kind == "time" else None
         return self(frame, times)
@@ -393,7 +393,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
         if Encoder.needs_fit(log.schema):
             task = bar.add_task(f"fitting {name}", total=None)
 
-            def training_rows() -> Iterator[Chunk]:
+            def training_rows() -> Iterator[RowChunk]:
                 for frame, place in log.chunks(columns):
                     bar.advance(task, len(frame))
                     _require(frame, log.schema, place.source)
@@ -547,7 +547,7 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
                 where=config.label,
                 remedy="write the column in one type",
             ) from error
-        times = timestamps_of(joined[splitter.column], splitter.column, Place(config.label))
+        times = timestamps_of(joined[splitter.column], splitter.column, RowPlace(config.label))
         joined = joined[np.argsort(times, kind="stable")]
         yield joined if rows is None else joined.head(rows)
 
@@ -568,7 +568,7 @@ def open_schema(config: DataConfig) -> Schema:
 
 def read_rows(
     path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: Format | None = None
-) -> Iterator[Chunk]:
+) -> Iterator[RowChunk]:
     """Rows of a file to predict on, chunk by chunk, with their places.
 
     Args:

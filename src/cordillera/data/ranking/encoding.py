@@ -26,7 +26,7 @@ from cordillera.data.ranking.features import (
 )
 from cordillera.data.ranking.logs.columns import (
     WHOLE,
-    Place,
+    RowPlace,
     column_of,
     dense_of,
     first_of,
@@ -225,7 +225,7 @@ class _DenseFit:
         return {**state, "fill": mean if self.feature.missing == "mean" else 0.0}
 
 
-class _Counts:
+class _ValueCounts:
     """How often each value of a table was seen; small chunks are merged now and then, not one by one."""
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ class Encoder:
         )
 
     @classmethod
-    def fit(cls, schema: Schema, chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, Place]]) -> Encoder:
+    def fit(cls, schema: Schema, chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, RowPlace]]) -> Encoder:
         """Learn vocabularies and scales from the training rows, in one pass and bounded memory.
 
         Args:
@@ -315,22 +315,22 @@ class Encoder:
             DataError: a missing column, a wrong type, an infinite value; with file, row and column.
         """
         dense = {feature.name: _DenseFit(feature) for feature in schema.dense}
-        counts: dict[str, _Counts] = {}
+        counts: dict[str, _ValueCounts] = {}
         singles = {f.table or f.name for f in schema.categorical}
         rows = 0
         for chunk in chunks:
-            frame, place = chunk if isinstance(chunk, tuple) else (chunk, Place("training rows", rows + 1))
+            frame, place = chunk if isinstance(chunk, tuple) else (chunk, RowPlace("training rows", rows + 1))
             for number in schema.dense:
                 dense[number.name].update(*dense_of(column_of(frame, number.name, place), number, place))
             for single in schema.categorical:
                 if single.encoding == "vocabulary":
                     values = ids_of(column_of(frame, single.name, place), single.name, place)
-                    counts.setdefault(single.table or single.name, _Counts()).update(values)
+                    counts.setdefault(single.table or single.name, _ValueCounts()).update(values)
             for entries in schema.lists:
                 name = entries.table or entries.name
                 if entries.encoding == "vocabulary" and name not in singles:
                     flat, _ = flatten(column_of(frame, entries.name, place), entries, place)
-                    counts.setdefault(name, _Counts()).update(flat)
+                    counts.setdefault(name, _ValueCounts()).update(flat)
             rows += len(frame)
         vocabularies, whole = {}, set()
         for feature in (*schema.categorical, *schema.lists):
@@ -338,7 +338,7 @@ class Encoder:
             if feature.encoding != "vocabulary":
                 whole.add(name)
             elif name not in vocabularies:
-                seen = counts.get(name, _Counts())
+                seen = counts.get(name, _ValueCounts())
                 vocabularies[name], numbers = seen.vocabulary(feature.min_count, feature.num_embeddings)
                 whole |= {name} if numbers else set()
         return cls(schema, vocabularies, {name: fit.result() for name, fit in dense.items()}, rows, whole)
@@ -347,7 +347,7 @@ class Encoder:
         self,
         frame: pl.DataFrame,
         *,
-        where: str | Place = "rows",
+        where: str | RowPlace = "rows",
         labels: bool = True,
     ) -> EncodedRows:
         """Encode rows.
@@ -362,7 +362,7 @@ class Encoder:
             DataError: a column is missing or of a wrong type, a label is neither 0 nor 1, a dense value is infinite, or
                 an id or a weight is out of range; file, row and column are named.
         """
-        place = Place(where) if isinstance(where, str) else where
+        place = RowPlace(where) if isinstance(where, str) else where
         schema, blanks = self.schema, {}
         dense = np.empty((len(frame), len(schema.dense)), dtype=np.float32)
         for index, number in enumerate(schema.dense):
@@ -433,7 +433,9 @@ class Encoder:
                 found[feature.name] = (int((values == 0).sum()), len(values))
         return found
 
-    def _dense_values(self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: Place) -> np.ndarray:
+    def _dense_values(
+        self, feature: DenseFeature, values: np.ndarray, blank: np.ndarray, place: RowPlace
+    ) -> np.ndarray:
         state = self.dense_state[feature.name]
         if feature.transform == "quantile":
             quantiles = self._quantiles[feature.name]
@@ -449,7 +451,7 @@ class Encoder:
         return result
 
     def _rows(
-        self, series: pl.Series, feature: CategoricalFeature, place: Place, entry_rows: np.ndarray | None = None
+        self, series: pl.Series, feature: CategoricalFeature, place: RowPlace, entry_rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, int]:
         """Table rows ``int64 [N]`` of one column's values, and how many were blank."""
         table = feature.table or feature.name
@@ -468,7 +470,7 @@ class Encoder:
         return rows, text.null_count()
 
     def _identity(
-        self, series: pl.Series, feature: CategoricalFeature, place: Place, entry_rows: np.ndarray | None
+        self, series: pl.Series, feature: CategoricalFeature, place: RowPlace, entry_rows: np.ndarray | None
     ) -> np.ndarray:
         def at(entry: int) -> str:
             return place.at(entry if entry_rows is None else entry_rows[entry], feature.name)

@@ -20,11 +20,11 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _Column(_Frozen):
+class _ColumnFeature(_Frozen):
     name: str
 
 
-class DenseFeature(_Column):
+class DenseFeature(_ColumnFeature):
     """A number a sample.
 
     Attributes:
@@ -42,7 +42,7 @@ class DenseFeature(_Column):
     nan: Literal["refuse", "missing"] = "refuse"
 
 
-class CategoricalFeature(_Column):
+class CategoricalFeature(_ColumnFeature):
     """An id, or with ``ListFeature`` a list of ids, a sample.
 
     Attributes:

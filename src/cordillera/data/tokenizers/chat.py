@@ -57,13 +57,13 @@ class Control:
     name: str
 
 
-Piece = Control | str
+PromptPiece = Control | str
 
 
 class ChatFormat(Protocol):
     """How a model wants chats written."""
 
-    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
         """Control tokens and plain text, in order; neighbouring strings are tokenised apart.
 
         Args:
@@ -80,15 +80,15 @@ class Llama3Chat(ChatFormat):
     ``<|eom_id|>`` if it awaits a tool). The role of what a tool answers reads ``ipython``.
     """
 
-    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[Piece]:
-        found: list[Piece] = [Control("<|begin_of_text|>")]
+    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
+        found: list[PromptPiece] = [Control("<|begin_of_text|>")]
         for message in messages:
             found += [*self._header("ipython" if message.role == "tool" else message.role), message.content]
             found.append(Control("<|eom_id|>" if message.awaits_tool else "<|eot_id|>"))
         return found + (self._header("assistant") if answer else [])
 
     @staticmethod
-    def _header(role: str) -> list[Piece]:
+    def _header(role: str) -> list[PromptPiece]:
         return [Control("<|start_header_id|>"), role, Control("<|end_header_id|>"), "\n\n"]
 
 
@@ -102,11 +102,11 @@ class ChatML(ChatFormat):
     def __init__(self, system: str | None = None) -> None:
         self.system = system
 
-    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
         turns = list(messages)
         if self.system is not None and turns and turns[0].role != "system":
             turns.insert(0, Message("system", self.system))
-        found: list[Piece] = []
+        found: list[PromptPiece] = []
         between = ""
         for turn in turns:
             found += [*([between] if between else []), Control("<|im_start|>")]
@@ -161,7 +161,7 @@ class JinjaChat(ChatFormat):
         except Exception as error:  # Jinja's own errors, and Python's errors about deep nesting
             raise DataError(f"the chat template is not valid ({_short(error)})", where=where) from error
 
-    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
         """Render and take apart again; see :class:`ChatFormat`.
 
         Args:
@@ -204,7 +204,7 @@ class JinjaChat(ChatFormat):
             content = content[:begin] + mark + content[begin:]
         return content
 
-    def _parts(self, text: str, mark: str) -> Iterator[Piece]:
+    def _parts(self, text: str, mark: str) -> Iterator[PromptPiece]:
         begin = 0
         for found in self._find.finditer(text):
             if plain := text[begin : found.start()].replace(mark, ""):

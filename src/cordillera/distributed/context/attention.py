@@ -23,13 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cordillera.distributed.collectives import Arrival, Links
+from cordillera.distributed.collectives import Arrival, Collectives
 from cordillera.distributed.context.shard_plan import ShardPlan
 from cordillera.distributed.ledger import Ledger
 from cordillera.errors import PlanError
 from cordillera.kernels.attention.merge import merge
-from cordillera.kernels.attention.partial import Backend, attention_backward, partial_attention
-from cordillera.kernels.attention.relation import Block, blocks_between
+from cordillera.kernels.attention.partial import AttentionBackend, attention_backward, partial_attention
+from cordillera.kernels.attention.relation import RowBlock, blocks_between
 
 
 class ContextParallelConfig(BaseModel):
@@ -45,7 +45,7 @@ class ContextParallelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     transport: Literal["all_gather", "ring"] = "all_gather"
-    backend: Backend = "auto"
+    backend: AttentionBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
 
@@ -72,7 +72,7 @@ class ContextParallelAttention:
         self, config: ContextParallelConfig, group: dist.ProcessGroup | None = None, ledger: Ledger | None = None
     ) -> None:
         self.config, self.ledger = config, Ledger() if ledger is None else ledger
-        self._links = Links(group, self.ledger, config.deadline_s)
+        self._links = Collectives(group, self.ledger, config.deadline_s)
         self.rank, self.size = self._links.rank, self._links.size
         self._share: _Share | None = None
         self._checked: Tensor | None = None
@@ -165,25 +165,25 @@ class _Share:
 
     plan: ShardPlan
     rank: int
-    links: Links
-    backend: Backend
+    links: Collectives
+    backend: AttentionBackend
     rows: Tensor  # [T]: where tokens in document order are among the ranks' equally long, padded parts
     longest: int  # of those parts
 
     @classmethod
     def of(
-        cls, plan: ShardPlan, rank: int, links: Links, config: ContextParallelConfig, device: torch.device
+        cls, plan: ShardPlan, rank: int, links: Collectives, config: ContextParallelConfig, device: torch.device
     ) -> _Share:
         longest = max(plan.tokens)
         padded = [torch.arange(count) + rank * longest for rank, count in enumerate(plan.tokens)]
         rows = torch.cat(padded)[torch.from_numpy(plan.restore)]
         return cls(plan, rank, links, config.backend, rows.to(device), longest)
 
-    def blocks_with(self, source: int) -> list[Block]:
+    def blocks_with(self, source: int) -> list[RowBlock]:
         """How this rank's queries see a rank's keys."""
         return blocks_between(self.plan.ranks[self.rank], self.plan.ranks[source])
 
-    def blocks_with_all(self) -> list[Block]:
+    def blocks_with_all(self) -> list[RowBlock]:
         """How they see all keys in document order."""
         documents = [(document, 0, length) for document, length in enumerate(self.plan.lengths)]
         return blocks_between(self.plan.ranks[self.rank], documents)

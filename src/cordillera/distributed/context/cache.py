@@ -22,13 +22,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.context.ring_cost import AttentionShape, RingCost, Transport
 from cordillera.distributed.context.turns import Turn, next_turn
 from cordillera.distributed.ledger import Ledger
 from cordillera.errors import DataError, PlanError
 from cordillera.kernels.attention.merge import merge
-from cordillera.kernels.attention.partial import Backend, partial_attention
+from cordillera.kernels.attention.partial import AttentionBackend, partial_attention
 
 _HOME, _TURN = 1, 3  # tags of partial outputs and of turns; steps of the ring have even ones
 
@@ -48,7 +48,7 @@ class ContextCacheConfig(BaseModel):
 
     transport: Literal["auto", "pass_kv", "pass_q"] = "auto"
     cost: RingCost = RingCost()
-    backend: Backend = "auto"
+    backend: AttentionBackend = "auto"
     deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
 
@@ -108,7 +108,7 @@ class ContextCache:
         ledger: Ledger | None = None,
     ) -> None:
         self.config, self.shape, self.ledger = config, shape, Ledger() if ledger is None else ledger
-        self._links = Links(group, self.ledger, config.deadline_s)
+        self._links = Collectives(group, self.ledger, config.deadline_s)
         self.rank, self.size = self._links.rank, self._links.size
         self.turn: Turn | None = None
         self.transport: Transport = "pass_kv"

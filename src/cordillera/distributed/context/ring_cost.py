@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cordillera.errors import PlanError
 
 Transport = Literal["pass_kv", "pass_q"]
-Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class RingCost(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    flop_s: Cost = 0.0
-    pass_s: Cost = 0.0
-    pass_byte_s: Cost = 1.0
-    return_s: Cost = 0.0
-    return_byte_s: Cost = 1.0
+    flop_s: NonNegative = 0.0
+    pass_s: NonNegative = 0.0
+    pass_byte_s: NonNegative = 1.0
+    return_s: NonNegative = 0.0
+    return_byte_s: NonNegative = 1.0
 
     @classmethod
     def fitted(

@@ -32,7 +32,7 @@ MOST_TOKENS = 1 << 31
 """Largest number of tokens of a plan, so that the number of their pairs fits into 64 bits."""
 
 
-class Chunk(NamedTuple):
+class DocumentChunk(NamedTuple):
     """Consecutive tokens of a document.
 
     Attributes:
@@ -63,7 +63,7 @@ class ShardPlan:
 
     mode: str
     lengths: tuple[int, ...]
-    ranks: tuple[tuple[Chunk, ...], ...]
+    ranks: tuple[tuple[DocumentChunk, ...], ...]
 
     def __post_init__(self) -> None:
         _check_lengths(self.lengths, len(self.ranks))
@@ -185,7 +185,7 @@ class ShardPlan:
         """
         try:
             found: dict[str, Any] = parse_json(text, "shard plan", error=PlanError)
-            ranks = tuple(tuple(Chunk(*map(_integer, chunk)) for chunk in chunks) for chunks in found["ranks"])
+            ranks = tuple(tuple(DocumentChunk(*map(_integer, chunk)) for chunk in chunks) for chunks in found["ranks"])
             return cls(printable(found["mode"]), tuple(map(_integer, found["lengths"])), ranks)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(f"is not one: {error}", where="shard plan") from error
@@ -297,7 +297,9 @@ def _triangle(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def _pieces(lengths: Sequence[int], sizes: Iterable[int], documents: Sequence[int] | None = None) -> list[list[Chunk]]:
+def _pieces(
+    lengths: Sequence[int], sizes: Iterable[int], documents: Sequence[int] | None = None
+) -> list[list[DocumentChunk]]:
     """Documents one after another, cut into runs of given sizes."""
     left = iter(range(len(lengths)) if documents is None else documents)
     document, start = -1, 0
@@ -309,7 +311,7 @@ def _pieces(lengths: Sequence[int], sizes: Iterable[int], documents: Sequence[in
                 document, start = next(left), 0
                 continue
             stop = min(lengths[document], start + size)
-            run.append(Chunk(document, start, stop))
+            run.append(DocumentChunk(document, start, stop))
             size -= stop - start
             start = stop
         runs.append(run)
@@ -320,7 +322,7 @@ def _head_tail(mode: str, lengths: Sequence[int], groups: Sequence[Sequence[int]
     """Each group of documents as one sequence of ``2 * ranks`` chunks; leftover tokens are dealt around them."""
     _check_lengths(lengths, ranks)
     slots = 2 * ranks
-    dealt: list[tuple[int, list[Chunk]]] = []
+    dealt: list[tuple[int, list[DocumentChunk]]] = []
     cursor = 0
     for group in groups:
         even, left = divmod(sum(lengths[document] for document in group), slots)
@@ -331,14 +333,14 @@ def _head_tail(mode: str, lengths: Sequence[int], groups: Sequence[Sequence[int]
     return _plan(mode, lengths, dealt, ranks)
 
 
-def _plan(mode: str, lengths: Sequence[int], dealt: Iterable[tuple[int, list[Chunk]]], ranks: int) -> ShardPlan:
+def _plan(mode: str, lengths: Sequence[int], dealt: Iterable[tuple[int, list[DocumentChunk]]], ranks: int) -> ShardPlan:
     """Ranks' chunks in document order; neighbours become one."""
-    held: list[list[Chunk]] = [[] for _ in range(ranks)]
+    held: list[list[DocumentChunk]] = [[] for _ in range(ranks)]
     for rank, run in dealt:
         held[rank] += run
     joined = []
     for chunks in held:
-        own: list[Chunk] = []
+        own: list[DocumentChunk] = []
         for chunk in sorted(chunks):
             if own and own[-1].document == chunk.document and own[-1].stop == chunk.start:
                 own[-1] = own[-1]._replace(stop=chunk.stop)

@@ -17,9 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from cordillera.distributed.context.shard_plan import Chunk, Integers, ShardPlan
+from cordillera.distributed.context.shard_plan import DocumentChunk, Integers, ShardPlan
 from cordillera.errors import PlanError
-from cordillera.kernels.attention.relation import Block, blocks_between
+from cordillera.kernels.attention.relation import RowBlock, blocks_between
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Turn:
         sizes = [count if length else 0 for count, length in zip(counts, self.plan.lengths, strict=True)]
         return [0, *np.cumsum(sizes).tolist()][:-1]
 
-    def blocks(self, queries: int, keys: int, starts: Sequence[int]) -> list[Block]:
+    def blocks(self, queries: int, keys: int, starts: Sequence[int]) -> list[RowBlock]:
         """How one rank's new tokens see what another holds.
 
         All of a sequence's cached tokens lie before all of its new ones, so they are one block wherever they were
@@ -96,10 +96,10 @@ class Turn:
             first = starts[sequence]
             last = first + self.held[keys][sequence]
             if first < last:
-                blocks.append(Block(row, stop, first, last, False))
+                blocks.append(RowBlock(row, stop, first, last, False))
             for block in blocks_between(chunks, others.get(sequence, [])):
                 q_start, q_stop, k_start, k_stop, causal = block
-                blocks.append(Block(row + q_start, row + q_stop, last + k_start, last + k_stop, causal))
+                blocks.append(RowBlock(row + q_start, row + q_stop, last + k_start, last + k_stop, causal))
             row = stop
         return blocks
 
@@ -131,7 +131,7 @@ def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
         raise PlanError("there are no ranks", where="turn")
     totals = [sum(counts) for counts in held]
     step = sum(totals) // max(1, sum(length > 0 for length in lengths))  # rises by one with each when decoding
-    chunks: list[list[Chunk]] = [[] for _ in range(ranks)]
+    chunks: list[list[DocumentChunk]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
         even, left = divmod(length, 2 * ranks)
         own = [counts[document] for counts in held]
@@ -152,14 +152,14 @@ def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
                 if before is not None and (before.document, before.stop) == (document, start):
                     chunks[rank][-1] = before._replace(stop=stop)
                 else:
-                    chunks[rank].append(Chunk(document, start, stop))
+                    chunks[rank].append(DocumentChunk(document, start, stop))
             start = stop
     plan = ShardPlan("turn", tuple(lengths), tuple(map(tuple, chunks)))
     return Turn(plan, tuple(tuple(counts) for counts in held))
 
 
-def _by_document(chunks: Sequence[Chunk]) -> dict[int, list[Chunk]]:
-    found: dict[int, list[Chunk]] = {}
+def _by_document(chunks: Sequence[DocumentChunk]) -> dict[int, list[DocumentChunk]]:
+    found: dict[int, list[DocumentChunk]] = {}
     for chunk in chunks:
         found.setdefault(chunk.document, []).append(chunk)
     return found

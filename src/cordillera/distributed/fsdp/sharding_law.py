@@ -116,7 +116,7 @@ def parameter_memory(
 
 
 @dataclass(frozen=True)
-class Collectives:
+class CollectiveCounts:
     """How many a rank takes part in, or what it sends in them, by kind.
 
     Attributes:
@@ -132,7 +132,7 @@ class Collectives:
 
 def collectives(
     units: int, shards: int, replicas: int = 1, has_root: bool = True, reshards: bool = True, microbatches: int = 1
-) -> Collectives:
+) -> CollectiveCounts:
     """Collectives of a step: ``2 N + 1`` all-gathers for ``N`` units and the root, ``N + 1`` reductions of each kind.
 
     Gradients are reduced with the last of several microbatches. Units that do not reshard stay whole until then.
@@ -147,7 +147,9 @@ def collectives(
     """
     all_units = units + has_root
     gathers = microbatches * (2 * units + has_root) if reshards else all_units
-    return Collectives(gathers if shards > 1 else 0, all_units if shards > 1 else 0, all_units if replicas > 1 else 0)
+    return CollectiveCounts(
+        gathers if shards > 1 else 0, all_units if shards > 1 else 0, all_units if replicas > 1 else 0
+    )
 
 
 def sent_bytes(
@@ -159,7 +161,7 @@ def sent_bytes(
     microbatches: int = 1,
     gathered_bytes: int = 4,
     gradient_bytes: int = 4,
-) -> Collectives:
+) -> CollectiveCounts:
     """Bytes that a rank sends in a step, by kind, in rings; padding included, each call rounded down.
 
     Args:
@@ -175,14 +177,14 @@ def sent_bytes(
     parts, root_part = [unit.shard(shards) for unit in units], root.shard(shards)
     gathered = microbatches * (2 * sum(parts) + root_part) if reshards else sum(parts) + root_part
     reduced = [gradient_bytes * part for part in (root_part, *parts)]
-    return Collectives(
+    return CollectiveCounts(
         (shards - 1) * gathered_bytes * gathered,
         (shards - 1) * sum(reduced),
         sum(2 * (replicas - 1) * part // replicas for part in reduced),
     )
 
 
-def bytes_across_hosts(sent: Collectives, shards: int, replicas: int, ranks_per_host: int) -> list[int]:
+def bytes_across_hosts(sent: CollectiveCounts, shards: int, replicas: int, ranks_per_host: int) -> list[int]:
     """What each rank sends to a rank on another host, in rings that visit ranks in rising order.
 
     Shards are consecutive ranks and fill hosts from the first. A rank sends all it sends to the next of its ring. With

@@ -15,7 +15,7 @@ TOKEN = "CORDILLERA_JOB_TOKEN"
 _MOST = 1_000_000  # processes of a job
 
 
-class Place(NamedTuple):
+class JobPlace(NamedTuple):
     """The place of this process in a job that a launcher started.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     is_launchers: bool
 
 
-def place_in_job(environment: Mapping[str, str] | None = None) -> Place | None:
+def place_in_job(environment: Mapping[str, str] | None = None) -> JobPlace | None:
     """The place that a launcher gave this process, or None if no launcher started it.
 
     A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
@@ -59,7 +59,7 @@ def place_in_job(environment: Mapping[str, str] | None = None) -> Place | None:
             remedy="the launcher must say where rank 0 is to be found; for one process, unset RANK",
         )
     size = _number(given, "WORLD_SIZE", 1, _MOST)
-    return Place(
+    return JobPlace(
         rank=_number(given, "RANK", 0, size - 1),
         size=size,
         local_rank=_number(given, "LOCAL_RANK", 0, _MOST, default="0"),

@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class _Seen:
+class _SeenBeat:
     """Of one process, and when, by the clock of the one who looks."""
 
     heard: float
@@ -88,7 +88,7 @@ class _Seen:
     beat: Beat | None = None
 
 
-class Hearts:
+class HeartbeatBoard:
     """What a process knows of all processes of its job.
 
     Time in which the one who looks did not run itself says nothing about the others and is not counted. Every process
@@ -116,7 +116,7 @@ class Hearts:
         self.verdict: Verdict | None = None
         self._store, self._deadline, self._join, self._clock = store, deadline_s, join_s, clock
         now = self._looked = clock()
-        self._seen = [_Seen(now, now) for _ in range(size)]
+        self._seen = [_SeenBeat(now, now) for _ in range(size)]
 
     def beat(self, rank: int, beat: Beat) -> None:
         """Say where a process is.

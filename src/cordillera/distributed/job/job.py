@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.job.environment import Place, job_key, place_in_job
+from cordillera.distributed.job.environment import JobPlace, job_key, place_in_job
 from cordillera.distributed.job.heartbeats import RankError, Verdict
 from cordillera.distributed.job.store import JobStore, StoreError, within
-from cordillera.distributed.job.watchdog import JOIN_S, Watch, WatchConfig
+from cordillera.distributed.job.watchdog import JOIN_S, Watchdog, WatchdogConfig
 from cordillera.errors import DependencyError, PlanError, printable
 
 _END_S = 60  # until a process that failed is ended although torch still waits
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
     rank: int
     size: int
-    watch: Watch
+    watch: Watchdog
     restarts: int
     store: JobStore
 
@@ -102,7 +102,7 @@ def join_job(
         raise DependencyError("this build of torch has no torch.distributed", where="torch")
     place = place_in_job()
     device = _device(device_type, place)
-    config = WatchConfig(deadline_s, join_s)
+    config = WatchdogConfig(deadline_s, join_s)
     is_owner = not dist.is_initialized()
     found, rank, size, host = _rendezvous(place, join_s) if is_owner else _existing()
     _joined += 1
@@ -110,7 +110,7 @@ def join_job(
     kept = _job_store(found, f"cordillera/kept/{_joined}", config)
     scope = f"cordillera/{restarts}/{_joined}"
     board = _job_store(found, scope, config)
-    watch = Watch(config, board, rank, size, host=host, stop=stop, abandon=abandon)
+    watch = Watchdog(config, board, rank, size, host=host, stop=stop, abandon=abandon)
     try:
         if is_owner and size > 1:
             _call_roll(board, rank, size, watch)
@@ -142,12 +142,12 @@ def join_job(
         dist.destroy_process_group()
 
 
-def _job_store(store: dist.Store, scope: str, config: WatchConfig) -> JobStore:
+def _job_store(store: dist.Store, scope: str, config: WatchdogConfig) -> JobStore:
     # a separate client, as the main thread may be waiting in the other
     return JobStore(dist.PrefixStore(scope, store.clone()), job_key(scope), config.patience_s)  # type: ignore[attr-defined]
 
 
-def _rendezvous(place: Place | None, join_s: float) -> tuple[dist.Store, int, int, str]:
+def _rendezvous(place: JobPlace | None, join_s: float) -> tuple[dist.Store, int, int, str]:
     """A store for all processes of the job, this one's rank, their number, and who holds the store."""
     if place is None:
         return dist.HashStore(), 0, 1, "this process"
@@ -183,7 +183,7 @@ def _rendezvous(place: Place | None, join_s: float) -> tuple[dist.Store, int, in
     return store, place.rank, place.size, "the launcher" if place.is_launchers else "rank 0"
 
 
-def _listen(place: Place) -> socket.socket | None:
+def _listen(place: JobPlace) -> socket.socket | None:
     """A socket for the store that this process holds; None if the port is taken."""
     try:
         loopback = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address).is_loopback
@@ -208,7 +208,7 @@ def _listen(place: Place) -> socket.socket | None:
         ) from error
 
 
-def _find(place: Place, seconds: float) -> None:
+def _find(place: JobPlace, seconds: float) -> None:
     """Wait until something listens at the store's address; the wait is in Python, so that Ctrl-C is handled."""
     until = time.monotonic() + seconds
     while True:
@@ -223,7 +223,7 @@ def _find(place: Place, seconds: float) -> None:
             time.sleep(_LOOK_S)
 
 
-def _connect(place: Place, listening: socket.socket | None, seconds: float) -> dist.TCPStore:
+def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -> dist.TCPStore:
     seconds = max(seconds, _TAKEN_S)
 
     def connect() -> dist.TCPStore:
@@ -245,7 +245,7 @@ def _connect(place: Place, listening: socket.socket | None, seconds: float) -> d
         raise OSError(errno.EPROTO, "what answers there is no store") from error
 
 
-def _call_roll(board: JobStore, rank: int, size: int, watch: Watch) -> None:
+def _call_roll(board: JobStore, rank: int, size: int, watch: Watchdog) -> None:
     """Register this process, and refuse a rank that another process has or a different number of processes."""
     try:
         agreed = board.first("size", size)
@@ -281,7 +281,7 @@ def _existing() -> tuple[dist.Store, int, int, str]:
     return store, dist.get_rank(), dist.get_world_size(), "rank 0"
 
 
-def _device(device_type: str, place: Place | None) -> int | None:
+def _device(device_type: str, place: JobPlace | None) -> int | None:
     """The GPU of this process, by its number on the machine."""
     if device_type != "cuda":
         return None

@@ -32,10 +32,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.distributed.job.environment import TOKEN, job_key
 from cordillera.distributed.job.failures import Failure, pack, unpack
-from cordillera.distributed.job.heartbeats import Hearts, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import HeartbeatBoard, RankError, Verdict, named
 from cordillera.distributed.job.job import STOPPING, handling, join_job
 from cordillera.distributed.job.store import JobStore, StoreError, within
-from cordillera.distributed.job.watchdog import ABANDONED, WatchConfig
+from cordillera.distributed.job.watchdog import ABANDONED, WatchdogConfig
 from cordillera.errors import DependencyError, PlanError, printable
 from cordillera.kernels.threads import usable_cores
 
@@ -108,7 +108,7 @@ def launch(
     """Run a function in several processes on this machine, which form a process group and watch each other.
 
     Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watch>`); a second one ends all of them at once. In the
+    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In the
     ranks, :func:`~cordillera.distributed.job.job.join_job` gives the job and its watch. Values that the ranks exchange
     are signed with a secret that only they receive.
 
@@ -238,9 +238,9 @@ class _Supervisor:
         hear: Callable[[Any], object] | None,
     ) -> None:
         self._ranks, self._config, self._asked, self._hear = ranks, config, asked, hear
-        self._watched = watched = WatchConfig(config.deadline_s)
+        self._watched = watched = WatchdogConfig(config.deadline_s)
         self._store = JobStore(dist.PrefixStore(_PREFIX, store), job_key(_PREFIX, token), watched.patience_s)
-        self._hearts = Hearts(self._store, len(ranks), watched.patience_s, watched.join_s)
+        self._hearts = HeartbeatBoard(self._store, len(ranks), watched.patience_s, watched.join_s)
         self._lost: Verdict | None = None
         self._is_stopping = False
         self._is_over, self._wake = threading.Event(), threading.Event()

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.job.heartbeats import Beat, Hearts, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
 from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent
 from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import CordilleraError
@@ -44,7 +44,7 @@ _ROOM = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True)
-class WatchConfig:
+class WatchdogConfig:
     """Time limits of a watch.
 
     Attributes:
@@ -72,7 +72,7 @@ class WatchConfig:
         return self.deadline_s - self.grace_s - 2 * self.beat_s
 
 
-class Watch:
+class Watchdog:
     """This process's part in the watch, from ``with`` to its end.
 
     Args:
@@ -89,11 +89,11 @@ class Watch:
             step after which they do.
     """
 
-    Config = WatchConfig
+    Config = WatchdogConfig
 
     def __init__(
         self,
-        config: WatchConfig,
+        config: WatchdogConfig,
         store: JobStore,
         rank: int,
         size: int,
@@ -112,7 +112,7 @@ class Watch:
         self._lock = threading.Lock()
         self._left = threading.Event()
         self._answered = time.monotonic()
-        self._hearts = Hearts(store, size, config.patience_s, config.join_s)
+        self._hearts = HeartbeatBoard(store, size, config.patience_s, config.join_s)
         self._threads = [
             threading.Thread(target=keep, name=f"cordillera {name}", daemon=True)
             for keep, name in ((self._keep_beating, "heart"), (self._keep_guard, "guard"))
@@ -236,7 +236,7 @@ class Watch:
             remedy=f"look at the other ranks' logs; torch says: {str(error).splitlines()[0]}",
         )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self._size > 1:
             self._beat()
             self._answered = time.monotonic()

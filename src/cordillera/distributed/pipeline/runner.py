@@ -104,7 +104,7 @@ class Throttle:
         return Way(self.latency_s, forward_bytes / self.bytes_per_s, backward)
 
 
-Links = Mapping[tuple[int, int], Throttle] | Callable[[int, int], Throttle | None]
+StageLinks = Mapping[tuple[int, int], Throttle] | Callable[[int, int], Throttle | None]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Recording:
     ends: NDArray[np.float64]
 
 
-class Step(NamedTuple):
+class ExecutedStep(NamedTuple):
     """What a step gives.
 
     Attributes:
@@ -195,7 +195,7 @@ class PipelineRunner:
         stages: Mapping[int, nn.Module],
         loss: Callable[[Tensor, Tensor], Tensor],
         group: dist.ProcessGroup | None = None,
-        link: Links | None = None,
+        link: StageLinks | None = None,
         deadline_s: float = 300.0,
         reduction: Literal["mean", "sum"] = "mean",
         before: Callable[[Action], None] | None = None,
@@ -234,7 +234,7 @@ class PipelineRunner:
         targets: Sequence[Tensor] = (),
         arguments: Sequence[tuple[Any, ...]] | None = None,
         rows: Sequence[int] | None = None,
-    ) -> Step:
+    ) -> ExecutedStep:
         """Forwards and, where the schedule has them, backwards of all microbatches; every rank of the group calls it.
 
         Args:
@@ -275,7 +275,7 @@ class PipelineRunner:
         targets: Sequence[Tensor],
         arguments: Sequence[tuple[Any, ...]],
         rows: Sequence[int] | None,
-    ) -> Step:
+    ) -> ExecutedStep:
         actions = self.schedule.actions[self.rank]
         starts, ends = np.zeros(len(actions)), np.zeros(len(actions))
         losses: dict[int, Tensor] = {}
@@ -284,7 +284,7 @@ class PipelineRunner:
             starts[i], ends[i] = self._take(action, inputs, targets, arguments[action.microbatch], losses)
         self._mail.finish()
         ordered = torch.stack([losses[i] for i in range(len(losses))]) if losses else None
-        return Step(ordered, Recording(self.rank, starts - origin, ends - origin))
+        return ExecutedStep(ordered, Recording(self.rank, starts - origin, ends - origin))
 
     def _take(
         self,
@@ -435,7 +435,7 @@ class _Mail:
         schedule: Schedule,
         rank: int,
         group: dist.ProcessGroup | None,
-        link: Links | None,
+        link: StageLinks | None,
         deadline_s: float,
         ledger: Ledger,
     ) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cordillera.kernels.attention.merge import merge
-from cordillera.kernels.attention.relation import Block, Positions, Relation, as_blocks
+from cordillera.kernels.attention.relation import Positions, Relation, RowBlock, as_blocks
 
 _MASK_ROWS = 1024  # of queries whose mask is made at a time
 # Backwards, squares up to the larger are halved down to the smaller, in which the kernel's own mask saves nothing.
@@ -148,7 +148,7 @@ def _pieces(relation: Relation, queries: int, keys: int, halve: bool) -> Sequenc
 
 
 @lru_cache(maxsize=64)  # every layer asks for the same
-def _batches(blocks: tuple[Block, ...], halve: bool) -> list[_Piece]:
+def _batches(blocks: tuple[RowBlock, ...], halve: bool) -> list[_Piece]:
     """Rectangles and squares of the same shape, as few calls; no row comes twice in one."""
     places: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
     for block in blocks:
@@ -168,25 +168,25 @@ def _batches(blocks: tuple[Block, ...], halve: bool) -> list[_Piece]:
     return pieces
 
 
-def _parts(block: Block, halve: bool) -> Iterator[Block]:
+def _parts(block: RowBlock, halve: bool) -> Iterator[RowBlock]:
     """Squares on the diagonal and rectangles beside them."""
     q_start, q_stop, k_start, k_stop, causal = block
     square = k_stop - (q_stop - q_start) if causal else k_stop  # from here on a query does not see all
     if k_start < square:
-        yield Block(q_start, q_stop, k_start, square, False)
+        yield RowBlock(q_start, q_stop, k_start, square, False)
     size = k_stop - square
     if not halve or size > _LARGEST:
         if size:
-            yield Block(q_start, q_stop, square, k_stop, True)
+            yield RowBlock(q_start, q_stop, square, k_stop, True)
         return
     for first in range(0, size, _SMALLEST):
         last = min(first + _SMALLEST, size)
-        yield Block(q_start + first, q_start + last, square + first, square + last, True)
+        yield RowBlock(q_start + first, q_start + last, square + first, square + last, True)
     width = _SMALLEST
     while width < size:
         for first in range(0, size - width, 2 * width):
             middle, last = first + width, min(first + 2 * width, size)
-            yield Block(q_start + middle, q_start + last, square + first, square + middle, False)
+            yield RowBlock(q_start + middle, q_start + last, square + first, square + middle, False)
         width *= 2
 
 

@@ -23,7 +23,7 @@ from cordillera.kernels.attention import math as math_attention
 from cordillera.kernels.attention import varlen as varlen_attention
 from cordillera.kernels.attention.relation import Positions, Relation
 
-Backend = Literal["auto", "math", "flash", "varlen"]
+AttentionBackend = Literal["auto", "math", "flash", "varlen"]
 
 _BACKENDS = {"math": math_attention, "flash": flash_attention_cpu, "varlen": varlen_attention}
 _PADDING = 8  # of head dimensions, which kernels want in such steps
@@ -36,7 +36,7 @@ def partial_attention(
     relation: Relation,
     *,
     scale: float | None = None,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention to the keys that are here, with what it takes to merge other keys in. Differentiable.
 
@@ -76,7 +76,7 @@ def attention_backward(
     *,
     dlse: Tensor | None = None,
     scale: float | None = None,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one piece, given the output and log-sum-exp over all pieces.
 
@@ -112,7 +112,7 @@ def attention_backward(
     return grads[0][..., :dim], grads[1][..., :dim], grads[2][..., :dim]
 
 
-def choose_backend(q: Tensor, relation: Relation, backend: Backend = "auto") -> Backend:
+def choose_backend(q: Tensor, relation: Relation, backend: AttentionBackend = "auto") -> AttentionBackend:
     """The back end that runs a call.
 
     Args:
@@ -143,7 +143,7 @@ def choose_backend(q: Tensor, relation: Relation, backend: Backend = "auto") -> 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float, backend: Backend
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
         out, lse = _BACKENDS[backend].forward(q, k, v, relation, scale)
         out = out.to(q.dtype)

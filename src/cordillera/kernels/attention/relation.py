@@ -17,7 +17,7 @@ from torch import Tensor
 from cordillera.errors import PlanError
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Queries ``q_start:q_stop`` attend to keys ``k_start:k_stop``.
 
     Attributes:
@@ -62,10 +62,10 @@ class Positions:
         return (documents == self.k_documents) & (documents >= 0) & (positions >= self.k_positions)
 
 
-Relation = Literal["full", "causal", "empty"] | Sequence[Block] | Positions
+Relation = Literal["full", "causal", "empty"] | Sequence[RowBlock] | Positions
 
 
-def document_blocks(q_offsets: Sequence[int], k_offsets: Sequence[int] | None = None) -> list[Block]:
+def document_blocks(q_offsets: Sequence[int], k_offsets: Sequence[int] | None = None) -> list[RowBlock]:
     """Packed documents, each causal in itself and blind to the others.
 
     Args:
@@ -74,10 +74,10 @@ def document_blocks(q_offsets: Sequence[int], k_offsets: Sequence[int] | None = 
     """
     k_offsets = q_offsets if k_offsets is None else k_offsets
     pairs = zip(pairwise(q_offsets), pairwise(k_offsets), strict=True)
-    return [Block(*queries, *keys, causal=True) for queries, keys in pairs]
+    return [RowBlock(*queries, *keys, causal=True) for queries, keys in pairs]
 
 
-def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple[int, int, int]]) -> list[Block]:
+def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple[int, int, int]]) -> list[RowBlock]:
     """How pieces of documents attend to pieces of documents, causally within each document.
 
     Args:
@@ -99,15 +99,15 @@ def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple
             # queries within the keys' range of positions see them up to their own, those behind it all of them
             low, high = max(start, first), min(stop, last)
             if low < high:
-                blocks.append(Block(row + low - start, row + high - start, k_row, k_row + high - first, True))
+                blocks.append(RowBlock(row + low - start, row + high - start, k_row, k_row + high - first, True))
             behind = max(start, last)
             if behind < stop and first < last:
-                blocks.append(Block(row + behind - start, row + stop - start, k_row, k_row + last - first, False))
+                blocks.append(RowBlock(row + behind - start, row + stop - start, k_row, k_row + last - first, False))
         row += stop - start
     return blocks
 
 
-def as_blocks(relation: Relation, queries: int, keys: int) -> list[Block]:
+def as_blocks(relation: Relation, queries: int, keys: int) -> list[RowBlock]:
     """The blocks of a relation in which every query sees a key.
 
     Args:
@@ -121,7 +121,7 @@ def as_blocks(relation: Relation, queries: int, keys: int) -> list[Block]:
     if isinstance(relation, str):
         if relation not in ("full", "causal", "empty"):
             raise PlanError(f"{relation!r} is not known", where="relation", remedy="full, causal, empty, or blocks")
-        relation = [] if relation == "empty" else [Block(0, queries, 0, keys, relation == "causal")]
+        relation = [] if relation == "empty" else [RowBlock(0, queries, 0, keys, relation == "causal")]
     assert not isinstance(relation, Positions)
     blocks = []
     for block in relation:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cordillera.errors import PlanError
 from cordillera.kernels.attention.merge import merge
-from cordillera.kernels.attention.relation import Block, Positions, Relation, as_blocks
+from cordillera.kernels.attention.relation import Positions, Relation, RowBlock, as_blocks
 
 
 class _Layer(NamedTuple):
@@ -27,13 +27,13 @@ class _Layer(NamedTuple):
     causal: bool
     rows: NDArray[np.bool_]  # of queries: which are taken
     keys: NDArray[np.bool_]
-    blocks: list[Block]
+    blocks: list[RowBlock]
 
-    def has_room(self, block: Block) -> bool:
+    def has_room(self, block: RowBlock) -> bool:
         taken = self.rows[block.q_start : block.q_stop].any() or self.keys[block.k_start : block.k_stop].any()
         return self.causal == block.causal and not taken
 
-    def add(self, block: Block) -> None:
+    def add(self, block: RowBlock) -> None:
         self.rows[block.q_start : block.q_stop] = self.keys[block.k_start : block.k_stop] = True
         self.blocks.append(block)
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from cordillera.errors import DependencyError, TrainingError
 
-Backend = Literal["auto", "torch", "numba", "fbgemm", "triton"]
+EmbeddingBackend = Literal["auto", "torch", "numba", "fbgemm", "triton"]
 
 
 class SparseOptimizer(BaseModel):
@@ -136,7 +136,7 @@ def sparse_update(
     *,
     learning_rate: float,
     step: int,
-    backend: Backend = "auto",
+    backend: EmbeddingBackend = "auto",
 ) -> None:
     """Update, in place, the rows that a batch looked up: exactly once each, with their whole gradient.
 
@@ -174,7 +174,7 @@ def sparse_update(
         run(update)
 
 
-def choose_backend(backend: Backend, optimizer: SparseOptimizer, weight: Tensor) -> str:
+def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight: Tensor) -> str:
     """The back end that ``backend`` means for this optimizer and this table.
 
     Args:

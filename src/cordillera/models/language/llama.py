@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cordillera.kernels.attention.documents import document_attention
 
-Count = Annotated[int, Field(ge=1, le=2**30)]
+ModelSize = Annotated[int, Field(ge=1, le=2**30)]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -66,7 +66,7 @@ class RopeScaling(BaseModel):
     factor: float = Field(8.0, ge=1, allow_inf_nan=False)
     low_freq_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
     high_freq_factor: float = Field(4.0, gt=0, allow_inf_nan=False)
-    original_context: Count = 8192
+    original_context: ModelSize = 8192
 
     @model_validator(mode="after")
     def _ordered(self) -> RopeScaling:
@@ -99,13 +99,13 @@ class LlamaConfig(BaseModel):
 
     name: Literal["llama"] = "llama"
     layers: int = Field(32, ge=1, le=1024)
-    hidden: Count = 4096
-    heads: Count = 32
-    kv_heads: Count = 8
-    head_dim: Count | None = None
-    ffn: Count = 14336
-    vocabulary: Count = 128256
-    context: Count = 8192
+    hidden: ModelSize = 4096
+    heads: ModelSize = 32
+    kv_heads: ModelSize = 8
+    head_dim: ModelSize | None = None
+    ffn: ModelSize = 14336
+    vocabulary: ModelSize = 128256
+    context: ModelSize = 8192
     tied: bool = False
     norm_eps: float = Field(1e-5, gt=0, allow_inf_nan=False)
     rope_theta: float = Field(500_000.0, gt=1, allow_inf_nan=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.fsdp.traffic import record_weight_traffic
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
@@ -80,7 +80,7 @@ def parallelize(
     parallel = mesh.config
     ranks = None
     if parallel.tensor > 1:
-        links = Links(mesh.tensor.get_group(), ledger or Ledger(), parallel.deadline_s)
+        links = Collectives(mesh.tensor.get_group(), ledger or Ledger(), parallel.deadline_s)
         ranks = TensorRanks(mesh.tensor, links, parallel.sequence)
         _cut_matrices(stage, ranks)
     if compiles:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.tensor_parallel import local
 from cordillera.distributed.vocabulary_loss import summed_cross_entropy
 from cordillera.errors import CheckpointError
@@ -64,7 +64,7 @@ class LlamaStage(nn.Module):
         super().__init__()
         self.config = model.config
         self.is_first, self.is_last = stage == 0, stage == stages - 1
-        self.vocabulary_links: Links | None = None
+        self.vocabulary_links: Collectives | None = None
         self.loss_rows = 1024
         if self.is_first or (self.is_last and self.config.tied):
             self.embedding = model.embedding

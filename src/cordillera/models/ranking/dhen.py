@@ -17,9 +17,9 @@ from cordillera.errors import DataError
 from cordillera.models.ranking.base import DeepConfig, DeepModel, EmbeddingLayer, Size, Sizes
 from cordillera.models.ranking.interactions import (
     MLP,
-    Attention,
     Convolution,
     DotInteraction,
+    EmbeddingAttention,
     EmbeddingCross,
     FactorizationMachineBlock,
     LinearCompression,
@@ -88,7 +88,7 @@ def _make_module(name: ModuleName, config: DHENConfig, rows: int) -> nn.Module:
         dots = DotInteraction(rows)
         return nn.Sequential(dots, RowsMLP(dots.outputs, config.module_mlp, outputs, d, dropout=config.dropout))
     if name == "attention":
-        attention = Attention(d, config.attention_heads, config.attention_feed_forward, config.dropout)
+        attention = EmbeddingAttention(d, config.attention_heads, config.attention_feed_forward, config.dropout)
         return nn.Sequential(attention, LinearCompression(rows, outputs))
     if name == "cross":
         return EmbeddingCross(outputs, d)

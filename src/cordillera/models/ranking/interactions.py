@@ -330,7 +330,7 @@ class LinearCompression(nn.Module):
         return combined if self.bias is None else combined + self.bias.to(combined.dtype).unsqueeze(-1)
 
 
-class Attention(nn.Module):
+class EmbeddingAttention(nn.Module):
     """One transformer encoder layer over the embeddings: ``[B, n, d] -> [B, n, d]``.
 
     Self-attention and a two-layer feed-forward net with ReLU, each with a shortcut and layer norm after it

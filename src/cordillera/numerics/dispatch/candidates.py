@@ -28,7 +28,7 @@ _GROUP = 32  # inputs that share a scale in int4
 Kernel = Callable[[Tensor], Tensor]
 """``float32 [M, K] -> float32 [M, N]``."""
 
-Stored = dict[str, Tensor]
+StoredWeight = dict[str, Tensor]
 """A weight as a candidate keeps it: ``weight``, and scales or ranges where it has any."""
 
 
@@ -62,8 +62,8 @@ class Candidate(NamedTuple):
     """
 
     name: str
-    store: Callable[[Tensor, Tensor | None], Stored]
-    load: Callable[[Stored, Tensor | None, bool], Kernel]
+    store: Callable[[Tensor, Tensor | None], StoredWeight]
+    load: Callable[[StoredWeight, Tensor | None, bool], Kernel]
     needs: Callable[[torch.device, int, int], str | None]
     calibrated: bool = False
     emulated: bool = False
@@ -113,17 +113,17 @@ def _in_groups(device: torch.device, inputs: int, outputs: int) -> str | None:
     return _on_cpu(device, inputs, outputs)
 
 
-def _plain(weight: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Stored:
+def _plain(weight: Tensor, rows: Tensor | None, dtype: torch.dtype) -> StoredWeight:
     weight = weight.detach().float().contiguous()
     (check_half if dtype == torch.float16 else partial(check_finite, where="weight"))(weight)
     return {"weight": weight.to(dtype)}
 
 
-def _load_fp32(stored: Stored, bias: Tensor | None) -> Kernel:
+def _load_fp32(stored: StoredWeight, bias: Tensor | None) -> Kernel:
     return lambda x: F.linear(x, stored["weight"], bias)
 
 
-def _load_bf16(stored: Stored, bias: Tensor | None) -> Kernel:
+def _load_bf16(stored: StoredWeight, bias: Tensor | None) -> Kernel:
     def run(x: Tensor) -> Tensor:
         y = F.linear(x.to(torch.bfloat16), stored["weight"]).float()
         return y if bias is None else y.add_(bias)
@@ -131,11 +131,11 @@ def _load_bf16(stored: Stored, bias: Tensor | None) -> Kernel:
     return run
 
 
-def _load_fp16(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+def _load_fp16(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
     return partial(HalfWeights(stored["weight"].float(), bias), relu=relu)
 
 
-def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
+def _int8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
     """Symmetric, with a scale an output channel, and the range of the rows if there are any."""
     quantized = quantize_weight(weight.detach(), None)
     stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
@@ -146,17 +146,17 @@ def _int8(weight: Tensor, rows: Tensor | None) -> Stored:
     return stored
 
 
-def _int8_weight(stored: Stored, bias: Tensor | None) -> LinearWeight:
+def _int8_weight(stored: StoredWeight, bias: Tensor | None) -> LinearWeight:
     return make_weight(stored["weight"], stored["scale"], None, bias)
 
 
-def _load_int8(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+def _load_int8(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
     """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
     input = choose_affine(stored["range"][0], stored["range"][1], UINT8) if "range" in stored else None
     return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
 
 
-def _load_int8_onednn(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+def _load_int8_onednn(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
     engine = TorchEngine(_int8_weight(stored, bias), seven_bits=saturates(), engines=("onednn",))
 
     def run(x: Tensor) -> Tensor:
@@ -169,42 +169,44 @@ def _load_int8_onednn(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel
     return run
 
 
-def _load_int8_weights(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+def _load_int8_weights(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
     weights = Int8Weights(_int8_weight(stored, bias))
     return lambda x: weights(x.bfloat16(), relu).float()
 
 
-def _int4(weight: Tensor, rows: Tensor | None) -> Stored:
+def _int4(weight: Tensor, rows: Tensor | None) -> StoredWeight:
     codes, offsets = Int4Weights.quantize(weight.detach().float())
     return {"weight": pack_codes(codes, 4), "scale": offsets.to(torch.bfloat16)}
 
 
-def _load_int4(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+def _load_int4(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
     weights = Int4Weights(unpack_codes(stored["weight"], 4), stored["scale"].float(), bias)
     return lambda x: weights(x.bfloat16(), relu).float()
 
 
-def _store_fp8(weight: Tensor, rows: Tensor | None) -> Stored:
+def _store_fp8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
     check_finite(weight, "weight")
     payload, scale = _fp8_rows(weight.detach().float())
     return {"weight": payload, "scale": scale}
 
 
-def then_relu(load: Callable[[Stored, Tensor | None], Kernel]) -> Callable[[Stored, Tensor | None, bool], Kernel]:
+def then_relu(
+    load: Callable[[StoredWeight, Tensor | None], Kernel],
+) -> Callable[[StoredWeight, Tensor | None, bool], Kernel]:
     """A loader of kernels with a ReLU after them where one is wanted.
 
     Args:
         load: Loader of kernels without a ReLU.
     """
 
-    def loader(stored: Stored, bias: Tensor | None, relu: bool) -> Kernel:
+    def loader(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
         run = load(stored, bias)
         return (lambda x: run(x).relu_()) if relu else run
 
     return loader
 
 
-def load_fp8(stored: Stored, bias: Tensor | None) -> Kernel:
+def load_fp8(stored: StoredWeight, bias: Tensor | None) -> Kernel:
     """Both operands in e4m3 with a scale a row (torch's ``_scaled_mm``, row-wise).
 
     Args:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.accuracy import Accuracy
 from cordillera.numerics.dispatch.candidates import Candidate, Kernel, Shape, candidate, chosen
-from cordillera.numerics.dispatch.plan import Choice, Pass, PrecisionPlan, bucket, machine, weights_digest
+from cordillera.numerics.dispatch.plan import KernelChoice, Pass, PrecisionPlan, bucket, machine, weights_digest
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.quantization.fixed_dtypes import refuse_double
 from cordillera.numerics.sites import replace, sites
@@ -243,7 +243,7 @@ def _pack_and_run(one: Candidate, product: Product, x: Tensor) -> Tensor:
     return one.pack(product.weight, product.bias, product.calibration)(x)
 
 
-def choose(product: Product, rows: int, trials: Sequence[Trial], config: DispatchConfig) -> Choice:
+def choose(product: Product, rows: int, trials: Sequence[Trial], config: DispatchConfig) -> KernelChoice:
     """The fastest trial that passed, if it is faster than fp32 by enough.
 
     Args:
@@ -271,7 +271,9 @@ def choose(product: Product, rows: int, trials: Sequence[Trial], config: Dispatc
     expected: dict[str, Any] = {"ms": best.milliseconds, "times_fp32": reference.milliseconds / best.milliseconds}
     if best.accuracy is not None:
         expected["accuracy"] = best.accuracy.to_json()
-    return Choice(product.site, product.of, bucket(rows), n, k, best.kernel, why, expected, _range(product.calibration))
+    return KernelChoice(
+        product.site, product.of, bucket(rows), n, k, best.kernel, why, expected, _range(product.calibration)
+    )
 
 
 def _range(rows: Tensor | None) -> tuple[float, float] | None:

@@ -32,7 +32,7 @@ PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel of one product.
 
     Attributes:
@@ -134,7 +134,7 @@ class PrecisionPlan:
         kernels: Names of the candidates that were considered.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[KernelChoice, ...]
     machine: dict[str, Any]
     bound: dict[str, float]
     seed: int = 0
@@ -151,7 +151,7 @@ class PrecisionPlan:
         content["choices"] = [{k: v for k, v in one.items() if k not in measured} for one in content["choices"]]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def find(self, site: str, of: Pass, rows: int) -> Choice | None:
+    def find(self, site: str, of: Pass, rows: int) -> KernelChoice | None:
         """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
 
         Args:
@@ -227,7 +227,7 @@ class PrecisionPlan:
             raise NumericsError("there is no such plan", where=where, remedy="cordillera probe RUN writes one")
         content = read_sealed(path, required=True, schema=SCHEMA, error=NumericsError, remedy=_REMEDY)
         try:
-            choices = tuple(_checked(Choice(**choice)) for choice in content["choices"])
+            choices = tuple(_checked(KernelChoice(**choice)) for choice in content["choices"])
             bound = {key: float(value) for key, value in content["bound"].items()}
             if any(math.isnan(value) for value in bound.values()):
                 raise ValueError("a bound is NaN")
@@ -300,7 +300,7 @@ def weights_digest(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]
     return digest.hexdigest()
 
 
-def _checked(choice: Choice) -> Choice:
+def _checked(choice: KernelChoice) -> KernelChoice:
     sizes = (choice.rows, choice.outputs, choice.inputs)
     if not all(isinstance(size, int) and size >= 1 for size in sizes) or choice.of not in PASSES:
         raise ValueError(f"{choice.of} of {' x '.join(map(str, sizes))} is no product")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
-from cordillera.numerics.dispatch.candidates import Kernel, Shape, Stored, candidate
+from cordillera.numerics.dispatch.candidates import Kernel, Shape, StoredWeight, candidate
 from cordillera.numerics.quantization.fixed_dtypes import FixedDtypes, refuse_double
 
 
@@ -78,7 +78,7 @@ class StoredLinear(FixedDtypes):
             NumericsError: what is kept is not what the kernel takes.
         """
         if self._run is None:
-            stored: Stored = {name: getattr(self, f"stored_{name}") for name in self._names}
+            stored: StoredWeight = {name: getattr(self, f"stored_{name}") for name in self._names}
             try:
                 self._run = candidate(self.kernel).load(stored, self.bias, self.relu)
             except (KeyError, RuntimeError, ValueError, TypeError) as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 from cordillera.errors import NumericsError
 from cordillera.numerics.faults.bit_flips import BitLayout, Region, unaliased
 
-Stratum = tuple[BitLayout, int]
+StratumKey = tuple[BitLayout, int]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Injections:
     """
 
     region: Region
-    strata: tuple[Stratum, ...]
+    strata: tuple[StratumKey, ...]
     bits: Tensor
 
 
@@ -124,7 +124,7 @@ def draw(component: Component, model: FaultModel, seed: int, rounds: range) -> l
     Returns:
         Faults grouped by region.
     """
-    gathered: dict[int, tuple[list[Stratum], list[list[int]]]] = {}
+    gathered: dict[int, tuple[list[StratumKey], list[list[int]]]] = {}
     key = zlib.crc32(component.name.encode())
     sized = {
         layout: [(i, region) for i, region in enumerate(component.regions) if region.layout == layout]

@@ -84,7 +84,7 @@ class Touched:
     outputs: Tensor
 
 
-Lookup = Callable[[Region, Tensor], Touched]
+TouchedLookup = Callable[[Region, Tensor], Touched]
 """Computes the outputs of those inputs that read a corrupted row of a table; takes faults ``int64 [M, k]``."""
 
 
@@ -123,7 +123,7 @@ class Replay:
         decision: Decision,
         *,
         suffix: Callable[[], Tensor] | None = None,
-        lookups: Mapping[str, Lookup] | None = None,
+        lookups: Mapping[str, TouchedLookup] | None = None,
         tolerance: float | None = None,
     ) -> None:
         self._forward, self._decision = forward, decision

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from cordillera.cost import Calibration, CostModel, Products, calibration_for
 from cordillera.errors import PlanError
 from cordillera.partition import divisors
-from cordillera.planning.language.job import Job
-from cordillera.planning.language.step import Step, families, held, simulate_step, stage_seconds, ways
+from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.step import SimulatedStep, families, held, simulate_step, stage_seconds, ways
 from cordillera.planning.language.workload import Layout, Recompute, Workload
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings, tuned
@@ -30,8 +30,8 @@ from cordillera.planning.pipeline.schedules import Schedule
 from cordillera.planning.pipeline.tuning import shortest
 from cordillera.topology import Topology
 
-Dimension = Literal["placement", "scheduling", "network"]
-ALL: tuple[Dimension, ...] = ("placement", "scheduling", "network")
+SearchDimension = Literal["placement", "scheduling", "network"]
+ALL: tuple[SearchDimension, ...] = ("placement", "scheduling", "network")
 
 # Dimensions on the cluster, innermost first; the last crosses the outermost links.
 PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
@@ -67,7 +67,7 @@ class Plan:
     order: tuple[str, ...]
     network: Mapping[str, NetworkSettings]
     schedule: Schedule
-    step: Step
+    step: SimulatedStep
     flops: float
     peak: float
 
@@ -120,7 +120,7 @@ class Exploration:
     """
 
     plans: list[Plan] = field(default_factory=list)
-    searched: tuple[Dimension, ...] = ALL
+    searched: tuple[SearchDimension, ...] = ALL
     estimated: int = 0
     simulated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -128,9 +128,9 @@ class Exploration:
     interrupted: bool = False
     least_memory: float = math.inf
     enough: int | None = None
-    alone: dict[Dimension, Plan] = field(default_factory=dict)
+    alone: dict[SearchDimension, Plan] = field(default_factory=dict)
 
-    def take(self, dimension: Dimension, smaller: Exploration) -> None:
+    def take(self, dimension: SearchDimension, smaller: Exploration) -> None:
         """Take over what a search of one dimension found.
 
         Args:
@@ -179,7 +179,7 @@ def _distinct(plans: Iterable[Plan]) -> list[Plan]:
     return list(found.values())
 
 
-def _respect(plan: Plan, job: Job) -> str | None:
+def _respect(plan: Plan, job: PlannedJob) -> str | None:
     """In what a job differs from a plan, if it is one respect: two degrees, with what depends on them, count as one."""
     one, other = vars(plan.layout), vars(job.layout)
     differing = {name for name in one if one[name] != other[name]}
@@ -344,7 +344,7 @@ class Explorer:
         order: Sequence[str],
         network: Mapping[str, NetworkSettings],
         shared: dict[Any, Any] | None = None,
-    ) -> Job:
+    ) -> PlannedJob:
         """A layout on the cluster.
 
         Args:
@@ -353,7 +353,7 @@ class Explorer:
             network: Settings by level.
             shared: Filled with what jobs with the same settings have in common.
         """
-        return Job(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
+        return PlannedJob(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
 
     def production(self) -> Plan:
         """The baseline: what large jobs in one building do, taken to several.
@@ -418,7 +418,7 @@ class Explorer:
             return 1
         return max(one for one in (1, 2, 4) if one * layout.pipeline <= self.workload.model.layers)
 
-    def again(self, plan: Plan, topology: Topology) -> Step:
+    def again(self, plan: Plan, topology: Topology) -> SimulatedStep:
         """A plan as it is, on another cluster: what a change of the network would do to it.
 
         Args:
@@ -428,7 +428,7 @@ class Explorer:
         mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
         if topology.device != self.topology.device:  # no products were measured on that device
             cost = CostModel(topology.device, cost.calibration)
-        return simulate_step(Job(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
+        return simulate_step(PlannedJob(self.workload, mesh, plan.layout, cost, plan.network), plan.schedule)
 
     def _possible(self, found: Exploration) -> Iterator[Layout]:
         for layout in layouts(self.workload, self.topology, self.devices):
@@ -438,7 +438,7 @@ class Explorer:
             else:
                 yield layout
 
-    def _simulated(self, job: Job, only: set[str] | None, found: Exploration) -> Plan | None:
+    def _simulated(self, job: PlannedJob, only: set[str] | None, found: Exploration) -> Plan | None:
         """The best schedule of a layout that fits the memory."""
         best: Plan | None = None
         if job.busiest >= min((plan.seconds for plan in found.plans), default=float("inf")):
@@ -484,7 +484,7 @@ class Explorer:
         own = shortest(problem, _EFFORT)
         return replace(plan, schedule=own, step=simulate_step(job, own))
 
-    def explore(self, only: Iterable[Dimension] = ALL, *, keep: int = 16, improve: int = 2) -> Exploration:
+    def explore(self, only: Iterable[SearchDimension] = ALL, *, keep: int = 16, improve: int = 2) -> Exploration:
         """Search; what is not searched is as in :meth:`production`.
 
         More than one dimension are searched each alone first, so that a search is never worse than a smaller one. An
@@ -517,14 +517,16 @@ class Explorer:
         found.seconds = time.perf_counter() - begin
         return found
 
-    def _search(self, free: tuple[Dimension, ...], base: Plan, found: Exploration, keep: int, improve: int) -> None:
+    def _search(
+        self, free: tuple[SearchDimension, ...], base: Plan, found: Exploration, keep: int, improve: int
+    ) -> None:
         network = tuned_network(self.topology) if "network" in free else dict(base.network)
         orders: list[tuple[str, ...]] = [base.order]
         if "placement" in free:
             cut = self.workload.sequence > _SHORTEST_PART
             orders = [one for one in ORDERS if cut or one[:2] == ("tensor", "context")]
         schedules = None if "scheduling" in free else _FIXED
-        ranked: dict[tuple[str, ...], list[tuple[float, int, Job]]] = {order: [] for order in orders}
+        ranked: dict[tuple[str, ...], list[tuple[float, int, PlannedJob]]] = {order: [] for order in orders}
         shared: dict[Any, Any] = {}
         seen: set[tuple[Layout, tuple[str, ...]]] = set()
         for layout in self._possible(found):
@@ -544,7 +546,7 @@ class Explorer:
                     self._progress(f"{found.estimated:,} layouts estimated")
         tried: dict[tuple[Layout, tuple[str, ...]], Plan | None] = {}
 
-        def simulated(job: Job) -> Plan | None:
+        def simulated(job: PlannedJob) -> Plan | None:
             key = (job.layout, job.mesh.order)
             if key not in tried:
                 tried[key] = self._simulated(job, schedules, found)
@@ -583,7 +585,9 @@ class Explorer:
                     best = min(best, job.estimate().seconds)
         return best
 
-    def _climb(self, jobs: Sequence[Job], simulated: Callable[[Job], Plan | None], begin: Sequence[Plan]) -> None:
+    def _climb(
+        self, jobs: Sequence[PlannedJob], simulated: Callable[[PlannedJob], Plan | None], begin: Sequence[Plan]
+    ) -> None:
         """From the best plan to a better neighbour, as long as there is one.
 
         Neighbours differ in one respect. The estimate, by which the first plans were chosen, knows no latencies and
@@ -608,7 +612,7 @@ class Explorer:
                 if plan is not None and plan.seconds < (better or best).seconds:
                     better = plan
 
-    def _holds(self, job: Job, found: Exploration) -> bool:
+    def _holds(self, job: PlannedJob, found: Exploration) -> bool:
         """Whether devices have the memory under some schedule; if not, that is noted."""
         needed = self._least_memory(job)
         if needed > self._limit:
@@ -616,12 +620,12 @@ class Explorer:
             found.least_memory = min(found.least_memory, needed)
         return needed <= self._limit
 
-    def _least_memory(self, job: Job) -> float:
+    def _least_memory(self, job: PlannedJob) -> float:
         """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""
         part = 2 / 3 if job.layout.chunks == 2 else 1.0
         return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
 
-    def _allowed(self, layout: Layout, base: Layout, free: Sequence[Dimension]) -> bool:
+    def _allowed(self, layout: Layout, base: Layout, free: Sequence[SearchDimension]) -> bool:
         same = []
         if "placement" not in free:
             same += ["tensor", "context", "expert", "pipeline", "data", "shards", "shard_weights"]

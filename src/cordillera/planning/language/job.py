@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache, partial
 from cordillera.cost import CostModel
 from cordillera.planning.language.workload import (
     BYTES,
+    LayerSeconds,
     Layout,
-    Seconds,
     Workload,
     activation_bytes,
     embedding_seconds,
@@ -117,7 +117,7 @@ class Fabric:
         return 0.0 if settings is None else settings.processors
 
 
-class Job(Fabric):
+class PlannedJob(Fabric):
     """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
 
     Args:
@@ -231,14 +231,14 @@ class Job(Fabric):
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
-    def layer(self) -> Seconds:
+    def layer(self) -> LayerSeconds:
         """One layer and one microbatch, a mean over layers where some have experts."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         experts = self.workload.model.experts
         if experts is not None and self.layout.expert > 1:
             twice = 2 * self.exchange / experts.every  # to the experts and back
             again = twice if self.layout.recompute == "full" else 0.0
-            one = Seconds(
+            one = LayerSeconds(
                 one.forward + twice,
                 one.again + again,
                 one.input_gradient + twice,
@@ -249,7 +249,7 @@ class Job(Fabric):
             # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
             size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
             gather = self.gather(size, self.layout.context, self.mesh.stride("context"))
-            one = Seconds(
+            one = LayerSeconds(
                 one.forward + gather,
                 one.again + (gather if self.layout.recompute == "full" else 0.0),
                 one.input_gradient + gather,
@@ -258,7 +258,7 @@ class Job(Fabric):
             )
         return self._with_gathered(one, *self.layer_parameters)
 
-    def _with_gathered(self, one: Seconds, plain: float, mixed: float = 0.0) -> Seconds:
+    def _with_gathered(self, one: LayerSeconds, plain: float, mixed: float = 0.0) -> LayerSeconds:
         """A part of the model whose weights, where they are sharded, are gathered while the part before it is computed.
 
         Once in the forward and once in the backward, which scatters the gradients besides (Zhao et al. 2023, section
@@ -279,7 +279,7 @@ class Job(Fabric):
         back = one.again + one.input_gradient + one.weight_gradient
         forward = max(share * min(gather, one.forward), gather - one.forward)
         backward = max(share * min(2.0 * gather, back), 2.0 * gather - back)
-        return Seconds(
+        return LayerSeconds(
             one.forward + forward,
             one.again,
             one.input_gradient + backward,
@@ -294,7 +294,7 @@ class Job(Fabric):
         return layers_of_stages(self.workload.model.layers, self.layout.stages)
 
     @cached_property
-    def stages(self) -> list[Seconds]:
+    def stages(self) -> list[LayerSeconds]:
         """Every stage and one microbatch."""
         one, last = self.layer, self.layout.stages - 1
         first_part = embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)

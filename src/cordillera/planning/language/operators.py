@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from cordillera.cost import Calibration, CostModel, Shape, whole
+from cordillera.cost import Calibration, CostModel, ProductShape, whole
 from cordillera.planning.language.explorer import MICROBATCHES, inner_degrees
 from cordillera.planning.language.workload import Layout, Workload, head_seconds, layer_seconds
 from cordillera.topology import Device
@@ -15,7 +15,7 @@ class _Listing(CostModel):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device, Calibration())
-        self.asked: set[Shape] = set()
+        self.asked: set[ProductShape] = set()
 
     def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
         self.asked.add(whole(rows, columns, inner, count))
@@ -25,7 +25,7 @@ class _Listing(CostModel):
 class _ProductsAlone(CostModel):
     """A cost model in which nothing but matrix products takes time: all of them, or those that were measured."""
 
-    def __init__(self, cost: CostModel, counted: set[Shape] | None) -> None:
+    def __init__(self, cost: CostModel, counted: set[ProductShape] | None) -> None:
         super().__init__(cost.device, cost.calibration.model_copy(update={"layer_s": 0.0}), cost.products)
         self._counted = counted
 
@@ -41,7 +41,7 @@ class _ProductsAlone(CostModel):
         return 0.0
 
 
-def shapes(workload: Workload, device: Device, host: int) -> list[Shape]:
+def shapes(workload: Workload, device: Device, host: int) -> list[ProductShape]:
     """The products of one device, over the degrees and the microbatches that a search tries.
 
     Args:
@@ -75,7 +75,7 @@ def measured_share(workload: Workload, layout: Layout, cost: CostModel) -> float
         From 0 to 1.
     """
 
-    def seconds(counted: set[Shape] | None) -> float:
+    def seconds(counted: set[ProductShape] | None) -> float:
         alone = _ProductsAlone(cost, counted)
         layers = workload.model.layers * layer_seconds(workload, layout, alone, 0.0).total
         return layers + head_seconds(workload, layout, alone, 0.0).total

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.job import Job
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
@@ -31,7 +31,7 @@ _SHORT = 0.02  # of a microbatch's slot: messages that take less are not hidden 
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A step as simulated.
 
     Attributes:
@@ -55,7 +55,7 @@ class Step:
         return max(sum(rank.values()) for rank in self.memory)
 
 
-def stage_seconds(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> StageSeconds:
+def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float] | None = None) -> StageSeconds:
     """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
 
     Messages that kernels copy take processors: an action that receives or sends one takes as much longer as these do
@@ -90,7 +90,7 @@ def stage_seconds(job: Job, schedule: Schedule, slow: Mapping[int, float] | None
     )
 
 
-def ways(job: Job) -> dict[tuple[int, int], Way]:
+def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
     """Between neighbouring pipeline ranks, and from the last to the first, in both directions."""
     p, found = job.layout.pipeline, {}
     for rank in range(p if p > 1 else 0):
@@ -102,7 +102,7 @@ def ways(job: Job) -> dict[tuple[int, int], Way]:
     return found
 
 
-def held(job: Job, schedule: Schedule) -> tuple[dict[str, float], ...]:
+def held(job: PlannedJob, schedule: Schedule) -> tuple[dict[str, float], ...]:
     """Bytes on a device of each pipeline rank under a schedule, by cause.
 
     Args:
@@ -125,7 +125,7 @@ def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
 
 
 def reduced(
-    job: Job,
+    job: PlannedJob,
     schedule: Schedule,
     rank: int,
     times: Callable[[int], tuple[Any, Any]],
@@ -163,7 +163,7 @@ def reduced(
     return np.maximum(last, clock) + tied
 
 
-def optimizer_seconds(job: Job, schedule: Schedule, rank: int) -> float:
+def optimizer_seconds(job: PlannedJob, schedule: Schedule, rank: int) -> float:
     """Of a rank's optimizer.
 
     Args:
@@ -174,7 +174,7 @@ def optimizer_seconds(job: Job, schedule: Schedule, rank: int) -> float:
     return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
 
 
-def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None = None) -> Step:
+def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float] | None = None) -> SimulatedStep:
     """Simulate a step: the pipeline, then :func:`reduced`, then the optimizer; it ends with the last rank.
 
     Args:
@@ -212,10 +212,10 @@ def simulate_step(job: Job, schedule: Schedule, slow: Mapping[int, float] | None
         "gradient reduction": finish[at] - end,
         "optimizer": optimizer[at],
     }
-    return Step(timeline, parts, memory)
+    return SimulatedStep(timeline, parts, memory)
 
 
-def families(job: Job) -> dict[str, Callable[[], Schedule]]:
+def families(job: PlannedJob) -> dict[str, Callable[[], Schedule]]:
     """The schedules that a layout can run, by name.
 
     Args:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.explorer import ALL, Dimension, Exploration, Explorer, Plan, divisible
+from cordillera.planning.language.explorer import ALL, Exploration, Explorer, Plan, SearchDimension, divisible
 from cordillera.planning.language.step import (
-    Step,
+    SimulatedStep,
     last_backwards,
     optimizer_seconds,
     reduced,
@@ -116,7 +116,9 @@ def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
     """
     check(slow=factor)
     job = explorer.job(plan.layout, plan.order, plan.network)
-    by_rank: list[Step] = [simulate_step(job, plan.schedule, {rank: factor}) for rank in range(plan.schedule.ranks)]
+    by_rank: list[SimulatedStep] = [
+        simulate_step(job, plan.schedule, {rank: factor}) for rank in range(plan.schedule.ranks)
+    ]
     seconds = [step.seconds for step in by_rank]
     worst, least = int(np.argmax(seconds)), int(np.argmin(seconds))
     note = (
@@ -210,7 +212,7 @@ def replan(
     explorer: Explorer,
     plan: Plan,
     topology: Topology,
-    only: Iterable[Dimension] = ALL,
+    only: Iterable[SearchDimension] = ALL,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Explorer, Exploration]:
     """Search again on what is left of a cluster, with as many devices as can be used well.
@@ -272,7 +274,7 @@ def lost(
     explorer: Explorer,
     plan: Plan,
     domain: str,
-    only: Iterable[Dimension] = ALL,
+    only: Iterable[SearchDimension] = ALL,
     progress: Callable[[str], None] | None = None,
 ) -> Case:
     """A domain is gone; the plan cannot run, and another is searched on the rest.

@@ -20,7 +20,7 @@ from cordillera.topology import Label, Numeric, Words
 # Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
 # products of sizes are floats.
 Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
-Count = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
+WorkloadCount = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
 Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
 
@@ -44,11 +44,11 @@ class Experts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    count: Count
-    active: Count
-    ffn: Count
+    count: WorkloadCount
+    active: WorkloadCount
+    ffn: WorkloadCount
     shared_ffn: Annotated[int, Numeric, Field(ge=0, le=1 << 32)] = 0
-    every: Count = 1
+    every: WorkloadCount = 1
 
     @model_validator(mode="after")
     def _has_as_many(self) -> Experts:
@@ -78,13 +78,13 @@ class Transformer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: Layers
-    hidden: Count
-    heads: Count
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    ffn: Count | None = None
+    hidden: WorkloadCount
+    heads: WorkloadCount
+    kv_heads: WorkloadCount | None = None
+    head_dim: WorkloadCount | None = None
+    ffn: WorkloadCount | None = None
     gated: bool = False
-    vocabulary: Count = 51_200
+    vocabulary: WorkloadCount = 51_200
     tied: bool = True
     fused_attention: bool = False
     experts: Experts | None = None
@@ -175,8 +175,8 @@ class Workload(BaseModel):
     description: Words = ""
     source: Words = ""
     model: Transformer
-    sequence: Count
-    batch: Count
+    sequence: WorkloadCount
+    batch: WorkloadCount
     weight_bytes: Annotated[Bytes, Field(ge=0.01)] = 2.0
     gradient_bytes: Annotated[Bytes, Field(ge=0.01)] = 4.0
     optimizer_bytes: Bytes = 12.0
@@ -321,7 +321,7 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class LayerSeconds:
     """One layer, or a part of the model, and one microbatch on one device.
 
     Attributes:
@@ -345,9 +345,9 @@ class Seconds:
         """Of forward and backward."""
         return self.forward + self.again + self.input_gradient + self.weight_gradient
 
-    def times(self, count: float) -> Seconds:
+    def times(self, count: float) -> LayerSeconds:
         """As often one after the other."""
-        return Seconds(
+        return LayerSeconds(
             self.forward * count,
             self.again * count,
             self.input_gradient * count,
@@ -356,9 +356,9 @@ class Seconds:
             self.gather * count,
         )
 
-    def plus(self, other: Seconds) -> Seconds:
+    def plus(self, other: LayerSeconds) -> LayerSeconds:
         """Both, one after the other."""
-        return Seconds(
+        return LayerSeconds(
             self.forward + other.forward,
             self.again + other.again,
             self.input_gradient + other.input_gradient,
@@ -367,12 +367,12 @@ class Seconds:
             self.gather + other.gather,
         )
 
-    def at_least(self, floor: float) -> Seconds:
+    def at_least(self, floor: float) -> LayerSeconds:
         """In proportion longer, where they are shorter than the host needs."""
         if self.total >= floor or self.total == 0:
             return self
         by = floor / self.total
-        return Seconds(
+        return LayerSeconds(
             self.forward * by, self.again * by, self.input_gradient * by, self.weight_gradient * by, self.tensor
         )
 
@@ -411,7 +411,7 @@ def _tokens_width(model: Transformer) -> float:
     return own / e.every + plain * (1 - 1 / e.every)
 
 
-def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> Seconds:
+def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
     """One layer and one microbatch on one device.
 
     Matrix products by their shapes, attention, what streams through memory (norms, biases, activations, residuals,
@@ -460,7 +460,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
         again = forward + core + pointwise + 2.0 * reduce
     elif layout.recompute == "selective" and not model.fused_attention:
         again = core
-    return Seconds(
+    return LayerSeconds(
         forward=forward + core + pointwise + 2.0 * reduce,
         again=again,
         input_gradient=of_input + core_back + pointwise_back + 2.0 * reduce,
@@ -469,7 +469,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     ).at_least(cost.calibration.layer_s)
 
 
-def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> Seconds:
+def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
     """The input embedding and one microbatch on the first stage.
 
     Args:
@@ -479,10 +479,10 @@ def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduc
         reduce: As in :func:`layer_seconds`.
     """
     x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
-    return Seconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
+    return LayerSeconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
 
 
-def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> Seconds:
+def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
     """The output embedding, the loss and one microbatch on the last stage.
 
     Args:
@@ -494,4 +494,4 @@ def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: fl
     rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor
     forward, of_input, of_weight = cost.linear(rows, own, workload.model.hidden)
     loss = cost.stream(_LOGIT_TRAFFIC * rows * own)
-    return Seconds(forward + loss, 0.0, of_input + reduce, of_weight, reduce)
+    return LayerSeconds(forward + loss, 0.0, of_input + reduce, of_weight, reduce)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_plans import CollectivePlan, Step, check_domains, tree_broadcast
-from cordillera.planning.network.flows import Flow, Link, finish_times
+from cordillera.planning.network.collective_plans import CollectivePlan, PlanStep, check_domains, tree_broadcast
+from cordillera.planning.network.flows import Flow, FlowLink, finish_times
 
 _ROUNDING = 1e-12  # relative; costs that rounding may part are equal
 
@@ -54,8 +54,8 @@ class DomainNetwork:
     """
 
     sizes: tuple[int, ...]
-    inner: Link
-    cross: Link | None = None
+    inner: FlowLink
+    cross: FlowLink | None = None
 
     def __post_init__(self) -> None:
         _check_network(self.sizes, self.inner, self.cross)
@@ -87,7 +87,7 @@ class DomainNetwork:
         return (*cards, 2 * ranks + home, 2 * ranks + domains + away), self.cross.latency
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """The cheapest algorithm.
 
     Attributes:
@@ -113,7 +113,7 @@ def _check(n: int, num_bytes: float, latency: float, rate: float) -> None:
         raise ValueError(f"rate is {rate}; it must be positive")
 
 
-def _check_network(sizes: Sequence[int], inner: Link, cross: Link | None) -> None:
+def _check_network(sizes: Sequence[int], inner: FlowLink, cross: FlowLink | None) -> None:
     check_domains(sizes)
     for name, link in (("inner", inner), ("cross", cross)):
         if link is not None:
@@ -262,7 +262,7 @@ _HALVES: dict[str, _Pass] = {"ring": ring_seconds, "halving-doubling": doubling_
 
 
 def hierarchical_all_reduce_seconds(
-    sizes: Sequence[int], num_bytes: float, inner: Link, cross: Link, algorithm: str = "ring"
+    sizes: Sequence[int], num_bytes: float, inner: FlowLink, cross: FlowLink, algorithm: str = "ring"
 ) -> float:
     """All-reduce over ``K`` domains: reduce-scatter inside, all-reduce of each rank's share across, all-gather inside.
 
@@ -337,7 +337,7 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
 def _durations(
     plan: CollectivePlan,
     s: int,
-    step: Step,
+    step: PlanStep,
     sizes: Sequence[float],
     network: Network,
     capacities: NDArray[np.float64],
@@ -372,12 +372,12 @@ def cheapest(
     collective: str,
     groups: int | Sequence[int],
     num_bytes: float,
-    inner: Link,
-    cross: Link | None = None,
+    inner: FlowLink,
+    cross: FlowLink | None = None,
     *,
     algorithms: Collection[str] | None = None,
     message_overhead: float = 0.0,
-) -> Choice:
+) -> AlgorithmChoice:
     """The algorithm with the lowest cost on a :class:`DomainNetwork`, by closed forms.
 
     One domain has no hierarchical algorithms. Over several, halving-doubling and trees are considered in their
@@ -419,7 +419,7 @@ def cheapest(
         raise ValueError(f"{collective} over domains of {list(sizes)} ranks: none of {list(algorithms or ())} fits")
     least = min(costs.values())
     best = next(name for name, seconds in costs.items() if seconds <= least * (1 + _ROUNDING))
-    return Choice(best, costs[best])
+    return AlgorithmChoice(best, costs[best])
 
 
 def _seconds(
@@ -427,8 +427,8 @@ def _seconds(
     algorithm: str,
     sizes: Sequence[int],
     num_bytes: float,
-    inner: Link,
-    cross: Link | None,
+    inner: FlowLink,
+    cross: FlowLink | None,
     overhead: float,
 ) -> float | None:
     """None where the algorithm does not fit the domains."""
@@ -462,7 +462,7 @@ def _seconds(
     return passes / 2 * hierarchical_all_reduce_seconds(sizes, num_bytes, inner, outer, form_name)
 
 
-def _hierarchical_broadcast(sizes: Sequence[int], num_bytes: float, inner: Link, outer: Link) -> float:
+def _hierarchical_broadcast(sizes: Sequence[int], num_bytes: float, inner: FlowLink, outer: FlowLink) -> float:
     """Each domain's own tree begins when its first rank has received and passed on the data."""
     ready = [0.0] * len(sizes)
     for step in tree_broadcast(len(sizes)).steps:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.flows import Link
+from cordillera.planning.network.flows import FlowLink
 
 
 class Chunk(NamedTuple):
@@ -52,7 +52,7 @@ class Transfer(NamedTuple):
     reduces: bool
 
 
-Step: TypeAlias = tuple[Transfer, ...]
+PlanStep: TypeAlias = tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CollectivePlan:
     algorithm: str
     ranks: int
     chunks: tuple[Chunk, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ def _check_ranks(n: int) -> None:
         raise ValueError(f"n is {n}; a collective needs at least 1 rank")
 
 
-def _steps(steps: Iterable[Iterable[Transfer]]) -> tuple[Step, ...]:
+def _steps(steps: Iterable[Iterable[Transfer]]) -> tuple[PlanStep, ...]:
     return tuple(step for step in map(tuple, steps) if step)
 
 
@@ -252,7 +252,7 @@ def doubling_all_gather(n: int) -> CollectivePlan:
         ValueError: ``n`` is below 1.
     """
     _check_ranks(n)
-    steps: list[Step] = []
+    steps: list[PlanStep] = []
     if n & (n - 1) == 0:
         held: list[tuple[int, ...]] = [(rank,) for rank in range(n)]
         distance = n // 2
@@ -523,7 +523,7 @@ def _hierarchical(sizes: Sequence[int], gather: Callable[[int], CollectivePlan])
     owner = [[base[k] + low // (total // sizes[k]) for low, _ in pieces] for k in range(domains)]
     chunks = tuple(Chunk(high - low, owner[k][p], None) for k in range(domains) for p, (low, high) in enumerate(pieces))
 
-    def across(step: Step) -> Iterator[Transfer]:
+    def across(step: PlanStep) -> Iterator[Transfer]:
         sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         for transfer in step:
             for p in range(len(pieces)):
@@ -572,7 +572,7 @@ def hierarchical_broadcast(sizes: Sequence[int]) -> CollectivePlan:
 
 
 def synthesise_all_gather(
-    links: Mapping[tuple[int, int], Link], n: int, chunk_bytes: float
+    links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
 ) -> tuple[CollectivePlan, float]:
     """An all-gather made for a network: links are matched over time with chunks that their targets lack.
 
@@ -606,7 +606,7 @@ def synthesise_all_gather(
 
 
 def synthesise_reduce_scatter(
-    links: Mapping[tuple[int, int], Link], n: int, chunk_bytes: float
+    links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
 ) -> tuple[CollectivePlan, float]:
     """A reduce-scatter made for a network: the all-gather of the network with all links turned round, backwards.
 
@@ -627,7 +627,7 @@ def synthesise_reduce_scatter(
     return _scattered(plan), seconds
 
 
-def _check_links(links: Mapping[tuple[int, int], Link], n: int, chunk_bytes: float) -> None:
+def _check_links(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float) -> None:
     if not (math.isfinite(chunk_bytes) and chunk_bytes >= 0):
         raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be finite and at least 0")
     for (source, target), (latency, rate) in links.items():
@@ -652,7 +652,7 @@ def _reachable(links: Iterable[tuple[int, int]], n: int, origin: int) -> set[int
     return seen
 
 
-def _match(links: Mapping[tuple[int, int], Link], n: int, chunk_bytes: float) -> tuple[CollectivePlan, float]:
+def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float) -> tuple[CollectivePlan, float]:
     outgoing: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for pair in sorted(links):
         outgoing[pair[0]].append(pair)

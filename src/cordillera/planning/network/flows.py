@@ -24,7 +24,7 @@ _Integers: TypeAlias = NDArray[np.int64]
 _ROUNDING = 1e-12  # relative; what rounding may part is taken as equal
 
 
-class Link(NamedTuple):
+class FlowLink(NamedTuple):
     """What one link, or one kind of link, costs.
 
     Attributes:
@@ -350,7 +350,7 @@ class FifoLinks:
         truncate_ns: Cut every serialisation and every hop to whole nanoseconds, as ASTRA-sim does.
     """
 
-    links: Sequence[Link]
+    links: Sequence[FlowLink]
     truncate_ns: bool = False
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ class Edges(NamedTuple):
     link: str
 
 
-class Tier(NamedTuple):
+class NetworkTier(NamedTuple):
     """A dimension's groups within one level of the tree.
 
     Attributes:
@@ -154,14 +154,14 @@ class Mesh:
         """What rings over a dimension get, all of its groups at the same time."""
         return _ring(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
-    def tiers(self, dimension: str) -> tuple[Tier, ...]:
+    def tiers(self, dimension: str) -> tuple[NetworkTier, ...]:
         """A dimension's groups level by level, for hierarchical collectives; levels that do not part them left out.
 
         Where domains cut a group unevenly, a rank of a domain with few carries more than one of a domain with many.
         """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
-    def group(self, count: int, stride: int) -> tuple[Edges, tuple[Tier, ...]]:
+    def group(self, count: int, stride: int) -> tuple[Edges, tuple[NetworkTier, ...]]:
         """Groups of devices as far apart as those of a dimension or a part of it: a ring, and level by level.
 
         Args:
@@ -297,7 +297,7 @@ def _shared_links(
 
 
 @lru_cache(maxsize=4096)
-def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[Tier, ...]:
+def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[NetworkTier, ...]:
     if size == 1:
         return ()
     topology, found = key.topology, []
@@ -323,7 +323,7 @@ def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[Tier, ...]:
             ends = []
             for part in (sender, following[sender]):
                 ends.append(ranks[starts[part] + lane * counts[part] // flows[sender]])
-            found.append(Tier(most, int(fullest[parts > 1].min()), _edges(topology, *ends)))
+            found.append(NetworkTier(most, int(fullest[parts > 1].min()), _edges(topology, *ends)))
         below = above
         if len(whole) == len(ranks) // size:
             break

@@ -151,7 +151,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """One transfer between ranks.
 
     Attributes:
@@ -195,10 +195,12 @@ class Timeline:
     _sent: list[tuple[int, int, int, float, float, float]] = field(default_factory=list, repr=False)
 
     @cached_property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[StageMessage]:
         """Every transfer, in order of the producers' ends within a rank."""
         return [
-            Message(self.schedule.actions[source][i], source, target, float(self.ends[source][i]), start, end, arrival)
+            StageMessage(
+                self.schedule.actions[source][i], source, target, float(self.ends[source][i]), start, end, arrival
+            )
             for source, target, i, start, end, arrival in self._sent
         ]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning.language.explorer import ALL, Dimension, production_network, tuned_network
+from cordillera.planning.language.explorer import ALL, SearchDimension, production_network, tuned_network
 from cordillera.planning.network.settings import NetworkSettings
 from cordillera.planning.ranking.step import (
     INSIDE,
@@ -30,7 +30,7 @@ from cordillera.planning.ranking.step import (
     TableStep,
     local_samples,
 )
-from cordillera.planning.ranking.workload import Dealt, Recommender, copied, deal
+from cordillera.planning.ranking.workload import Placement, Recommender, copied, place_tables
 from cordillera.topology import Topology
 
 USABLE = 0.94  # of a device's memory; the rest is the runtime's
@@ -63,7 +63,7 @@ class TablePlan:
     layout: TableLayout
     schedule: TableSchedule
     network: Mapping[str, NetworkSettings]
-    dealt: Dealt
+    dealt: Placement
     step: TableStep
     samples: int
     flops: float
@@ -140,7 +140,7 @@ class TableExploration:
     """
 
     plans: list[TablePlan] = field(default_factory=list)
-    searched: tuple[Dimension, ...] = ALL
+    searched: tuple[SearchDimension, ...] = ALL
     layouts: int = 0
     simulated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -209,10 +209,10 @@ class RecommenderExplorer:
         self.samples = local_samples(workload, self.devices)
         self._progress = progress or (lambda text: None)
         self._limit = USABLE * topology.device.memory_bytes
-        self._dealt: dict[tuple[int, float, int], Dealt | str] = {}
+        self._dealt: dict[tuple[int, float, int], Placement | str] = {}
         self._production: TablePlan | None = None
 
-    def deal(self, layout: TableLayout) -> Dealt:
+    def place_tables(self, layout: TableLayout) -> Placement:
         """Deal out the tables of a group.
 
         Args:
@@ -232,9 +232,9 @@ class RecommenderExplorer:
             raise PlanError(found)
         return found
 
-    def _deal(self, layout: TableLayout) -> Dealt:
+    def _deal(self, layout: TableLayout) -> Placement:
         work, top, constants = self.workload, self.topology, self.cost.calibration
-        empty = Dealt(work, (), np.zeros(0, dtype=np.int64), layout.group)
+        empty = Placement(work, (), np.zeros(0, dtype=np.int64), layout.group)
         fixed = TableJob(work, top, layout, empty, self.cost).fixed_memory()
         ids = sum(one.count * one.lookups * work.id_bytes for one in work.tables)
         values = work.width * (work.forward_bytes + work.backward_bytes)
@@ -244,7 +244,7 @@ class RecommenderExplorer:
             wire = top.member_bytes_per_s(0, 0) * constants.port
         worth = top.device.memory_bytes_per_s * constants.memory / wire
         room = max(self._limit - sum(fixed.values()) - buffers, 1.0)
-        return deal(work, layout.group, room, worth, layout.grain, layout.copied_rows)
+        return place_tables(work, layout.group, room, worth, layout.grain, layout.copied_rows)
 
     def job(
         self,
@@ -358,7 +358,7 @@ class RecommenderExplorer:
         if best is not None:
             found.plans.append(best)
 
-    def explore(self, only: Iterable[Dimension] = ALL) -> TableExploration:
+    def explore(self, only: Iterable[SearchDimension] = ALL) -> TableExploration:
         """Search; what is not searched is as in :meth:`production`, which is among what is tried.
 
         An interrupt (Ctrl-C) ends the search with what was found until then.

@@ -23,12 +23,12 @@ from cordillera.planning.language.workload import BYTES
 from cordillera.planning.network.collective_cost import doubling_seconds, ring_seconds
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings, fullest
-from cordillera.planning.ranking.workload import Array, Dealt, Recommender, Tables, copied, update_traffic
+from cordillera.planning.ranking.workload import Array, Placement, Recommender, Tables, copied, update_traffic
 from cordillera.topology import Topology
 
-Dimension = Literal["tables", "copies"]
+TableDimension = Literal["tables", "copies"]
 Reduction = Literal["split", "whole", "last"]
-INSIDE: tuple[tuple[Dimension, Dimension], ...] = (("tables", "copies"), ("copies", "tables"))
+INSIDE: tuple[tuple[TableDimension, TableDimension], ...] = (("tables", "copies"), ("copies", "tables"))
 STREAMS = ("compute", "exchange", "reduce")
 CAUSES = {
     "lookup": "Lookups",
@@ -60,7 +60,7 @@ class TableLayout:
 
     group: int
     copies: int = 1
-    order: tuple[Dimension, Dimension] = INSIDE[0]
+    order: tuple[TableDimension, TableDimension] = INSIDE[0]
     grain: float = 1.0
     copied_rows: int = 0
 
@@ -137,7 +137,9 @@ class Exchange:
         order: Which dimension is inside.
     """
 
-    def __init__(self, topology: Topology, group: int, copies: int, order: Sequence[Dimension] = INSIDE[0]) -> None:
+    def __init__(
+        self, topology: Topology, group: int, copies: int, order: Sequence[TableDimension] = INSIDE[0]
+    ) -> None:
         self.topology, self.group, self.devices = topology, group, group * copies
         if self.devices > topology.devices:
             raise PlanError(
@@ -373,7 +375,7 @@ class TableJob:
         workload: Recommender,
         topology: Topology,
         layout: TableLayout,
-        dealt: Dealt,
+        dealt: Placement,
         cost: CostModel,
         network: Mapping[str, NetworkSettings] | None = None,
         exchange: Exchange | None = None,

@@ -24,8 +24,8 @@ from cordillera.topology import Label, Numeric, Words
 # Limits that keep the cost of a prediction and its results finite: tables, columns and layers are visited one by one.
 MOST_TABLES = 100_000
 MOST_PARTS = 200_000
-Count = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
-Bytes = Annotated[float, Numeric, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
+TableCount = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
+PositiveBytes = Annotated[float, Numeric, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 
@@ -50,11 +50,11 @@ class Tables(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    count: Count = 1
+    count: TableCount = 1
     rows: Annotated[int, Numeric, Field(ge=1, le=1 << 50)]
     dim: Annotated[int, Numeric, Field(ge=1, le=1 << 16)]
-    lookups: Bytes = 1.0
-    weight_bytes: Bytes = 4.0
+    lookups: PositiveBytes = 1.0
+    weight_bytes: PositiveBytes = 4.0
 
 
 class Cross(BaseModel):
@@ -68,7 +68,7 @@ class Cross(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: Annotated[int, Numeric, Field(ge=1, le=1_000)]
-    rank: Count
+    rank: TableCount
 
 
 class Recommender(BaseModel):
@@ -101,17 +101,17 @@ class Recommender(BaseModel):
     source: Words = ""
     tables: tuple[Tables, ...] = Field(min_length=1, max_length=10_000)
     dense: Annotated[int, Numeric, Field(ge=0, le=1 << 24)] = 0
-    bottom: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(default=(), max_length=1_000)
+    bottom: Annotated[tuple[TableCount, ...], Field(fail_fast=True)] = Field(default=(), max_length=1_000)
     interaction: Literal["dot", "concat", "cross"] = "dot"
     cross: Cross | None = None
-    top: Annotated[tuple[Count, ...], Field(fail_fast=True)] = Field(min_length=1, max_length=1_000)
+    top: Annotated[tuple[TableCount, ...], Field(fail_fast=True)] = Field(min_length=1, max_length=1_000)
     batch: Annotated[int, Numeric, Field(ge=1, le=1 << 40)]
-    id_bytes: Bytes = 8.0
-    forward_bytes: Bytes = 4.0
-    backward_bytes: Bytes = 4.0
-    gradient_bytes: Bytes = 4.0
+    id_bytes: PositiveBytes = 8.0
+    forward_bytes: PositiveBytes = 4.0
+    backward_bytes: PositiveBytes = 4.0
+    gradient_bytes: PositiveBytes = 4.0
     optimizer_bytes: Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)] = 4.0
-    dense_bytes: Bytes = 16.0
+    dense_bytes: PositiveBytes = 16.0
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recommender:
@@ -214,7 +214,7 @@ def copied(workload: Recommender, rows: int) -> tuple[Tables, ...]:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class Placement:
     """Tables as they lie on the devices of one group.
 
     Attributes:
@@ -365,7 +365,9 @@ def _cut(table: Tables, columns: int, rows: int) -> Iterator[tuple[int, int, int
             yield edges[i], edges[i + 1] - edges[i], j * width, width
 
 
-def deal(workload: Recommender, size: int, room: float, worth: float, grain: float, copied_rows: int = 0) -> Dealt:
+def place_tables(
+    workload: Recommender, size: int, room: float, worth: float, grain: float, copied_rows: int = 0
+) -> Placement:
     """Cut tables and give the parts to the devices of a group, the dearest first to the device with least to do.
 
     A table is cut where it does not fit on a device, or where it costs more than a device's equal share of all tables
@@ -409,7 +411,7 @@ def deal(workload: Recommender, size: int, room: float, worth: float, grain: flo
             loads, sizes = [shards[at][0] for at in order], [shards[at][1] for at in order]
             places = list_scheduling(loads, size, sizes, room * (1 + 1e-9))
             if NOWHERE not in places:
-                return Dealt(workload, tuple(shards[at][2] for at in order), places, size)
+                return Placement(workload, tuple(shards[at][2] for at in order), places, size)
     raise PlanError(f"tables over {size:,} devices: parts leave gaps into which the last do not fit")
 
 

@@ -28,7 +28,7 @@ _NOT_IDENTITY = ("seed", "name", "description", "device", "threads")
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SeedMean:
     """A mean over seeds.
 
     Attributes:
@@ -72,8 +72,8 @@ class Row:
     model: str
     runs: list[str]
     seeds: list[int]
-    metrics: dict[str, dict[str, Estimate]]
-    differences: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, SeedMean]]
+    differences: dict[str, dict[str, SeedMean]] = field(default_factory=dict)
     parameters: int | None = None
     embedding_parameters: int | None = None
     training_flops: int | None = None
@@ -163,7 +163,7 @@ def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
     return table
 
 
-def mean_interval(values: Sequence[float], level: float = 0.95) -> Estimate:
+def mean_interval(values: Sequence[float], level: float = 0.95) -> SeedMean:
     """The mean of independent repetitions with Student's interval.
 
     Args:
@@ -175,13 +175,13 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Estimate:
     """
     count = len(values)
     if not count:
-        return Estimate(math.nan)
+        return SeedMean(math.nan)
     mean = math.fsum(values) / count
     if count < 2 or not math.isfinite(mean):
-        return Estimate(mean, count=count)
+        return SeedMean(mean, count=count)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     half = float(scipy.stats.t.ppf((1 + level) / 2, count - 1)) * deviation / math.sqrt(count)
-    return Estimate(mean, mean - half, mean + half, count)
+    return SeedMean(mean, mean - half, mean + half, count)
 
 
 def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
@@ -302,7 +302,7 @@ def _check_same_data(entries: Sequence[_Entry]) -> None:
 
 def _differences(
     base: Sequence[_Entry], group: Sequence[_Entry], tasks: Sequence[str], level: float, notes: list[str]
-) -> dict[str, dict[str, Estimate]]:
+) -> dict[str, dict[str, SeedMean]]:
     by_seed = {entry.seed: entry for entry in base}
     pairs = [(by_seed[entry.seed], entry) for entry in group if entry.seed in by_seed]
     if not pairs:
@@ -334,7 +334,7 @@ def _get(metrics: Mapping[str, float], name: str) -> float:
 
 
 def _row(
-    group: Sequence[_Entry], tasks: Sequence[str], differences: dict[str, dict[str, Estimate]], level: float
+    group: Sequence[_Entry], tasks: Sequence[str], differences: dict[str, dict[str, SeedMean]], level: float
 ) -> Row:
     card = group[0].model
     return Row(
@@ -355,7 +355,7 @@ def _row(
     )
 
 
-def _estimate(estimate: Estimate | None, digits: int, *, signed: bool = False, unit: str = "") -> str:
+def _estimate(estimate: SeedMean | None, digits: int, *, signed: bool = False, unit: str = "") -> str:
     if estimate is None:
         return ""
     if math.isnan(estimate.value):

@@ -29,7 +29,7 @@ from cordillera.reports.page import (
     thin,
     tile,
 )
-from cordillera.run import Run, Status, read_object, read_recipe
+from cordillera.run import Run, RunStatus, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, Segment, TaskEvaluation, number
 
 _SHOWN_SEGMENTS = 12
@@ -54,7 +54,7 @@ class _Material:
     evaluation: Evaluation | None
     model: dict[str, Any]
     environment: dict[str, Any]
-    status: Status | None
+    status: RunStatus | None
     warnings: list[str] = field(default_factory=list)
     pictures: Pictures = field(default_factory=Pictures)
 

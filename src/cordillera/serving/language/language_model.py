@@ -30,7 +30,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 Finish = Literal["stop", "length"]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """The text that became certain with one more token.
 
     Attributes:
@@ -58,7 +58,7 @@ class Completion:
     tokens: int = 0
     finish: Finish | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         """Append a piece of this prompt's text."""
         self.text += piece.text
         self.tokens += 1
@@ -161,7 +161,7 @@ class LanguageModel:
         chat: bool | None = None,
         system: str | None = None,
         sampling: Sampling | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """Continue prompts, or answer them, all together, and give the text as it comes.
 
         Args:
@@ -184,12 +184,12 @@ class LanguageModel:
         check_prompts(self.config, ids, max_new_tokens)
         return self._stream(ids, max_new_tokens, sampling)
 
-    def _stream(self, ids: list[list[int]], max_new_tokens: int, sampling: Sampling | None) -> Iterator[Piece]:
+    def _stream(self, ids: list[list[int]], max_new_tokens: int, sampling: Sampling | None) -> Iterator[TextPiece]:
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
         stop, count = self.tokenizer.stop_ids, self.tokenizer.vocab_size
         for sequence, token, finish in generate(self.model, ids, max_new_tokens, stop, sampling, count):
             text = decoders[sequence].push(token)
-            yield Piece(sequence, text + decoders[sequence].finish() if finish else text, finish)
+            yield TextPiece(sequence, text + decoders[sequence].finish() if finish else text, finish)
 
     def generate(
         self,

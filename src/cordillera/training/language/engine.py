@@ -49,7 +49,7 @@ from cordillera.training.optimizers import build_adamw
 
 AGREED = "numbers that all ranks know"
 
-Rate = Annotated[float, Field(ge=0, lt=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LanguageConfig(BaseModel):
@@ -71,7 +71,7 @@ class LanguageConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: float = Field(3e-4, ge=0, allow_inf_nan=False)
-    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
     clip: float | None = Field(1.0, gt=0, allow_inf_nan=False)

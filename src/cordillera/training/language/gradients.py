@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cordillera.distributed.collectives import Links
+from cordillera.distributed.collectives import Collectives
 from cordillera.distributed.ledger import Ledger
 from cordillera.distributed.mesh import ProcessMesh
 from cordillera.distributed.tensor_parallel import local
@@ -31,8 +31,8 @@ class StageGradients:
         config = next(iter(stages.values())).config
         self._ties_ends = config.tied and parallel.stages > 1
         ends = mesh.ends_group
-        self._ends = None if ends is None else Links(ends, ledger, parallel.deadline_s)
-        self._tensor = Links(mesh.tensor.get_group(), ledger, parallel.deadline_s) if parallel.sequence else None
+        self._ends = None if ends is None else Collectives(ends, ledger, parallel.deadline_s)
+        self._tensor = Collectives(mesh.tensor.get_group(), ledger, parallel.deadline_s) if parallel.sequence else None
 
     def complete(self) -> None:
         """Add what other ranks have of the same weights.
@@ -69,7 +69,7 @@ class StageGradients:
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor)
 
-    def _add_whole(self, links: Links) -> None:
+    def _add_whole(self, links: Collectives) -> None:
         """Of weights that are not cut over the tensor ranks, each of which saw other tokens."""
         gradients = [
             local(parameter.grad)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from cordillera.distributed.mesh import ParallelConfig
 from cordillera.errors import DataError
-from cordillera.run import Run, Status, read_recipe
+from cordillera.run import Run, RunStatus, read_recipe
 from cordillera.toml_files import explain
 
 Record = dict[str, float]
@@ -65,7 +65,7 @@ class LanguageRecords:
     model: dict[str, Any]
     mesh: ParallelConfig | None
     environment: dict[str, Any]
-    status: Status | None
+    status: RunStatus | None
 
     @classmethod
     def read(cls, run: Run) -> LanguageRecords:

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from cordillera.data.language.batches import Microbatches, TextBatches, TextIteration
 from cordillera.data.language.prefetch import PrefetchedBatches
-from cordillera.distributed.job.watchdog import Watch
+from cordillera.distributed.job.watchdog import Watchdog
 from cordillera.errors import CordilleraError, Interrupted, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.language.flops import training_flops
@@ -150,7 +150,7 @@ class Checkpoints(Protocol):
 
 
 @dataclass
-class _Window:
+class _LanguageWindow:
     """Sums since the last record. Sums over the text and the last step are saved in checkpoints, times are not."""
 
     loss: float = 0.0
@@ -210,7 +210,7 @@ class LanguageTrainer:
         held_out: Microbatches | None = None,
         held_out_bytes: int = 0,
         peak: float | None = None,
-        guard: Watch | None = None,
+        guard: Watchdog | None = None,
         watch: LanguageWatcher | None = None,
         recipe: dict[str, Any] | None = None,
     ) -> None:
@@ -223,7 +223,7 @@ class LanguageTrainer:
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
         self.guard, self.watch, self.recipe = guard, watch, recipe
         self.progress = LanguageProgress()
-        self._window = _Window()
+        self._window = _LanguageWindow()
         self._board: Any = None
         self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
@@ -242,7 +242,7 @@ class LanguageTrainer:
         if state is not None:
             self.batches.load_state_dict(state["batches"])
             self.progress = LanguageProgress(**state["progress"])
-            self._window = _Window(**state["window"])
+            self._window = _LanguageWindow(**state["window"])
             self._owes_evaluation = state.get("owes_evaluation", False)
         if self.run is not None:
             with self.run.lock():
@@ -340,14 +340,14 @@ class LanguageTrainer:
             if iteration is None:
                 if self._window.steps:
                     self._log()
-                    self._window = _Window()
+                    self._window = _LanguageWindow()
                 return "exhausted"
             self._step(iteration)
             is_asked = self._agree()
             record = {}
             is_last = progress.step >= config.steps
             if is_last or self._is_due(config.log_every):
-                record, self._window = self._log(), _Window()
+                record, self._window = self._log(), _LanguageWindow()
             paused = time.perf_counter()
             if self.held_out and not is_last and self._is_due(config.evaluate_every):
                 is_asked = self._evaluate() is None or is_asked

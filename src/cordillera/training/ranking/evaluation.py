@@ -17,7 +17,7 @@ from torch import Tensor
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
 from cordillera.files import parse_json
-from cordillera.run import Status
+from cordillera.run import RunStatus
 from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals, wilson_interval
 from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
 
@@ -127,7 +127,7 @@ class Evaluation:
     step: int | None = None
     steps: int | None = None
 
-    def age(self, status: Status | None, *, keeps_best: bool) -> str:
+    def age(self, status: RunStatus | None, *, keeps_best: bool) -> str:
         """Warning that training went on after these weights were evaluated; empty if it did not.
 
         Args:

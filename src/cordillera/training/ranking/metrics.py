@@ -23,7 +23,7 @@ from torch import Tensor
 from cordillera.errors import CheckpointError, DataError, TrainingError
 from cordillera.training.ranking.exact_sum import ExactSum
 
-Array: TypeAlias = Tensor | np.ndarray
+TensorOrArray: TypeAlias = Tensor | np.ndarray
 _Floats: TypeAlias = NDArray[np.float64]
 
 _SUMS = ("cross_entropy", "prediction", "weight", "positive_weight", "negative_weight")
@@ -31,7 +31,7 @@ _BIN_RANGE = 16.0  # logits; sigmoid(-16) is 1e-7
 _COMPACT_AT = 1 << 16
 
 
-def _numpy(values: Array, dtype: Any = np.float64) -> NDArray[Any]:
+def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (values.to(torch.float64) if values.is_floating_point() else values).numpy()
@@ -166,7 +166,13 @@ class RankingMetrics:
         self._scores = _ScoreTable()
         self._bins = np.zeros((2, auc_bins or 0))
 
-    def update(self, logits: Array, labels: Array, weights: Array | None = None, groups: Array | None = None) -> None:
+    def update(
+        self,
+        logits: TensorOrArray,
+        labels: TensorOrArray,
+        weights: TensorOrArray | None = None,
+        groups: TensorOrArray | None = None,
+    ) -> None:
         """Add one batch.
 
         Args:
@@ -384,7 +390,11 @@ class ProgressiveMetrics:
         self._seen = 0
 
     def update(
-        self, logits: Array, labels: Array, weights: Array | None = None, groups: Array | None = None
+        self,
+        logits: TensorOrArray,
+        labels: TensorOrArray,
+        weights: TensorOrArray | None = None,
+        groups: TensorOrArray | None = None,
     ) -> list[dict[str, Any]]:
         """Add one batch of predictions, made before training on it.
 

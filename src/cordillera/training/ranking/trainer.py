@@ -156,7 +156,7 @@ class Progress:
 
 
 @dataclass
-class Report:
+class TrainingOutcome:
     """How a training ended.
 
     Attributes:
@@ -173,7 +173,7 @@ class Report:
 
 
 @dataclass
-class _Window:
+class _RankingWindow:
     """What happened since the last log record. Sums are checkpointed, clocks are not."""
 
     loss: float = 0.0
@@ -334,7 +334,7 @@ class Trainer:
             looks = ProbeConfig(interval=config.probe_every, weights=False, marginals=config.probe_marginals)
             self.probe = Probe(model, looks)
         self.progress = Progress()
-        self._window = _Window()
+        self._window = _RankingWindow()
         epochs = config.epochs * len(training)
         self.total_steps = epochs if config.max_steps is None else min(epochs, config.max_steps)
         self.progressive = ProgressiveMetrics(self.tasks, config.progressive_window) if config.progressive else None
@@ -425,7 +425,7 @@ class Trainer:
                 {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
             )
         self.progress = Progress.from_state({k: checkpoint.state[k] for k in Progress().__dict__})
-        self._window = _Window(**checkpoint.state["window"])
+        self._window = _RankingWindow(**checkpoint.state["window"])
         if self.loss_scale is not None and "loss_scale" in checkpoint.state:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
         if self.probe is not None and "probe" in checkpoint.state:
@@ -455,7 +455,7 @@ class Trainer:
         """Ask the loop to save and return after the step in progress. Safe from signal handlers and threads."""
         self._stop.set()
 
-    def fit(self) -> Report:
+    def fit(self) -> TrainingOutcome:
         """Train to the end, to the end of patience, or to a signal.
 
         Returns:
@@ -488,7 +488,7 @@ class Trainer:
                 self.run.write_json("progressive.json", self.progressive.compute())
             probing = self._write_probe(finished=ended != "interrupted")
             self.run.write_status(ended, self.progress.step, self.total_steps)
-        return Report(ended, self.progress, time.perf_counter() - began, probing)
+        return TrainingOutcome(ended, self.progress, time.perf_counter() - began, probing)
 
     @contextlib.contextmanager
     def _status(self) -> Iterator[None]:
@@ -536,7 +536,7 @@ class Trainer:
                     self._step(batch, self._window)
                     record = {}
                     if self._is_due(config.log_every):
-                        record, self._window = self._log(self._window, board), _Window()
+                        record, self._window = self._log(self._window, board), _RankingWindow()
                     last = progress.step >= self.total_steps
                     end_of_epoch = progress.batch >= len(self.training)
                     if end_of_epoch:
@@ -567,7 +567,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
 
-    def _step(self, batch: RankingBatch, window: _Window) -> None:
+    def _step(self, batch: RankingBatch, window: _RankingWindow) -> None:
         progress, config = self.progress, self.config
         if batch.labels is None:
             raise TrainingError("the batch has no labels", where="training")
@@ -620,7 +620,7 @@ class Trainer:
         self.loss_scale.update(products.overflowed)
         return products.overflowed
 
-    def _change_weights(self, factor: float, window: _Window) -> None:
+    def _change_weights(self, factor: float, window: _RankingWindow) -> None:
         config = self.config
         if config.gradient_clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.dense.values(), config.gradient_clip)
@@ -658,7 +658,7 @@ class Trainer:
             remedy=self._way_on(),
         )
 
-    def _log(self, window: _Window, board: Any) -> dict[str, Any]:
+    def _log(self, window: _RankingWindow, board: Any) -> dict[str, Any]:
         seconds = time.perf_counter() - window.started
         progress = self.progress
         record = {

@@ -45,7 +45,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 @dataclass(frozen=True)
-class Measurement:
+class MeasuredRun:
     """One trained model.
 
     Attributes:
@@ -353,7 +353,7 @@ class ScalingStudy:
         unit: What ``flops`` counts.
     """
 
-    measurements: list[Measurement]
+    measurements: list[MeasuredRun]
     laws: dict[str, PowerLaw]
     failures: dict[str, str] = field(default_factory=dict)
     metric: str = "NE"
@@ -381,7 +381,7 @@ class ScalingStudy:
         return "\n".join([*lines, *(f"{model}: no law ({why})" for model, why in self.failures.items())])
 
 
-def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne") -> list[Measurement]:
+def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne") -> list[MeasuredRun]:
     """Read training FLOPs and a test metric from finished runs.
 
     Args:
@@ -406,12 +406,12 @@ def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne")
         except KeyError as error:
             raise DataError(f"does not hold {error}", where=str(run.folder)) from error
         seed = read_recipe(run)[1].get("seed")
-        measurements.append(Measurement(str(card.get("name")), flops, math.fsum(values) / len(values), seed))
+        measurements.append(MeasuredRun(str(card.get("name")), flops, math.fsum(values) / len(values), seed))
     return measurements
 
 
 def study(
-    measurements: Sequence[Measurement],
+    measurements: Sequence[MeasuredRun],
     *,
     floor: float | None = 0.0,
     metric: str = "NE",

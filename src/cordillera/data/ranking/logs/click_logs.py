@@ -16,7 +16,7 @@ import pyarrow.parquet
 from polars.exceptions import PolarsError
 
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, Schema
-from cordillera.data.ranking.logs.columns import Place, ids_of, timestamps_of
+from cordillera.data.ranking.logs.columns import RowPlace, ids_of, timestamps_of
 from cordillera.data.ranking.logs.delimited import DelimitedFile
 from cordillera.errors import DataError
 
@@ -26,7 +26,7 @@ CHUNK_ROWS = 262_144
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, MemoryError, PolarsError)
 
 Format = Literal["csv", "tsv", "parquet"]
-Chunk = tuple[pl.DataFrame, Place]
+RowChunk = tuple[pl.DataFrame, RowPlace]
 
 
 class ClickLog(Protocol):
@@ -46,7 +46,7 @@ class ClickLog(Protocol):
         """Text that changes when the rows change."""
         ...
 
-    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
         """Frames in order, with their places; at least the given columns."""
         ...
 
@@ -66,11 +66,11 @@ class FrameLog:
         """The name and version."""
         return f"{self.name} {self.version}"
 
-    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
         """Slices of the frame."""
         frame = self.frame if columns is None else self.frame.select(columns)
         for start in range(0, len(frame), CHUNK_ROWS):
-            yield frame.slice(start, CHUNK_ROWS), Place(self.name, start + 1)
+            yield frame.slice(start, CHUNK_ROWS), RowPlace(self.name, start + 1)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class FileLog:
     paths: tuple[Path, ...]
     format: Format
     header: tuple[str, ...] | None = None
-    prepare: Callable[[pl.DataFrame, Place], pl.DataFrame] | None = None
+    prepare: Callable[[pl.DataFrame, RowPlace], pl.DataFrame] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     probability: str | None = None
 
@@ -125,7 +125,7 @@ class FileLog:
                 digest.update(file.read())
         return digest.hexdigest()
 
-    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
         """Frames in the order of the files.
 
         Raises:
@@ -155,7 +155,7 @@ class FileLog:
                 remedy="name the column in the file, or take it out of the schema",
             )
 
-    def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
+    def _parquet(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
         row = 1
         try:
             with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
@@ -166,7 +166,7 @@ class FileLog:
                     batch.validate(full=True)
                     frame = pl.from_arrow(batch)
                     assert isinstance(frame, pl.DataFrame)
-                    yield frame, Place(str(path), row)
+                    yield frame, RowPlace(str(path), row)
                     row += len(frame)
                 rows = file.metadata.num_rows
         except _DAMAGE as error:
@@ -203,7 +203,7 @@ class FileLog:
                 )
         return wanted if wanted is not None else [name for name in names if _is_readable(kinds[name])]
 
-    def _text(self, path: Path, wanted: list[str] | None) -> Iterator[Chunk]:
+    def _text(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
         # Published logs without a header hold raw text, in which a quotation mark means itself.
         file = DelimitedFile(path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header)
         self._missing(path, wanted or (), file.names)
@@ -309,7 +309,7 @@ def avazu_schema(min_count: int = 5) -> Schema:
     )
 
 
-def avazu_times(frame: pl.DataFrame, place: Place) -> pl.DataFrame:
+def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
     """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to rows whose ``hour`` reads YYMMDDHH.
 
     Args:
@@ -346,7 +346,7 @@ def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
     return series
 
 
-def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, Place]]:
+def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, RowPlace]]:
     """The timestamps of a log, chunk by chunk, as ``int64`` seconds."""
     name = log.schema.timestamp
     assert name is not None

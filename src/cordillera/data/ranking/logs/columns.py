@@ -23,7 +23,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Place of a chunk of rows, for errors.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
         position = int(row) if self.kept is None else int(self.kept[row])
         return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
 
-    def of_rows(self, rows: np.ndarray) -> Place:
+    def of_rows(self, rows: np.ndarray) -> RowPlace:
         """Place of a selection of the rows.
 
         Args:
@@ -106,7 +106,7 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
     return values.to_frame("value").join(hashes, on="value", how="left", maintain_order="left")["hash"].to_numpy()
 
 
-def column_of(frame: pl.DataFrame, name: str, place: Place) -> pl.Series:
+def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
     """A column of a frame.
 
     Args:
@@ -135,7 +135,7 @@ def first_of(mask: np.ndarray) -> int:
     return int(np.argmax(mask))
 
 
-def numbers_of(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
     """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept.
 
     Args:
@@ -172,7 +172,7 @@ def numbers_of(series: pl.Series, name: str, place: Place) -> tuple[np.ndarray, 
     return parsed.fill_null(0.0).to_numpy(), blank.to_numpy()
 
 
-def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np.ndarray, np.ndarray]:
+def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
     """A dense feature as ``float64 [N]``, blanks as 0, and its blanks as ``bool [N]``.
 
     Args:
@@ -213,7 +213,7 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: Place) -> tuple[np
     return values, blank
 
 
-def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: Place) -> None:
+def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: RowPlace) -> None:
     """Refuse values whose transformed results do not fit into float32.
 
     Args:
@@ -236,7 +236,7 @@ def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: Plac
 
 
 def ids_of(
-    series: pl.Series, name: str, place: Place, rows: np.ndarray | None = None, *, whole: bool = False
+    series: pl.Series, name: str, place: RowPlace, rows: np.ndarray | None = None, *, whole: bool = False
 ) -> pl.Series:
     """A column of ids as text, with blanks (null and empty) as null.
 
@@ -292,7 +292,9 @@ def without_point(text: pl.Series) -> pl.Series:
     return text.str.replace(_WHOLE_OR_POINT, "$1")
 
 
-def flatten(series: pl.Series, feature: ListFeature, place: Place, whole: bool = False) -> tuple[pl.Series, np.ndarray]:
+def flatten(
+    series: pl.Series, feature: ListFeature, place: RowPlace, whole: bool = False
+) -> tuple[pl.Series, np.ndarray]:
     """Flatten a list column to its kept entries, row after row, and their number in each row, ``int64 [N]``.
 
     Args:
@@ -329,7 +331,7 @@ def flatten(series: pl.Series, feature: ListFeature, place: Place, whole: bool =
     return text.filter(pl.Series(keep)).filter(pl.Series(recent)), np.minimum(counts, feature.max_length)
 
 
-def labels_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
     """A label column as ``uint8 [N]``.
 
     Args:
@@ -353,7 +355,7 @@ def labels_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     return values.astype(np.uint8)
 
 
-def weights_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
     """A column of sample weights as ``float32 [N]``.
 
     Args:
@@ -378,7 +380,7 @@ def weights_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
     """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
 
     Args:
@@ -410,7 +412,7 @@ def timestamps_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
     return times if whole is None else np.where(whole.is_null().to_numpy(), times, whole.fill_null(0).to_numpy())
 
 
-def groups_of(series: pl.Series, name: str, place: Place) -> np.ndarray:
+def groups_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
     """A column of groups as ``int64 [N]``: integers unchanged, other values hashed as text, blanks as one group.
 
     Args:

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 
-from cordillera.data.ranking.logs.columns import Place
+from cordillera.data.ranking.logs.columns import RowPlace
 from cordillera.errors import DataError
 
 BLOCK_BYTES = 32 << 20
@@ -57,7 +57,7 @@ class DelimitedFile:
         if twice:
             raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=f"{path}, line 1")
 
-    def frames(self, wanted: Sequence[str] | None = None) -> Iterator[tuple[pl.DataFrame, Place]]:
+    def frames(self, wanted: Sequence[str] | None = None) -> Iterator[tuple[pl.DataFrame, RowPlace]]:
         """Read the rows in order, with every column as text and blanks as null.
 
         Args:
@@ -76,7 +76,7 @@ class DelimitedFile:
                 continue
             frame, lines, kept = self._frame(buffer, begin, end, line, wanted)
             if len(frame):
-                yield frame, Place(str(self.path), line, "line", kept)
+                yield frame, RowPlace(str(self.path), line, "line", kept)
             line += lines
 
     def _blocks(self, most: int) -> Iterator[tuple[bytearray, int]]:

@@ -19,8 +19,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
-from cordillera.data.ranking.logs.click_logs import Chunk, list_series
-from cordillera.data.ranking.logs.columns import Place
+from cordillera.data.ranking.logs.click_logs import RowChunk, list_series
+from cordillera.data.ranking.logs.columns import RowPlace
 
 _BLOCK = 16_384
 _CHUNK = 131_072
@@ -214,12 +214,12 @@ class SyntheticLog:
         """The settings."""
         return f"synthetic 1 {self.config.model_dump_json()}"
 
-    def chunks(self, columns: Sequence[str] | None = None, *, chunk_rows: int = _CHUNK) -> Iterator[Chunk]:
+    def chunks(self, columns: Sequence[str] | None = None, *, chunk_rows: int = _CHUNK) -> Iterator[RowChunk]:
         """Frames in order, with at least the named ``columns``. The rows are the same for every ``chunk_rows``."""
         if columns is not None and set(columns) == {"timestamp"}:
             for start in range(0, self.config.rows, _CHUNK):
                 times = np.arange(start, min(start + _CHUNK, self.config.rows)) + _SECONDS
-                yield pl.DataFrame({"timestamp": times}), Place("synthetic", start + 1)
+                yield pl.DataFrame({"timestamp": times}), RowPlace("synthetic", start + 1)
             return
         teacher = Teacher(self.config)
         waiting: list[pl.DataFrame] = []
@@ -235,6 +235,6 @@ class SyntheticLog:
             cut = held if last else held // chunk_rows * chunk_rows
             for first in range(0, cut, chunk_rows):
                 part = joined.slice(first, min(chunk_rows, cut - first))
-                yield part, Place("synthetic", given + 1)
+                yield part, RowPlace("synthetic", given + 1)
                 given += len(part)
             waiting, held = [joined.slice(cut)] if cut < held else [], held - cut

@@ -23,7 +23,7 @@ from cordillera.models.language.checkpoints.sealed import SealedFolder, write_ch
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
-    Stored,
+    StoredTensor,
     check_dtypes,
     check_shape,
     halves_to_interleaved,
@@ -78,7 +78,7 @@ class Consolidated(Source):
             for theirs, (name, shape) in expected.items():
                 if theirs not in rank:
                     raise missing(theirs, file)
-                stored[theirs] = Stored(file, tuple(rank[theirs].shape), rank[theirs].dtype)
+                stored[theirs] = StoredTensor(file, tuple(rank[theirs].shape), rank[theirs].dtype)
                 check_shape(theirs, stored[theirs], self._part(name, shape), self._hint(name))
             check_dtypes(stored)
             unknown = sorted(rank.keys() - expected.keys() - {"output.weight", "rope.freqs"})

@@ -15,7 +15,7 @@ from cordillera.errors import CheckpointError, DataError, DependencyError
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
-    Stored,
+    StoredTensor,
     check_shape,
     interleaved_to_halves,
     make_config,
@@ -76,7 +76,7 @@ class GGUFFile(Source):
         for name, shape in shapes.items():
             if name not in self._tensors:
                 raise missing(name, path)
-            check_shape(name, Stored(path, self._tensors[name].shape, torch.float32), shape)
+            check_shape(name, StoredTensor(path, self._tensors[name].shape, torch.float32), shape)
             self._check_place(name)
         unknown = sorted(self._tensors.keys() - shapes.keys() - {_FACTORS})
         if unknown:
@@ -207,7 +207,7 @@ class GGUFFile(Source):
         if _FACTORS not in self._tensors:
             return None
         stored = self._tensors[_FACTORS]
-        check_shape(_FACTORS, Stored(self.path, stored.shape, torch.float32), (config.head_width // 2,))
+        check_shape(_FACTORS, StoredTensor(self.path, stored.shape, torch.float32), (config.head_width // 2,))
         self._check_place(_FACTORS)
         found = self._values(stored, 0, torch.empty(1, math.prod(stored.shape)))[0].float()
         if bool((found == 1).all()):

@@ -17,7 +17,7 @@ from cordillera.models.language.checkpoints.sealed import SealedFolder, write_ch
 from cordillera.models.language.checkpoints.source import (
     Names,
     Source,
-    Stored,
+    StoredTensor,
     check_dtypes,
     check_shape,
     make_config,
@@ -107,7 +107,7 @@ class HuggingFace(Source):
     def _tensor(self, name: str) -> Tensor:
         return self._open(self._places[name]).get_tensor(name)  # a view of the mapped file
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         file = self._places[name]
         if name not in self._open(file).keys():  # noqa: SIM118 -- it is no dict
             raise missing(name, file, f"{_INDEX} names it: index and file belong to different checkpoints")
@@ -119,7 +119,7 @@ class HuggingFace(Source):
                 where=str(file),
                 remedy="load the checkpoint that is not quantised, or one in the GGUF format",
             )
-        return Stored(file, tuple(header.get_shape()), dtype)
+        return StoredTensor(file, tuple(header.get_shape()), dtype)
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:

@@ -25,7 +25,7 @@ from cordillera.files import parse_json
 from cordillera.models.language.checkpoints.sealed import SealedFolder
 from cordillera.models.language.checkpoints.source import (
     Source,
-    Stored,
+    StoredTensor,
     check_shape,
     make_config,
     missing,
@@ -62,7 +62,7 @@ def describe_parts(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     }
 
 
-class Part(NamedTuple):
+class TensorBox(NamedTuple):
     """A box of a tensor.
 
     Attributes:
@@ -98,7 +98,7 @@ class Parts:
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         self.folder = folder
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: dict[str, list[TensorBox]] = {}
         self._opened = {file: self._open(file) for file in files}
         self.shapes = {
             name: tuple(max(ends) for ends in zip(*(part.ends for part in parts), strict=True))
@@ -123,7 +123,7 @@ class Parts:
             CheckpointError: Some of it is not there, or not a number.
         """
         out.fill_(math.nan)
-        wanted = Part("", tuple(offsets), tuple(out.shape))
+        wanted = TensorBox("", tuple(offsets), tuple(out.shape))
         for part in self.parts[name]:
             low = [max(pair) for pair in zip(wanted.offsets, part.offsets, strict=True)]
             high = [min(pair) for pair in zip(wanted.ends, part.ends, strict=True)]
@@ -152,7 +152,7 @@ class Parts:
                     raise ValueError(f"offsets of {name} are {offsets}")
                 if header.get_dtype() != "F32":
                     raise ValueError(f"{name} is {header.get_dtype()}, not F32")
-                self.parts.setdefault(name, []).append(Part(file, offsets, sizes))
+                self.parts.setdefault(name, []).append(TensorBox(file, offsets, sizes))
                 if len(self.parts[name][0].sizes) != len(sizes):
                     raise ValueError(f"{name} has {len(sizes)} dimensions, elsewhere others")
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -216,7 +216,7 @@ def check_weights(parts: Parts, config: LlamaConfig) -> None:
         if name not in parts.shapes:
             raise missing(name, parts.folder, _REMEDY)
         file = parts.folder / parts.parts[name][0].file
-        check_shape(name, Stored(file, parts.shapes[name], torch.float32), shape)
+        check_shape(name, StoredTensor(file, parts.shapes[name], torch.float32), shape)
     unknown = sorted(parts.shapes.keys() - expected.keys())
     if unknown:
         file = parts.folder / parts.parts[unknown[0]][0].file

@@ -81,7 +81,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """What a file says about one of its tensors.
 
     Attributes:
@@ -123,7 +123,7 @@ def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path)
         )
 
 
-def check_shape(name: str, stored: Stored, shape: tuple[int, ...], hint: str = "") -> None:
+def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: str = "") -> None:
     """Refuse a tensor whose shape is not what the configuration says.
 
     Args:
@@ -143,7 +143,7 @@ def check_shape(name: str, stored: Stored, shape: tuple[int, ...], hint: str = "
         )
 
 
-def check_dtypes(tensors: Mapping[str, Stored]) -> None:
+def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse anything but floating point of one kind; norms, one-dimensional, may be float32 beside 16-bit matrices.
 
     Args:
