@@ -55,7 +55,7 @@ def test_a_stopped_run_resumes_bit_for_bit(recipe, tmp_path):
         if progress.step == 4:
             signal.raise_signal(signal.SIGINT)
 
-    assert workflows.train(whole, stopped, watch=stop).report.ended == "interrupted"
+    assert workflows.train(whole, stopped, on_step=stop).report.ended == "interrupted"
     assert workflows.train(whole, stopped, resume=True).report.ended == "finished"
     ours, theirs = (
         load_file(next(checkpoints.folder_of(folder, steps[-1]).glob("*.safetensors")))

@@ -122,7 +122,7 @@ def test_a_recipe_trains_by_a_plan_and_resumes_to_the_same_bits(cli, trained, tm
         if progress.step == 3:
             signal.raise_signal(signal.SIGINT)
 
-    assert workflows.train(by_plan, tmp_path / "stopped", watch=stop).report.ended == "interrupted"
+    assert workflows.train(by_plan, tmp_path / "stopped", on_step=stop).report.ended == "interrupted"
     (tmp_path / "plan.json").unlink()
     again = workflows.train(by_plan, tmp_path / "stopped", resume=True)
     plain = workflows.train(load(source, ["training.precision=fp32", "training.max_steps=6"]), tmp_path / "plain")

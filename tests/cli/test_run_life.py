@@ -189,7 +189,7 @@ def interrupted(made: Path, folder: Path, *changes: str, act: Callable[[Progress
     """A run that something happens to after a step."""
     options = [f"data.cache_dir={made / 'cache'}", "training.epochs=5", "training.precision=fp32", *changes]
     recipe = load(made / "small.toml", options)
-    return workflows.train(recipe, folder, watch=lambda record, progress, total: act(progress)).run
+    return workflows.train(recipe, folder, on_step=lambda record, progress, total: act(progress)).run
 
 
 @pytest.fixture

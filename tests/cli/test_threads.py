@@ -46,11 +46,11 @@ def test_a_run_says_its_threads_and_keeps_them_when_it_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
 
     choose(1, "1 of 2: other processes keep 2.0 of 2 processors busy")
-    outcome = workflows.train(recipe, tmp_path / "run", watch=interrupt, say=said.append)
+    outcome = workflows.train(recipe, tmp_path / "run", on_step=interrupt, say=said.append)
     assert outcome.report.ended == "interrupted"
     assert "threads: 1 of 2: other processes keep 2.0 of 2 processors busy" in said
     choose(2)
-    workflows.train(recipe, tmp_path / "run", resume=True, watch=lambda *_: counts.append(torch.get_num_threads()))
+    workflows.train(recipe, tmp_path / "run", resume=True, on_step=lambda *_: counts.append(torch.get_num_threads()))
     assert set(counts) == {1}
     assert torch.get_num_threads() == before
 

@@ -39,7 +39,7 @@ def behave(rank: int, how: str, folder: str) -> dict[str, Any]:
     with join_job() as job:
         total = torch.ones(2) * rank
         for step in range(3):
-            job.watch.at(f"step {step}")
+            job.watchdog.at(f"step {step}")
             dist.all_reduce(total)
         if how == "well":
             be_disturbed()
@@ -239,8 +239,8 @@ def train(rank: int, folder: str) -> int:
     Path(folder, f"{os.getpid()}.pid").touch()
     with join_job() as job:
         for step in range(100_000):
-            job.watch.at(f"step {step}")
-            is_asked = torch.tensor([float(job.watch.should_stop)])
+            job.watchdog.at(f"step {step}")
+            is_asked = torch.tensor([float(job.watchdog.should_stop)])
             dist.all_reduce(is_asked)
             if step == 3:
                 Path(folder, f"{rank}.begun").touch()
@@ -436,11 +436,11 @@ def test_a_process_alone_is_a_job() -> None:
         with join_job() as job, join_job() as same:
             assert same is job
             assert (job.rank, job.size, dist.get_world_size()) == (0, 1, 1)
-            job.watch.at("step 1")
-            assert not job.watch.should_stop
+            job.watchdog.at("step 1")
+            assert not job.watchdog.should_stop
             os.kill(os.getpid(), signal.SIGTERM)
-            assert job.watch.should_stop
-            assert job.watch.late() == []
+            assert job.watchdog.should_stop
+            assert job.watchdog.late() == []
         assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match=r"^of its own$"), join_job():
         raise RuntimeError("of its own")

@@ -173,7 +173,7 @@ try:
     with join_job(deadline_s=8, join_s=4 if "missing" in how else 60) as job:
         total = torch.ones(1)
         for step in range(3):
-            job.watch.at(f"step {step}")
+            job.watchdog.at(f"step {step}")
             dist.all_reduce(total)
         if how.startswith(f"{rank} "):
             if "loops" in how:

@@ -55,7 +55,7 @@ def test_an_emulated_run_resumes_to_the_same_bits(make_trainer, policy: str) -> 
     whole = make_trainer("whole", **options)
     whole.fit()
     first = make_trainer("parts", **options)
-    first.watch = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == 7 else None
     assert first.fit().ended == "interrupted"
     second = make_trainer("parts", **options)
     assert second.resume()
@@ -152,7 +152,7 @@ def test_a_loss_scale_skips_what_overflows_and_resumes_to_the_same_bits(make_tra
     assert len(skipped) < 15
     assert 1 < whole.loss_scale.value < 2.0**16
     first = make_trainer("parts", **options)
-    first.watch = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == 7 else None
     assert first.fit().ended == "interrupted"
     second = make_trainer("parts", **options)
     assert second.resume()

@@ -394,4 +394,4 @@ def test_what_a_watcher_raises_ends_the_processes_and_is_raised(recipe: Any) -> 
         raise LookupError(f"at step {progress.step}")
 
     with pytest.raises(LookupError, match="at step 1"):
-        workflows.train(recipe(training={"steps": 100_000}), "a", processes=2, watch=watch)
+        workflows.train(recipe(training={"steps": 100_000}), "a", processes=2, on_step=watch)

@@ -63,7 +63,7 @@ def test_a_run_that_was_stopped_ends_with_the_statistics_of_one_that_was_not(mak
     whole = make_trainer("whole", **options)
     whole.fit()
     first = make_trainer("parts", **options)
-    first.watch = lambda record, progress, total: first.stop() if progress.step == 4 else None
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == 4 else None
     assert first.fit().ended == "interrupted"
     assert not (first.run.folder / TRAINING_PROBE).exists()
     second = make_trainer("parts", **options)

@@ -37,7 +37,7 @@ def test_a_run_stopped_at_any_step_resumes_to_the_same_bits(make_trainer, stop_a
     whole = make_trainer("whole", **options)
     whole.fit()
     first = make_trainer("parts", **options)
-    first.watch = lambda record, progress, total: first.stop() if progress.step == stop_at else None
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == stop_at else None
     assert first.fit().ended == "interrupted"
     second = make_trainer("parts", **options)
     assert second.resume()
@@ -55,7 +55,7 @@ def test_rows_in_few_bits_and_their_cache_resume_to_the_same_bits(make_trainer, 
     whole.fit()
     assert whole.model.tables.cache.statistics()["hits"] > 0
     first = make_trainer("parts", **options)
-    first.watch = lambda record, progress, total: first.stop() if progress.step == 7 else None
+    first.on_step = lambda record, progress, total: first.stop() if progress.step == 7 else None
     assert first.fit().ended == "interrupted"
     second = make_trainer("parts", **options)
     assert second.resume()
@@ -76,7 +76,7 @@ def test_a_run_that_died_between_checkpoints_repeats_the_lost_steps_exactly(make
         if progress.step == 15:
             raise Died
 
-    first.watch = die
+    first.on_step = die
     with pytest.raises(Died):
         first.fit()
     second = make_trainer("parts", checkpoint_every=4)
@@ -119,7 +119,7 @@ def test_settings_that_make_no_sense_are_refused(settings):
 def test_a_signal_saves_and_returns_and_handlers_are_put_back(make_trainer, number):
     before = signal.getsignal(number)
     trainer = make_trainer(batches=10)
-    trainer.watch = lambda record, progress, total: os.kill(os.getpid(), number) if progress.step == 5 else None
+    trainer.on_step = lambda record, progress, total: os.kill(os.getpid(), number) if progress.step == 5 else None
     assert trainer.fit().ended == "interrupted"
     assert checkpoints.steps(trainer.run.checkpoints) == [6] or checkpoints.steps(trainer.run.checkpoints) == [5]
     assert signal.getsignal(number) == before

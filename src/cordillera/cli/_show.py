@@ -89,7 +89,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
         quiet: Draw and say nothing.
 
     Returns:
-        What :func:`cordillera.workflows.train` takes as ``watch`` and ``say``.
+        What :func:`cordillera.workflows.train` takes as ``on_step`` and ``say``.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -102,7 +102,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
     with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
         task = bar.add_task("preparing", total=None, note="")
 
-        def watch(record: dict[str, Any], progress: TrainingProgress | LanguageProgress, total: int) -> None:
+        def on_step(record: dict[str, Any], progress: TrainingProgress | LanguageProgress, total: int) -> None:
             if progress.step == 1 or bar.tasks[task].total != total:
                 bar.reset(task, total=total, completed=progress.step)
             if record:
@@ -115,7 +115,7 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
             if not quiet:
                 bar.print(text)
 
-        yield watch, say
+        yield on_step, say
 
 
 def _note(record: dict[str, Any]) -> str:
@@ -179,7 +179,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
         quiet: Draw and say nothing.
 
     Returns:
-        What :func:`cordillera.workflows.injection.inject` takes as ``watch`` and ``say``.
+        What :func:`cordillera.workflows.injection.inject` takes as ``progress`` and ``say``.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -191,14 +191,14 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
     with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
         task = bar.add_task("preparing", total=None)
 
-        def watch(done: int, total: int) -> None:
+        def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="faults a bit position")
 
         def say(text: str) -> None:
             if not quiet:
                 bar.print(text)
 
-        yield watch, say
+        yield progress, say
 
 
 def injection_table(content: dict[str, Any]) -> Table:

@@ -34,7 +34,7 @@ def isoflop(
     from cordillera.cli._show import console, training_progress
 
     out = console()
-    with training_progress(out) as (watch, say):
+    with training_progress(out) as (on_step, say):
         result = workflows.isoflop(
             recipe,
             budget,
@@ -43,7 +43,7 @@ def isoflop(
             target=target,
             overrides=set_ or [],
             folder=folder,
-            watch=watch,
+            on_step=on_step,
             say=say,
         )
     out.print(result.study.to_table())

@@ -28,8 +28,10 @@ def sweep(
     from cordillera.cli._show import console, training_progress
 
     out = console()
-    with training_progress(out) as (watch, say):
-        result = workflows.sweep(recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, watch=watch, say=say)
+    with training_progress(out) as (on_step, say):
+        result = workflows.sweep(
+            recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, on_step=on_step, say=say
+        )
     out.print(result.study.to_table())
     out.print(result.study.summary)
     out.print(f"plot: {result.plot}")

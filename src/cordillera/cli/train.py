@@ -50,9 +50,9 @@ def train(
             )
         what = load(recipe, overrides)
     out = console()
-    with training_progress(out, quiet=quiet) as (watch, say):
+    with training_progress(out, quiet=quiet) as (on_step, say):
         outcome = workflows.train(
-            what, run, processes=nproc, parallel=overrides if resume else (), watch=watch, say=say
+            what, run, processes=nproc, parallel=overrides if resume else (), on_step=on_step, say=say
         )
     folder = outcome.run.folder
     if outcome.report.ended == "interrupted":

@@ -53,7 +53,7 @@ def train(
     resume: bool = False,
     processes: int | None = None,
     parallel: Sequence[str] = (),
-    watch: Callable[[dict[str, Any], Any, int], None] | None = None,
+    on_step: Callable[[dict[str, Any], Any, int], None] | None = None,
     say: Say = silent,
 ) -> Outcome | LanguageOutcome:
     """Train a recipe into a run folder, evaluate it and write its report.
@@ -64,7 +64,7 @@ def train(
         resume: Continue the run in ``folder`` from its newest checkpoint, with the recipe that stands in it.
         processes: On this machine, for a language model; see :func:`cordillera.workflows.language.train`.
         parallel: Texts ``parallel.key=value`` by which a language model's run goes on on another mesh.
-        watch: Called after every step with the newest log record (empty at steps that log nothing), the progress and
+        on_step: Called after every step with the newest log record (empty at steps that log nothing), the progress and
             the number of all steps.
         say: Called with one line of text at each stage.
 
@@ -83,11 +83,11 @@ def train(
             raise RunError("name the run folder that is to be resumed", where="--resume")
         recipe = recipes.load(Run(folder).recipe_file, parallel)
     if isinstance(recipe, LanguageRecipe):
-        return language.train(recipe, folder, resume=resume, processes=processes, watch=watch, say=say)
+        return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
     assert isinstance(recipe, RankingRecipe)
     if processes not in (None, 1):
         raise RecipeError(recipe.name, [("--nproc", "ranking models are trained in one process")])
-    return ranking.train(recipe, folder, resume=resume, watch=watch, say=say)
+    return ranking.train(recipe, folder, resume=resume, on_step=on_step, say=say)
 
 
 def evaluate(

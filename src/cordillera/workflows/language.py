@@ -48,7 +48,7 @@ from cordillera.training.language.trainer import (
     LanguageProgress,
     LanguageReport,
     LanguageTrainer,
-    LanguageWatcher,
+    LanguageStepCallback,
     write_evaluation,
 )
 from cordillera.training.ranking.trainer import select_device
@@ -109,7 +109,7 @@ def train(
     *,
     resume: bool = False,
     processes: int | None = None,
-    watch: LanguageWatcher | None = None,
+    on_step: LanguageStepCallback | None = None,
     say: Say = silent,
 ) -> LanguageOutcome:
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
@@ -120,7 +120,7 @@ def train(
         resume: Continue the run in ``folder`` from its newest checkpoint.
         processes: On this machine, where no launcher has started any; see :func:`with_processes`. Default: as many as
             ``recipe.parallel`` makes.
-        watch: Called on rank 0 after every step.
+        on_step: Called on rank 0 after every step.
         say: Called on rank 0 with one line of text at each stage.
 
     Raises:
@@ -141,7 +141,7 @@ def train(
     if size is not None:
         with join_job(device, parallel.deadline_s) as job:
             run, resume = _prepare_together(job, recipe, folder, resume, say)
-            report = _train(job, recipe, run, resume, *((watch, say) if job.rank == 0 else (None, silent)))
+            report = _train(job, recipe, run, resume, *((on_step, say) if job.rank == 0 else (None, silent)))
         if job.rank > 0:
             return LanguageOutcome(run, report)
     else:
@@ -157,10 +157,10 @@ def train(
             keep_threads(run, threads, parallel.world)
             recipe = recipe.model_copy(update={"threads": threads})
         if parallel.world > 1:
-            report = _launch(recipe, run, resume, device, watch, say)
+            report = _launch(recipe, run, resume, device, on_step, say)
         else:
             with join_job(device, parallel.deadline_s) as job:
-                report = _train(job, recipe, run, resume, watch, say)
+                report = _train(job, recipe, run, resume, on_step, say)
     if report.ended != "interrupted":
         write_language_report(run)
     return LanguageOutcome(run, report)
@@ -326,10 +326,10 @@ def _prepare_together(
         run = _prepare(recipe, folder, resume, say)
         job.store.set(_BEGUN, str(run.folder))
         place = [str(run.folder), resume]
-    job.watch.meet("run prepared")
+    job.watchdog.meet("run prepared")
     if os.environ.get("LOCAL_RANK") == "0":
         prepare_corpora(recipe.data)  # where the cache is that of rank 0, this finds it there
-    job.watch.meet("text prepared")
+    job.watchdog.meet("text prepared")
     if job.size > 1:
         dist.broadcast_object_list(place)
     return Run(place[0]), place[1]
@@ -381,12 +381,12 @@ class _Line:
     def say(self, text: str) -> None:
         tell(("say", text))
 
-    def watch(self, record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
-        tell(("watch", record, asdict(progress), total))
+    def on_step(self, record: dict[str, Any], progress: LanguageProgress, total: int) -> None:
+        tell(("step", record, asdict(progress), total))
 
 
 def _launch(
-    recipe: LanguageRecipe, run: Run, resume: bool, device: Any, watch: LanguageWatcher | None, say: Say
+    recipe: LanguageRecipe, run: Run, resume: bool, device: Any, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
     """Train in processes on this machine."""
     config = LaunchConfig(
@@ -400,9 +400,9 @@ def _launch(
         kind, *content = message
         if kind == "say":
             say(content[0])
-        elif watch is not None:
+        elif on_step is not None:
             record, progress, total = content
-            watch(record, LanguageProgress(**progress), total)
+            on_step(record, LanguageProgress(**progress), total)
 
     arguments = (recipe, str(run.folder), resume)
     found = launch(_launched, recipe.parallel.world, arguments, config=config, hear=hear)
@@ -418,17 +418,17 @@ def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> d
     """One of several processes on this machine; what it returns are plain values."""
     with join_job() as job:
         line = _Line() if rank == 0 else None
-        report = _train(job, recipe, Run(folder), resume, *((line.watch, line.say) if line else (None, silent)))
+        report = _train(job, recipe, Run(folder), resume, *((line.on_step, line.say) if line else (None, silent)))
     return {**asdict(report), "evaluation": report.evaluation and report.evaluation._asdict()}
 
 
 def _train(
-    job: Job, recipe: LanguageRecipe, run: Run, resume: bool, watch: LanguageWatcher | None, say: Say
+    job: Job, recipe: LanguageRecipe, run: Run, resume: bool, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
     """What each process does; the recipe's mesh has as many places as the job has processes."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    trainer = _trainer(job, recipe, run, watch)
+    trainer = _trainer(job, recipe, run, on_step)
     found = resume and trainer.resume()
     if resume:
         say(f"resumed at step {trainer.progress.step}" if found else "no checkpoint yet: starting from the beginning")
@@ -437,7 +437,9 @@ def _train(
     return trainer.fit()
 
 
-def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher | None = None) -> LanguageTrainer:
+def _trainer(
+    job: Job, recipe: LanguageRecipe, run: Run, on_step: LanguageStepCallback | None = None
+) -> LanguageTrainer:
     device = select_device(recipe.device).type
     corpora = prepare_corpora(recipe.data)
     mesh = ProcessMesh(recipe.parallel, device)
@@ -461,8 +463,8 @@ def _trainer(job: Job, recipe: LanguageRecipe, run: Run, watch: LanguageWatcher 
         held_out=held_out.microbatches,
         held_out_bytes=held_out.bytes,
         peak=None if peak is None else peak.flops_per_s,
-        guard=job.watch,
-        watch=watch,
+        watchdog=job.watchdog,
+        on_step=on_step,
         recipe=recipe_state(recipe),
     )
 

@@ -28,9 +28,9 @@ from cordillera.training import checkpoints
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
 from cordillera.training.ranking.trainer import (
+    StepCallback,
     Trainer,
     TrainingOutcome,
-    Watcher,
     scorer,
     select_device,
 )
@@ -97,7 +97,7 @@ def train(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
-    watch: Watcher | None = None,
+    on_step: StepCallback | None = None,
     say: Say = silent,
 ) -> Outcome:
     """Train a recipe into a run folder, evaluate it on the test split and write its report.
@@ -106,7 +106,7 @@ def train(
         recipe: Recipe to train.
         folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
         resume: Continue the run in ``folder`` from its newest checkpoint; the recipe is the one that stands in it.
-        watch: Called after every step; see :class:`~cordillera.training.ranking.trainer.Trainer`.
+        on_step: Called after every step; see :class:`~cordillera.training.ranking.trainer.Trainer`.
         say: Called with one line of text at each stage.
 
     Raises:
@@ -175,7 +175,7 @@ def train(
             run,
             tasks=splits.features.tasks,
             device=device,
-            watch=watch,
+            on_step=on_step,
             recipe=recipe,
         )
         if resume:

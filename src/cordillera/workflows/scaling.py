@@ -15,9 +15,9 @@ from cordillera.errors import DataError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.flops import training_flops
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.run import Run, RunError, write_atomically
-from cordillera.training.language.trainer import LanguageWatcher
+from cordillera.training.language.trainer import LanguageStepCallback
 from cordillera.training.ranking.trainer import (
-    Watcher,
+    StepCallback,
 )
 from cordillera.training.scaling import power_law as scaling_laws
 from cordillera.training.scaling.isoflop_plan import IsoFlopOutcome, plan_runs, sizes_for, train_plan
@@ -39,7 +39,7 @@ def isoflop(
     target: float | None = None,
     overrides: Sequence[str] = (),
     folder: Path | str | None = None,
-    watch: LanguageWatcher | None = None,
+    on_step: LanguageStepCallback | None = None,
     say: Say = lambda text: None,
 ) -> IsoFlopOutcome:
     """Train a language model in several sizes for each budget and fit the best split into parameters and tokens.
@@ -55,7 +55,7 @@ def isoflop(
         target: FLOPs to foretell the best split of.
         overrides: Applied to all runs.
         folder: Where everything goes. Default: ``runs/NAME-isoflop``.
-        watch: See :func:`cordillera.workflows.train`.
+        on_step: See :func:`cordillera.workflows.train`.
         say: Called with one line of text at each stage.
 
     Raises:
@@ -86,7 +86,7 @@ def isoflop(
 
     def train(changes: list[str], place: Path) -> Run:
         one = _language_recipe(source, [*overrides, *changes])
-        return language.train(one, place, resume=(place / "recipe.toml").is_file(), watch=watch).run
+        return language.train(one, place, resume=(place / "recipe.toml").is_file(), on_step=on_step).run
 
     def agrees(changes: list[str], place: Path) -> bool:
         found, wanted = recipes.load(place), _language_recipe(source, [*overrides, *changes])
@@ -126,7 +126,7 @@ def sweep(
     seeds: int = 1,
     overrides: Sequence[str] = (),
     folder: Path | str | None = None,
-    watch: Watcher | None = None,
+    on_step: StepCallback | None = None,
     say: Say = silent,
 ) -> Sweep:
     """Train a recipe in several sizes and fit test NE against training FLOPs an example.
@@ -141,7 +141,7 @@ def sweep(
         seeds: Repetitions of every size: the recipe's seed, and those after it.
         overrides: Applied to all sizes.
         folder: Where everything goes. Default: ``runs/NAME-sweep``.
-        watch: See :func:`train`.
+        on_step: See :func:`train`.
         say: Called with one line of text at each stage.
 
     Raises:
@@ -172,7 +172,7 @@ def sweep(
             say(f"[{number}/{len(planned)}] {name}: done before")
         else:
             say(f"[{number}/{len(planned)}] {name}: {sizes[(number - 1) // seeds]}")
-            outcome = train(recipe, place, resume=exists, watch=watch)
+            outcome = train(recipe, place, resume=exists, on_step=on_step)
             if outcome.report.ended == "interrupted":
                 raise Interrupted(
                     "this run is not finished; everything is saved",

@@ -1,4 +1,4 @@
-"""A process's part in its job: its process group from the first moment to the last, under a watch.
+"""A process's part in its job: its process group from the first moment to the last, under a watchdog.
 
 Processes that :func:`cordillera.distributed.job.launch.launch`, ``torchrun`` or SLURM started find in their environment
 which of them they are; one that nobody started so is a job by itself. Gloo aborts a process that ends while its
@@ -47,14 +47,14 @@ class Job(NamedTuple):
     Attributes:
         rank: Its number.
         size: Processes.
-        watch: Over all of them.
+        watchdog: Over all of them.
         restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
         store: Store that survives a restart of the processes; the launcher holds it.
     """
 
     rank: int
     size: int
-    watch: Watchdog
+    watchdog: Watchdog
     restarts: int
     store: JobStore
 
@@ -77,7 +77,7 @@ def join_job(
 
     A launcher's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK`` for its
     GPU) says which; without it, the job is this process. A group that exists is used and left as it is, and within a
-    job, joining gives that job. Ctrl-C, SIGTERM and SIGHUP set the watch's ``stop``; a second one, or one before all
+    job, joining gives that job. Ctrl-C, SIGTERM and SIGHUP set the watchdog's ``stop``; a second one, or one before all
     processes have come, raises KeyboardInterrupt. What the processes tell each other is signed with the environment's
     ``CORDILLERA_JOB_TOKEN``, which :func:`~cordillera.distributed.job.launch.launch` makes; other launchers make none.
 
@@ -110,14 +110,14 @@ def join_job(
     kept = _job_store(found, f"cordillera/kept/{_joined}", config)
     scope = f"cordillera/{restarts}/{_joined}"
     board = _job_store(found, scope, config)
-    watch = Watchdog(config, board, rank, size, host=host, stop=stop, abandon=abandon)
+    watchdog = Watchdog(config, board, rank, size, host=host, stop=stop, abandon=abandon)
     try:
         if is_owner and size > 1:
-            _call_roll(board, rank, size, watch)
-        with contextlib.ExitStack() as handled, watch, watch.explaining():
+            _call_roll(board, rank, size, watchdog)
+        with contextlib.ExitStack() as handled, watchdog, watchdog.explaining():
             if is_owner:
-                watch.meet("beginning")  # the time that a group takes for connections is one wait's
-            handled.enter_context(stopped_by_signals(watch.stop))  # until the cause of an error is found
+                watchdog.meet("beginning")  # the time that a group takes for connections is one wait's
+            handled.enter_context(stopped_by_signals(watchdog.stop))  # until the cause of an error is found
             if is_owner:
                 if device is not None:
                     torch.cuda.set_device(device)
@@ -125,9 +125,9 @@ def join_job(
                 store = dist.PrefixStore(scope, found)
                 deadline = timedelta(seconds=deadline_s)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-            _job = Job(rank, size, watch, restarts, kept)
+            _job = Job(rank, size, watchdog, restarts, kept)
             yield _job
-            watch.leave()
+            watchdog.leave()
     except BaseException:
         if is_owner and size > 1:
             atexit.register(_end_soon)
@@ -245,7 +245,7 @@ def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -
         raise OSError(errno.EPROTO, "what answers there is no store") from error
 
 
-def _call_roll(board: JobStore, rank: int, size: int, watch: Watchdog) -> None:
+def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog) -> None:
     """Register this process, and refuse a rank that another process has or a different number of processes."""
     try:
         agreed = board.first("size", size)
@@ -253,7 +253,7 @@ def _call_roll(board: JobStore, rank: int, size: int, watch: Watchdog) -> None:
         first = board.first(f"here/{rank}", own) if agreed == size else own
         is_running = None not in board.read([f"here/{other}" for other in range(size)])
     except StoreError as error:
-        raise watch.lost_store(error) from error
+        raise watchdog.lost_store(error) from error
     if agreed == size and first == own:
         return
     if agreed != size:
@@ -265,7 +265,7 @@ def _call_roll(board: JobStore, rank: int, size: int, watch: Watchdog) -> None:
     verdict = Verdict((rank,), what, remedy)
     if not is_running:  # otherwise the job of the other processes goes on
         with contextlib.suppress(StoreError):
-            watch.tell(verdict)
+            watchdog.tell(verdict)
     raise verdict.error()
 
 

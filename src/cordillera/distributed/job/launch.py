@@ -109,8 +109,8 @@ def launch(
 
     Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
     (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In the
-    ranks, :func:`~cordillera.distributed.job.job.join_job` gives the job and its watch. Values that the ranks exchange
-    are signed with a secret that only they receive.
+    ranks, :func:`~cordillera.distributed.job.job.join_job` gives the job and its watchdog. Values that the ranks
+    exchange are signed with a secret that only they receive.
 
     Args:
         work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.

@@ -1,4 +1,4 @@
-"""A watch over the processes of a job: a rank that ends, stops or hangs ends the job with one error that names it.
+"""A watchdog over the processes of a job: a rank that ends, stops or hangs ends the job with one error that names it.
 
 A thread writes this process's beats into the job's store and reads the others'
 (:mod:`cordillera.distributed.job.heartbeats`). Python cannot interrupt a thread that waits in a collective. So an error
@@ -45,7 +45,7 @@ _ROOM = str(Path(__file__).parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """Time limits of a watch.
+    """Time limits of a watchdog.
 
     Attributes:
         deadline_s: Longest time from the moment at which a process stops, or stands still while others wait for it, to
@@ -73,10 +73,10 @@ class WatchdogConfig:
 
 
 class Watchdog:
-    """This process's part in the watch, from ``with`` to its end.
+    """This process's part in the watchdog, from ``with`` to its end.
 
     Args:
-        config: Time limits of the watch.
+        config: Time limits.
         store: Store that all processes of the job reach, used by this job and attempt only.
         rank: Rank of this process.
         size: Processes; alone, there is nothing to watch.
@@ -162,7 +162,7 @@ class Watchdog:
             raise self.lost_store(error) from error
 
     def leave(self) -> None:
-        """Wait until all processes are at their ends, and their watch ends: what comes after concerns no other.
+        """Wait until all processes are at their ends, and their watchdog ends: what comes after concerns no other.
 
         Raises:
             RankError: If one does not come there.

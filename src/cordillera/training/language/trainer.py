@@ -172,7 +172,7 @@ class _LanguageWindow:
         return {name: getattr(self, name) for name in names}
 
 
-LanguageWatcher = Callable[[dict[str, Any], LanguageProgress, int], None]
+LanguageStepCallback = Callable[[dict[str, Any], LanguageProgress, int], None]
 """Called after every step with the newest record (empty at steps without one), the progress, and the steps of all."""
 
 
@@ -188,9 +188,9 @@ class LanguageTrainer:
         held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
         held_out_bytes: Size of the held-out text in UTF-8, in bytes.
         peak: Peak FLOP/s of one device in the blocks' precision; None if unknown.
-        guard: Guard that is told the position of the loop and holds requests to stop. If one process is asked to stop,
-            all stop after the step in progress. None for a loop without a guard.
-        watch: Function that draws progress, on rank 0.
+        watchdog: Watchdog that is told the position of the loop and holds requests to stop. If one process is asked to
+            stop, all stop after the step in progress. None for a loop without one.
+        on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
 
     Attributes:
@@ -210,8 +210,8 @@ class LanguageTrainer:
         held_out: Microbatches | None = None,
         held_out_bytes: int = 0,
         peak: float | None = None,
-        guard: Watchdog | None = None,
-        watch: LanguageWatcher | None = None,
+        watchdog: Watchdog | None = None,
+        on_step: LanguageStepCallback | None = None,
         recipe: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.engine, self.checkpoints, self.run = config, engine, checkpoints, run
@@ -221,7 +221,7 @@ class LanguageTrainer:
         own = slice(mesh.copy, None, mesh.config.copies)
         self.batches = PrefetchedBatches(batches, part=own, deadline_s=mesh.config.deadline_s)
         self.held_out, self.held_out_bytes, self.peak = held_out, held_out_bytes, peak
-        self.guard, self.watch, self.recipe = guard, watch, recipe
+        self.watchdog, self.on_step, self.recipe = watchdog, on_step, recipe
         self.progress = LanguageProgress()
         self._window = _LanguageWindow()
         self._board: Any = None
@@ -354,8 +354,8 @@ class LanguageTrainer:
             if not is_last and not is_asked and self._is_due(config.checkpoint_every):
                 self._save()
             self._window.started += time.perf_counter() - paused
-            if self.watch is not None:
-                self.watch(record, progress, config.steps)
+            if self.on_step is not None:
+                self.on_step(record, progress, config.steps)
             if is_asked and not is_last:
                 return "interrupted"
         return "finished"
@@ -404,7 +404,7 @@ class LanguageTrainer:
         """Whether any rank was asked to stop; and what each found out for itself, the largest of all."""
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
-        is_asked = self.guard is not None and self.guard.should_stop
+        is_asked = self.watchdog is not None and self.watchdog.should_stop
         memory = float(peak_memory(self.engine.mesh.device_type))
         numbers = [float(is_asked), traffic.seconds, traffic.exposed_seconds, memory]
         stop, communication, exposed, self._memory = self.engine.mesh.exchange(numbers).amax(0).tolist()
@@ -414,12 +414,12 @@ class LanguageTrainer:
 
     def _is_asked(self) -> bool:
         """Whether any rank was asked to stop."""
-        own = self.guard is not None and self.guard.should_stop
+        own = self.watchdog is not None and self.watchdog.should_stop
         return bool(self.engine.mesh.exchange([float(own)]).amax() > 0)
 
     def _at(self, where: str) -> None:
-        if self.guard is not None:
-            self.guard.at(where)
+        if self.watchdog is not None:
+            self.watchdog.at(where)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0

@@ -188,7 +188,7 @@ class _RankingWindow:
         return {"loss": self.loss, "weight": self.weight, "examples": self.examples}
 
 
-Watcher = Callable[[dict[str, Any], Progress, int], None]
+StepCallback = Callable[[dict[str, Any], Progress, int], None]
 
 
 def select_device(name: str) -> torch.device:
@@ -290,7 +290,7 @@ class Trainer:
         run: Run that records and checkpoints are written to.
         tasks: Names of the labels.
         device: Device to compute on.
-        watch: Function called after every step with the newest log record (empty at steps that log nothing), the
+        on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
             progress and the total number of steps; draws progress bars.
         recipe: Recipe of the model and its training. It is saved in checkpoints, and a checkpoint of another recipe is
             not resumed. None to save no recipe.
@@ -306,12 +306,12 @@ class Trainer:
         *,
         tasks: Sequence[str],
         device: torch.device,
-        watch: Watcher | None = None,
+        on_step: StepCallback | None = None,
         recipe: BaseModel | None = None,
     ) -> None:
         self.config, self.run, self.device, self.tasks = config, run, device, tuple(tasks)
         self.recipe = recipe
-        self.training, self.validation, self.watch = training, validation, watch
+        self.training, self.validation, self.on_step = training, validation, on_step
         if device.type == "cpu":
             keep_freed_memory()
         self.model = model.to(device)
@@ -551,8 +551,8 @@ class Trainer:
                             return "early"
                     elif config.checkpoint_every is not None and self._is_due(config.checkpoint_every):
                         self.save()
-                    if self.watch is not None:
-                        self.watch(record, progress, self.total_steps)
+                    if self.on_step is not None:
+                        self.on_step(record, progress, self.total_steps)
                     if self._stop.is_set() and not last:
                         return "interrupted"
                     if last or end_of_epoch:
