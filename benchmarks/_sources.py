@@ -23,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from _renames import RENAMED
+
 BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
@@ -30,8 +32,9 @@ CHECKOUT = BENCHMARKS.parent
 _TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
 _TALKING += ("cordillera.run",)
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
+_NAME = re.compile(r"'(\w+)'")
 _MODULE = re.compile(r"\bcordillera(\.\w+)+")
-_MACHINERY = ("_machine", "_results", "_sources", "_tables")  # which print and write
+_MACHINERY = ("_machine", "_renames", "_results", "_sources", "_stale", "_tables")  # which print and write
 
 
 def counts(module: str) -> bool:
@@ -80,7 +83,8 @@ class _Module:
             nodes = self.defined.get(name, [])
             for part in ([node] for node in nodes) if not name else [nodes]:
                 code = _MODULE.sub("cordillera", "".join(ast.dump(_Computed().visit(deepcopy(node))) for node in part))
-                found.add((name, hashlib.sha256(code.encode()).hexdigest()))
+                code = _NAME.sub(lambda one: f"'{RENAMED.get(one[1], one[1])}'", code)
+                found.add((RENAMED.get(name, name), hashlib.sha256(code.encode()).hexdigest()))
         return found
 
     def uses(self, nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
@@ -108,11 +112,11 @@ class _Module:
 class _Computed(ast.NodeTransformer):
     """Code without imports."""
 
-    def visit_Import(self, node: ast.Import) -> ast.Pass:
-        return ast.Pass()
+    def visit_Import(self, node: ast.Import) -> None:
+        return None
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.Pass:
-        return ast.Pass()
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        return None
 
 
 def _plain(tree: ast.Module) -> ast.Module:

@@ -29,7 +29,7 @@ def test_a_table_says_where_it_was_measured_and_is_continued(tmp_path: Path) -> 
     assert before.dtype == "bfloat16"
     assert before.device == first.products.device != "unknown"  # type: ignore[union-attr]
     second = measure_table(
-        [*SHAPES, SHAPES[3]], path, "cpu", progress=lambda shape, done, total: seen.append((done, total))
+        [*SHAPES, SHAPES[3]], path, "cpu", on_product=lambda shape, done, total: seen.append((done, total))
     )
     assert (second.new, second.left) == (2, 0)
     assert seen == [(0, 2), (1, 2)]

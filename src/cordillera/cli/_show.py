@@ -179,7 +179,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
         quiet: Draw and say nothing.
 
     Returns:
-        What :func:`cordillera.workflows.injection.inject` takes as ``progress`` and ``say``.
+        What :func:`cordillera.workflows.injection.inject` takes as ``on_round`` and ``say``.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -191,14 +191,14 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
     with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
         task = bar.add_task("preparing", total=None)
 
-        def progress(done: int, total: int) -> None:
+        def on_round(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="faults a bit position")
 
         def say(text: str) -> None:
             if not quiet:
                 bar.print(text)
 
-        yield progress, say
+        yield on_round, say
 
 
 def injection_table(content: dict[str, Any]) -> Table:

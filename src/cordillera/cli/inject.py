@@ -43,8 +43,8 @@ def inject(
         injections, half_width, FaultModel(bits, burst), tuple(component or ()), seed, samples, threshold
     )
     out = console()
-    with injection_progress(out, quiet=quiet or json) as (progress, say):
-        outcome = inject(run, config, progress=progress, say=say)
+    with injection_progress(out, quiet=quiet or json) as (on_round, say):
+        outcome = inject(run, config, on_round=on_round, say=say)
     if json:
         import json as encoder
 

@@ -263,13 +263,13 @@ def _measure(shapes: Sequence[ProductShape], path: Path) -> None:
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=len(shapes))
 
-        def progress(shape: ProductShape, done: int, total: int) -> None:
+        def on_product(shape: ProductShape, done: int, total: int) -> None:
             rows, columns, inner, count = shape
             bar.update(
                 task, completed=done, total=total, description=f"{count} x [{rows}, {inner}] x [{inner}, {columns}]"
             )
 
-        measured = measure_table(shapes, path, progress=progress)
+        measured = measure_table(shapes, path, on_product=on_product)
     out = console()
     if measured.products is not None:
         out.print(f"{measured.products}, {measured.new:,} of them now", markup=False)

@@ -87,7 +87,7 @@ def measure_table(
     shapes: Sequence[ProductShape],
     path: str | Path,
     device: str | None = None,
-    progress: Callable[[ProductShape, int, int], object] | None = None,
+    on_product: Callable[[ProductShape, int, int], object] | None = None,
 ) -> Measured:
     """Measure products in bfloat16 and write them to a file that ``cordillera plan --products`` takes.
 
@@ -98,7 +98,7 @@ def measure_table(
         shapes: As in :func:`measure`.
         path: Of the CSV file; see :class:`cordillera.cost.Products`.
         device: ``cpu`` or ``cuda``; None for the GPU if there is one.
-        progress: Called before each product with it, how many are done and how many there are.
+        on_product: Called before each product with it, how many are done and how many there are.
 
     Raises:
         PlanError: If the file holds what was measured elsewhere or in another dtype, or cannot be read or written.
@@ -127,8 +127,8 @@ def measure_table(
 
     with contextlib.suppress(KeyboardInterrupt):
         for shape in fitting:
-            if progress is not None:
-                progress(shape, len(found) - known, len(fitting))
+            if on_product is not None:
+                on_product(shape, len(found) - known, len(fitting))
             (found[shape],) = measure([shape], device)
             if time.monotonic() - saved > _SAVE_S:
                 save()

@@ -218,7 +218,7 @@ def inject(
     run: Run | Path | str,
     config: InjectionConfig | None = None,
     *,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    on_round: Callable[[int, int], object] = lambda done, total: None,
     say: Say = silent,
 ) -> InjectionOutcome:
     """Flip bits in the weights of a trained ranking model and count outputs that become wrong.
@@ -229,7 +229,7 @@ def inject(
     Args:
         run: The run or its folder.
         config: What is injected.
-        progress: Told how many faults a bit position are done, of how many.
+        on_round: Told how many faults a bit position are done, of how many.
         say: Called with one line of text at each stage.
 
     Raises:
@@ -260,7 +260,7 @@ def inject(
         stop, began = threading.Event(), time.perf_counter()
         with stopped_by_signals(stop):
             finished = campaign.run(
-                _rounds(campaign, config), half_width=config.half_width, stop=stop.is_set, progress=progress
+                _rounds(campaign, config), half_width=config.half_width, stop=stop.is_set, on_round=on_round
             )
     results = [result.to_json() for result in campaign.found.values()]
     content = {

@@ -47,8 +47,8 @@ from cordillera.training.language.trainer import (
     LanguageEvaluation,
     LanguageProgress,
     LanguageReport,
-    LanguageTrainer,
     LanguageStepCallback,
+    LanguageTrainer,
     write_evaluation,
 )
 from cordillera.training.ranking.trainer import select_device
