@@ -74,7 +74,7 @@ class SharedLink(NamedTuple):
 NOWHERE = Edges(float("inf"), 0.0, -1, "")
 
 
-class Degrees(Protocol):
+class _Degrees(Protocol):
     """Degrees of parallelism of a job, as of :class:`~cordillera.planning.language.workload.Layout`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Mesh:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, topology: Topology, layout: Degrees, order: Sequence[str] = DIMENSIONS) -> Mesh:
+    def of(cls, topology: Topology, layout: _Degrees, order: Sequence[str] = DIMENSIONS) -> Mesh:
         """Put a layout on a cluster.
 
         Args:
