@@ -1,7 +1,7 @@
 """Embedding tables that live in one flat weight, are looked up together and updated by one fused exact kernel.
 
 No dense gradient is ever made. The backward pass only keeps the gradient of the output; ``update`` then reduces it to
-one gradient a distinct row and applies the optimizer to these rows, in place
+one gradient per distinct row and applies the optimizer to these rows, in place
 (``cordillera.kernels.embeddings.update``).
 """
 
@@ -36,16 +36,16 @@ _HUGE_PAGE = 2 * 1024 * 1024
 
 
 class TablesConfig(SparseOptimizer):
-    """How embedding tables are kept and updated: the recipe's ``[tables]`` section.
+    """Storage and update of embedding tables: the recipe's ``[tables]`` section.
 
     Attributes:
-        backend: Which kernels to use; ``auto`` takes the fastest that is installed (see ``sparse_update``). Rows in few
-            bits and caches have kernels of their own, ``numba``.
-        rows: How rows are kept: ``fp32``, ``fp16``, ``int8`` or ``int4``. Less than ``fp32`` needs a CPU.
-        rounding: How updated rows are rounded to that: ``stochastic`` is on average right, ``nearest`` loses what is
-            less than half a step.
-        cache: The share of the rows that a cache keeps in float32; 0 for no cache.
-        cache_policy: Which rows the cache keeps: those updated most often (``lfu``) or last (``lru``).
+        backend: Kernels to use; ``auto`` takes the fastest that is installed (see ``sparse_update``). Rows in few bits
+            and caches have kernels of their own, ``numba``.
+        rows: Storage format of rows: ``fp32``, ``fp16``, ``int8`` or ``int4``. Formats other than ``fp32`` need a CPU.
+        rounding: Rounding of updated rows to the storage format: ``stochastic`` is right on average, ``nearest`` loses
+            changes of less than half a step.
+        cache: Share of the rows that a cache keeps in float32; 0 for no cache.
+        cache_policy: Rows that the cache keeps: those updated most often (``lfu``) or last (``lru``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,7 +73,7 @@ class TablesConfig(SparseOptimizer):
 
 @dataclass(frozen=True)
 class _Pending:
-    """What one backward pass left for the next update."""
+    """Lookup and output gradient of one backward pass, kept for the next update."""
 
     rows: Tensor  # [T]
     offsets: Tensor | None  # [F * B + 1]
@@ -82,7 +82,7 @@ class _Pending:
 
 
 class _KeepGradient(torch.autograd.Function):
-    """Gives a lookup's output a place in the graph; its backward keeps the gradient and passes none on."""
+    """Gives a lookup's output a place in the graph; the backward pass keeps the gradient and passes none on."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _KeepGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: what follows would silently lack the tables' part
+        if torch.is_grad_enabled():  # create_graph=True: second derivatives would silently lack the tables' part
             raise TrainingError(
                 "second derivatives through embedding tables are not supported",
                 where="EmbeddingTables",
@@ -115,26 +115,26 @@ class EmbeddingTables(nn.Module):
 
     A training step is ``loss(model(batch)).backward()``, then ``tables.update()``. Several backward passes before an
     update count as one larger batch: their gradients are reduced together and every row is updated once.
-    ``weight.grad`` stays None, so dense optimizers and gradient clipping pass the tables by. Gradients with respect to
-    the values' weights and second derivatives are not supported. Gradients are used as they come: a loss must not be
+    ``weight.grad`` stays None, so dense optimizers and gradient clipping ignore the tables. Gradients with respect to
+    the values' weights and second derivatives are not supported. Gradients are used unscaled: a loss must not be
     scaled (``bfloat16`` needs no scale).
 
     Attributes:
-        weight: ``float32 [R, D]``, all tables one after another in the order of ``features.tables``.
+        weight: All tables, one after another in the order of ``features.tables``, ``float32 [R, D]``.
         step: Number of updates so far.
 
     Args:
         features: Names, tables and pooling of the sparse features. ``mean`` divides a bag's (weighted) sum by its
             number of values; an empty bag gives zeros.
-        embedding_dim: ``D``.
+        embedding_dim: Width ``D`` of a row.
         config: Optimizer and back end.
         init: ``uniform_by_rows`` draws a table of ``n`` rows from U(-sqrt(1/n), sqrt(1/n)) (Naumov et al. 2019); a
             number is the standard deviation of a normal distribution.
-        generator: Source of random numbers; default the global one.
+        generator: Source of random numbers. Default: the global one.
 
     Raises:
-        DataError: a feature names a table that is not there, or a table has no rows.
-        DependencyError: the back end that was asked for cannot be used.
+        DataError: a feature names an unknown table, or a table has no rows.
+        DependencyError: the requested back end cannot be used.
     """
 
     _first_row: Tensor
@@ -174,7 +174,7 @@ class EmbeddingTables(nn.Module):
     def _make_rows(self, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None) -> None:
         """Make initial rows and the optimizer's state."""
         weight = on_huge_pages(torch.empty(self.num_rows, self.embedding_dim))
-        # one table at a time and in place: nothing of the tables' size beside them
+        # one table at a time and in place: no second copy of a table's size
         for table, rows in self.features.tables.items():
             start = self._starts[table]
             draw_rows(weight[start : start + rows], rows, init, generator)
@@ -189,35 +189,36 @@ class EmbeddingTables(nn.Module):
 
     @property
     def backend(self) -> str:
-        """The back end in use, after ``auto`` has been resolved for the weight's device and dtype."""
+        """Name of the back end in use, after ``auto`` has been resolved for the weight's device and dtype."""
         return choose_backend(self.config.backend, self.config, self.weight)
 
     @property
     def num_weights(self) -> int:
-        """Trained numbers in all tables."""
+        """Number of trained values in all tables."""
         return self.num_rows * self.embedding_dim
 
     @property
     def _in_graph(self) -> Tensor:
-        """What stands for the tables in autograd's graph; of the dtype and on the device of lookups."""
+        """Tensor that stands for the tables in autograd's graph; it has the dtype and device of lookups."""
         return self.weight
 
     @property
     def num_pending(self) -> int:
-        """Backward passes whose gradients wait for :meth:`update`."""
+        """Number of backward passes whose gradients wait for :meth:`update`."""
         return len(self._pending)
 
     def forward(self, sparse: JaggedBatch) -> Tensor:
         """Look up and pool every feature of a batch.
 
         Args:
-            sparse: Table-local ids, keys in the order of ``features.sparse``.
+            sparse: Table-local ids, with keys in the order of ``features.sparse``.
 
         Returns:
             ``[B, F, D]`` in the dtype of the weight, or in autocast's dtype inside autocast.
 
         Raises:
-            DataError: the keys are not the features', or an id does not lie in its table.
+            DataError: the keys are not those of the features, or an id does not lie in its table.
+            TrainingError: the values' weights require gradients.
         """
         if tuple(sparse.keys) != self._keys:
             raise DataError(
@@ -259,10 +260,10 @@ class EmbeddingTables(nn.Module):
         )
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
-        """Apply the gradients that wait, once a distinct row; without any, do nothing.
+        """Apply the pending gradients, once per distinct row; do nothing if there are none.
 
         Args:
-            learning_rate_scale: Multiplies the configured learning rate (warm-up and decay).
+            learning_rate_scale: Factor of the configured learning rate (warm-up and decay).
         """
         pending, self._pending = self._pending, []
         if not pending:
@@ -289,17 +290,17 @@ class EmbeddingTables(nn.Module):
         return {name: getattr(self, name) for name in self._state_names}
 
     def pending_rows(self) -> Tensor:
-        """Rows that the next :meth:`update` will change: int64, distinct, ascending; empty if none waits."""
+        """Return the rows that the next :meth:`update` changes: int64, distinct, ascending."""
         if not self._pending:
             return torch.empty(0, dtype=torch.int64, device=self._in_graph.device)
         return torch.cat([item.rows.to(torch.int64) for item in self._pending]).unique()
 
     def discard(self) -> None:
-        """Forget the gradients that wait for :meth:`update`."""
+        """Discard the gradients that wait for :meth:`update`."""
         self._pending = []
 
     def table(self, name: str) -> Tensor:
-        """One table.
+        """Return one table.
 
         Args:
             name: A key of ``features.tables``.
@@ -318,7 +319,7 @@ class EmbeddingTables(nn.Module):
         self.weight.detach()[:, first:] = 0
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by what they are for: ``rows`` and ``optimizer``."""
+        """Return the bytes of the ``rows`` and of the ``optimizer`` state."""
         return {"rows": _bytes(self.weight), "optimizer": sum(map(_bytes, self._state().values()))}
 
     def _place_of(self, name: str) -> tuple[int, int]:
@@ -328,17 +329,17 @@ class EmbeddingTables(nn.Module):
         return self._starts[name], self.features.tables[name]
 
     def get_extra_state(self) -> Tensor:
-        """The step count, as ``state_dict`` keeps it."""
+        """Return the step count, for ``state_dict``."""
         return torch.tensor(self.step, dtype=torch.int64)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the step count from a state dict.
+        """Restore the step count from a state dict.
 
         Args:
-            state: What :meth:`get_extra_state` gave.
+            state: Result of :meth:`get_extra_state`.
 
         Raises:
-            CheckpointError: it is not a count.
+            CheckpointError: the count is negative.
         """
         step = int(state)
         if step < 0:
@@ -346,7 +347,7 @@ class EmbeddingTables(nn.Module):
         self.step = step
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the tables."""
+        """Describe the tables for ``repr``."""
         return (
             f"{len(self.features.tables)} tables, {self.num_rows} rows of {self.embedding_dim}, "
             f"{len(self._keys)} features, optimizer={self.config.name}, backend={self.config.backend}"
@@ -380,10 +381,10 @@ def draw_rows(
     """Draw initial rows, in place.
 
     Args:
-        block: ``[N, D]``, rows of one table.
-        table_rows: Rows of the whole table.
-        init: As :class:`EmbeddingTables` takes it.
-        generator: Source of random numbers.
+        block: Rows of one table, ``[N, D]``.
+        table_rows: Number of rows of the whole table.
+        init: Distribution, as in :class:`EmbeddingTables`.
+        generator: Source of random numbers; None for the global one.
     """
     if init == "uniform_by_rows":
         bound = math.sqrt(1 / table_rows)
@@ -399,8 +400,8 @@ def _bytes(tensor: Tensor) -> int:
 def on_huge_pages(tensor: Tensor) -> Tensor:
     """Ask Linux to back a ``tensor`` that is not yet written to by large pages, and return it.
 
-    Rows are read at random from far more memory than the processor has addresses cached for: with pages of 2 MiB
-    instead of 4 KiB a lookup takes about half the time.
+    Rows are read at random from far more memory than the processor caches addresses for: with pages of 2 MiB instead of
+    4 KiB a lookup takes about half the time.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return tensor
@@ -425,7 +426,7 @@ def _check_features(features: FeatureSpec) -> None:
 
 
 def _merge(pending: list[_Pending]) -> _Pending:
-    """Several backward passes as one: their bags one after another, each pass feature-major as it was."""
+    """Join several backward passes: their bags one after another, each pass feature-major as it was."""
     rows = torch.cat([item.rows for item in pending])
     grad = torch.cat([item.grad.transpose(0, 1).reshape(-1, item.grad.shape[2]) for item in pending])
     value_weights = offsets = None

@@ -1,8 +1,8 @@
-"""From text to what optimizer steps compute: iterations of packed microbatches, alike on every rank.
+"""Training iterations of packed text, the same on every rank.
 
-There is one stream of documents for all ranks, and one plan of which of them are computed together. Tokens are read
-only by the rank that computes a microbatch. So neither the plan nor its state depends on the mesh, and a run goes on
-to the token on any other.
+All ranks share one stream of documents and one plan of which documents are computed together. Only the rank that
+computes a microbatch reads its tokens. Neither the plan nor its state depends on the mesh, so a run resumes at the
+exact token on any other mesh.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cordillera.errors import DataError
 from cordillera.partition import imbalance
 
 _SAMPLE_BATCHES, _SAMPLE_DOCUMENTS = 100, 8_000
-"""Of the stream, on which thresholds are tuned."""
+"""Largest numbers of batches and of documents of the stream on which thresholds are tuned."""
 
 
 class PackedTokens(NamedTuple):
-    """A microbatch: documents one after another.
+    """Microbatch of documents, one after another.
 
     Attributes:
         tokens: ``int64 [T]``.
-        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
-        labels: ``int64 [T]``, each token's target, or ``IGNORED``; None for the next token of its document.
+        offsets: Begin of each document, and ``T``; ``int64 [B + 1]``.
+        labels: Target of each token, or ``IGNORED``, ``int64 [T]``; None for the next token of its document.
     """
 
     tokens: Tensor
@@ -45,13 +45,13 @@ class PackedTokens(NamedTuple):
 
 
 class DocumentPart(NamedTuple):
-    """Neighbouring tokens of a document, by which a loader finds them.
+    """Location of neighbouring tokens of a document.
 
     Attributes:
         source: Number of the corpus.
-        document: Number of the document in it.
+        document: Number of the document in the corpus.
         start: Position of the first token in the document.
-        length: Tokens.
+        length: Number of tokens.
     """
 
     source: int
@@ -61,21 +61,22 @@ class DocumentPart(NamedTuple):
 
 
 class BatchConfig(BaseModel):
-    """How documents become microbatches; the section ``[packing]`` of a language model's recipe.
+    """Packing of documents into microbatches: the section ``[packing]`` of a language model's recipe.
 
     Attributes:
         tokens: Number of tokens of an iteration, over all copies of the model; a mean, because documents stay whole.
-        context: Tokens of a microbatch, likewise; and the longest document, unless ``data.max_length`` says otherwise.
-        microbatches: Of an iteration, over all copies. Default: as many as ``tokens`` make of ``context`` tokens each,
-            or as the mesh needs.
+        context: Mean number of tokens of a microbatch; also the longest document, unless ``data.max_length`` is set.
+        microbatches: Number of microbatches of an iteration, over all copies. Default: ``tokens / context``, rounded
+            up, or more if the mesh needs more.
         method: ``balanced`` by predicted work, with queues for the longest documents (WLB-LLM, Wang et al. 2025);
             ``greedy`` gives microbatches of about equally many tokens; both keep documents whole. ``fixed`` lays all
             documents in a row and cuts it into microbatches of equally many tokens: documents are cut at their ends.
-        bound: Most tokens of a microbatch, by the memory of a device. Default: 1.5 times ``context``, of ``fixed``
-            ``context``.
-        thresholds: Of the queues, in tokens; empty for none. Default: those that balance a sample of the text best.
-        queues: The most thresholds that are looked for; fewer are taken where they balance as well.
-        delay: The most iterations that tokens may wait on average with thresholds that are looked for.
+        bound: Largest number of tokens of a microbatch, limited by the memory of a device. Default: 1.5 times
+            ``context``; for ``fixed``, ``context``.
+        thresholds: Document lengths at which queues begin, in tokens; empty for no queues. Default: thresholds that
+            balance a sample of the text best.
+        queues: Largest number of thresholds to search for; fewer are taken where they balance as well.
+        delay: Largest mean number of iterations that tokens may wait, for thresholds that are searched for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,28 +101,28 @@ class BatchConfig(BaseModel):
 
     @property
     def most(self) -> int:
-        """Tokens of a microbatch, at most."""
+        """Largest number of tokens of a microbatch."""
         if self.bound is not None:
             return self.bound
         return self.context if self.method == "fixed" else self.context * 3 // 2
 
     def count(self, at_least: int = 1) -> int:
-        """Microbatches of an iteration.
+        """Return the number of microbatches of an iteration.
 
         Args:
-            at_least: That the mesh needs: copies of the model times stages of its pipeline.
+            at_least: Number that the mesh needs: copies of the model times stages of its pipeline.
         """
         return self.microbatches or max(-(-self.tokens // self.context), at_least)
 
 
 class Microbatches(Sequence[PackedTokens]):
-    """Microbatches whose tokens are read when they are asked for.
+    """Microbatches whose tokens are read on first access.
 
-    One without documents is given as one token that predicts nothing, so that every place of a schedule is filled.
+    A microbatch without documents is one token that predicts nothing, so that every place of a schedule is filled.
 
     Args:
         sources: The corpora.
-        parts: Parts of each microbatch.
+        parts: Parts of documents in each microbatch.
     """
 
     def __init__(self, sources: Sequence[Documents], parts: Sequence[Sequence[DocumentPart]]) -> None:
@@ -146,11 +147,11 @@ class Microbatches(Sequence[PackedTokens]):
         return self._read[place]
 
     def neighbours(self, first: int, count: int) -> Microbatches:
-        """Some of them, not read yet: what is read is kept with these, not here.
+        """Return ``count`` neighbouring microbatches, fewer at the end, with a cache of tokens of their own.
 
         Args:
-            first: Number of the first.
-            count: At most.
+            first: Number of the first microbatch.
+            count: Largest number of microbatches.
         """
         return Microbatches(self._sources, self.parts[first : first + count])
 
@@ -165,14 +166,14 @@ def _packed(sources: Sequence[Documents], parts: Sequence[DocumentPart]) -> Pack
 
 @dataclass(frozen=True)
 class TextIteration:
-    """What one optimizer step computes.
+    """Microbatches of one optimizer step.
 
     Attributes:
-        number: From 0.
-        microbatches: Microbatches of the whole job; index only those that are computed here.
+        number: Number of the iteration, from 0.
+        microbatches: Microbatches of the whole job; a rank indexes only those that it computes.
         lengths: Lengths of the documents in each microbatch, in tokens.
         imbalance: Predicted work of the heaviest microbatch over that of the mean one.
-        delay: Iterations that a token waited for its microbatch, mean over the tokens.
+        delay: Mean number of iterations that a token waited for its microbatch.
     """
 
     number: int
@@ -183,24 +184,24 @@ class TextIteration:
 
     @property
     def tokens(self) -> int:
-        """Of all microbatches."""
+        """Number of tokens of all microbatches."""
         return sum(map(sum, self.lengths))
 
     @property
     def documents(self) -> int:
-        """Documents, or parts of cut ones, of all microbatches."""
+        """Number of documents, or parts of cut ones, of all microbatches."""
         return sum(map(len, self.lengths))
 
 
 class TextBatches(Iterator[TextIteration]):
-    """Iterations of a text, without end or until its epochs are over; then what still waits comes, too.
+    """Iterations over a text, endless or for a number of epochs; at the end, documents that still wait are packed.
 
-    Every document comes once an epoch; those that lie alone with a single token in their iteration, which predict
-    nothing, are passed over.
+    Every document comes once per epoch. Iterations in which every document is a single token, which predicts nothing,
+    are skipped.
 
     Args:
-        config: Which text, in which order.
-        batch: How it is packed.
+        config: Text and order of its documents.
+        batch: Packing of the documents.
         corpora: Result of :func:`cordillera.data.language.corpora.prepare_corpora`, for ``config``.
         work: Predicted work of a document.
         microbatches: Number of microbatches of an iteration; result of :meth:`BatchConfig.count`.
@@ -286,7 +287,7 @@ class TextBatches(Iterator[TextIteration]):
 
     @property
     def thresholds(self) -> tuple[int, ...]:
-        """Of the queues, in tokens."""
+        """Thresholds of the queues, in tokens."""
         return () if self.batch.method == "fixed" else self._packing().config.thresholds
 
     def _rows(self) -> tuple[list[list[DocumentPart]], float]:
@@ -295,11 +296,11 @@ class TextBatches(Iterator[TextIteration]):
         return [[DocumentPart(p.source, p.document, p.start, len(p.tokens)) for p in row] for row in rows], 0.0
 
     def _pack(self) -> tuple[list[list[DocumentPart]], float]:
-        """The next iteration with documents; an empty one at the end."""
+        """Pack the next iteration that has documents; an empty one at the end."""
         packer = self._packing()
         while True:
             new: list[DocumentPart] = []
-            # Documents that fit badly could gather without end: nothing is taken in while a whole batch remains.
+            # Documents that fit badly could pile up without bound: none is taken in while a whole batch remains.
             if packer.remaining < self.batch.tokens:
                 new = self._take()
             is_over = not new and packer.remaining < self.batch.tokens
@@ -317,7 +318,10 @@ class TextBatches(Iterator[TextIteration]):
         return parts, waited / found.tokens
 
     def _take(self) -> list[DocumentPart]:
-        """The next global batch: full with the document that reaches its end, counted from the first one on."""
+        """Take the next global batch from the stream, through the document that reaches the batch's end.
+
+        Ends lie at multiples of the batch's tokens, counted from the first document of the stream.
+        """
         new: list[DocumentPart] = []
         end = (self._taken // self.batch.tokens + 1) * self.batch.tokens
         while self._taken < end:
@@ -349,9 +353,9 @@ class TextBatches(Iterator[TextIteration]):
         return choose_thresholds(sample, plain, self.work, batch.queues, batch.delay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterations stand, to the token: plain, fit for JSON, the same on every rank.
+        """Return the position of the iterations, to the token: fit for JSON, the same on every rank.
 
-        It grows with the documents that wait, which are at most about those of a global batch.
+        Its size grows with the number of waiting documents, at most about a global batch of them.
         """
         return {
             "number": self._number,
@@ -366,7 +370,7 @@ class TextBatches(Iterator[TextIteration]):
         return {"method": self.batch.method, "tokens": self.batch.tokens, "most": self.batch.most}
 
     def _resumed(self, state: dict[str, Any]) -> Packer:
-        """A packer that goes on; another mesh may want another number of microbatches, or predict other work."""
+        """Restore a packer; the number of microbatches and the predicted work may differ from the saved ones."""
         given = self.batch.thresholds
         packer = self._packer_of(tuple(map(int, state["config"]["thresholds"])) if given is None else given)
         own = packer.state_dict()
@@ -378,13 +382,14 @@ class TextBatches(Iterator[TextIteration]):
         return packer
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where others of the same text and packing were, in any number of ranks and of microbatches.
+        """Resume from a saved position in the same text and packing, with any number of ranks and of microbatches.
 
         Args:
             state: Result of :meth:`state_dict`.
 
         Raises:
-            DataError: It is of another text, order or packing, or damaged; these iterations are then as they were.
+            DataError: The state belongs to another text, order or packing, or is damaged; the iterations stay
+                unchanged.
         """
         stream = DocumentStream(self._sources, self._order)
         try:

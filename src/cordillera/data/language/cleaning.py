@@ -1,8 +1,8 @@
-"""What is taken out of a text corpus before a model learns from it (Llama 3, section 3.1.1).
+"""Cleaning of a text corpus before a model learns from it (Llama 3, section 3.1.1).
 
-In this order: empty documents, older versions of a page, exact duplicates, near duplicates (MinHash), lines that recur
-all over the corpus, documents that repeat themselves, other languages, low quality. Every drop is counted under its
-reason.
+Removed in this order: empty documents, older versions of a page, exact duplicates, near duplicates (MinHash), lines
+that recur all over the corpus, documents that repeat themselves, other languages, low quality. Every dropped document
+is counted under its reason.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ _WORDS = re.compile(rf"[{_DENSE}]|[^\W{_DENSE}]+")
 
 
 class CleaningConfig(BaseModel):
-    """Which documents and lines are dropped.
+    """Rules by which documents and lines are dropped.
 
     Attributes:
-        url_field: Key or column of JSON lines and Parquet that holds the address of a page: of the versions of a page
-            the newest stays. None where documents are no pages.
-        date_field: Key or column by which versions are newer: a number, or text that sorts by time, as ISO 8601 does.
-            None for the order in which they are read.
-        exact: Documents whose text was seen before.
-        near_duplicates: Documents whose Jaccard similarity to one that was kept is estimated at this or more.
-        shingle_words: Words in a shingle, of which similarity is counted.
-        num_hashes: Of a MinHash signature. The estimate's standard error is ``sqrt(J (1 - J) / num_hashes)``.
-        seed: Of the hashes.
-        line_repeats: Lines that are seen more often than this in a bucket are dropped, all of them.
-        line_bucket: Documents of a bucket.
-        repeated_ngrams: Words of an n-gram to the highest share of a document's characters that may lie in n-grams
-            seen earlier in it (Rae et al. 2021, table A1).
-        languages: Those that are kept, as the ``language`` function names them.
-        min_quality: Least score that the ``quality`` function must give.
+        url_field: Key or column of JSON lines and Parquet that holds the address of a page. Only the newest version of
+            a page is kept. None if documents are not pages.
+        date_field: Key or column that orders the versions of a page: a number, or text that sorts by time, as ISO 8601
+            does. None for the order in which they are read.
+        exact: Whether to drop documents whose text was seen before.
+        near_duplicates: Estimated Jaccard similarity to a kept document from which a document is dropped. None to keep
+            near duplicates.
+        shingle_words: Number of words in a shingle; similarity is that of the sets of shingles.
+        num_hashes: Number of hashes in a MinHash signature. The estimate's standard error is
+            ``sqrt(J (1 - J) / num_hashes)``.
+        seed: Seed of the hash functions.
+        line_repeats: Most occurrences of a line in a bucket; all occurrences of a more frequent line are dropped. None
+            to keep all lines.
+        line_bucket: Number of documents in a bucket.
+        repeated_ngrams: Highest share of a document's characters that may lie in n-grams seen earlier in it, by number
+            of words in the n-gram (Rae et al. 2021, table A1).
+        languages: Languages to keep, by the names that the ``language`` function returns. None for all.
+        min_quality: Lowest score of the ``quality`` function that is kept. None for no limit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,7 +100,7 @@ def _piece_hashes(content: np.ndarray, separator: int) -> np.ndarray:
 
 @compiled()
 def _combined(words: np.ndarray, size: int) -> np.ndarray:
-    """One hash for every ``size`` neighbours."""
+    """Hashes of all runs of ``size`` neighbouring words."""
     found = np.empty(len(words) - size + 1, np.uint64)
     for i in range(len(found)):
         value = np.uint64(size)
@@ -110,7 +113,7 @@ def _combined(words: np.ndarray, size: int) -> np.ndarray:
 
 @compiled()
 def _minima(shingles: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    """For every seed the least hash, its upper 32 bits."""
+    """Upper 32 bits of the smallest hash, for every seed."""
     found = np.empty(len(seeds), np.uint32)
     for k in range(len(seeds)):
         least = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -128,14 +131,14 @@ def _hashes(text: str, separator: str) -> np.ndarray:
 
 
 def shingles(text: str, words: int) -> np.ndarray:
-    """Hashes of the runs of words of a text, without regard to case and punctuation; a shorter text is one run.
+    """Hash the runs of words of a text, without regard to case and punctuation; a shorter text is one run.
 
     Args:
-        text: Any.
-        words: Of a run.
+        text: Text to hash.
+        words: Number of words in a run.
 
     Returns:
-        Distinct ``uint64``, sorted; none if the text has no words.
+        Distinct ``uint64`` hashes, sorted; empty if the text has no words.
     """
     found = _WORDS.findall(text.lower())
     if not found:
@@ -144,12 +147,12 @@ def shingles(text: str, words: int) -> np.ndarray:
 
 
 def minhash(hashes: np.ndarray, num_hashes: int, seed: int = 0) -> np.ndarray:
-    """A signature whose equal entries estimate Jaccard similarity (Broder 1997).
+    """Compute a signature whose equal entries estimate Jaccard similarity (Broder 1997).
 
     Args:
-        hashes: Of a set, ``uint64 [N]``, at least one.
-        num_hashes: Entries of the signature, ``K``.
-        seed: Of the hash functions.
+        hashes: Hashes of a set, ``uint64 [N]``, at least one.
+        num_hashes: Number of entries of the signature, ``K``.
+        seed: Seed of the hash functions.
 
     Returns:
         ``uint32 [K]``. Two sets of similarity ``J`` agree in a share of the entries with mean ``J`` and variance
@@ -160,21 +163,22 @@ def minhash(hashes: np.ndarray, num_hashes: int, seed: int = 0) -> np.ndarray:
 
 
 def rows_per_band(threshold: float, num_hashes: int, recall: float = 0.95) -> int:
-    """Rows of a band of locality-sensitive hashing: the most with which pairs at the threshold are still found.
+    """Return the most rows in a band of locality-sensitive hashing that still find pairs at the threshold.
 
     Args:
         threshold: Similarity, above 0.
-        num_hashes: Entries of a signature.
-        recall: Chance with which a pair at the threshold shares a band, ``1 - (1 - J^r)^(K // r)``.
+        num_hashes: Number of entries of a signature.
+        recall: Least chance with which a pair at the threshold shares a band, ``1 - (1 - J^r)^(K // r)``.
     """
     fitting = [rows for rows in range(1, num_hashes + 1) if 1 - (1 - threshold**rows) ** (num_hashes // rows) >= recall]
     return max(fitting, default=1)
 
 
 class NearDuplicates:
-    """Finds documents like one that was kept: MinHash signatures in bands, candidates checked by their estimate.
+    """Index of kept documents that finds near duplicates.
 
-    Memory is 4 bytes a hash and some 100 a band for every document kept.
+    Bands of MinHash signatures select candidates, which are checked by their estimated similarity. Memory per kept
+    document is 4 bytes a hash and about 100 bytes a band.
 
     Args:
         config: Threshold, shingles, hashes.
@@ -189,7 +193,10 @@ class NearDuplicates:
         self.count = 0
 
     def seen(self, text: str) -> bool:
-        """Whether a like document was kept before; if not, this one is kept. Texts without words are never alike."""
+        """Return whether a document like ``text`` was kept before; if not, keep this one.
+
+        Texts without words are never alike.
+        """
         hashes = shingles(text, self.config.shingle_words)
         if not len(hashes):
             return False
@@ -210,13 +217,16 @@ class NearDuplicates:
 
 
 def repeated_shares(text: str, sizes: Iterable[int]) -> Iterator[float]:
-    """For each size of n-gram the share of a text's characters in n-grams that stand earlier in it.
+    """Compute the share of a text's characters in n-grams that occur earlier in it, for each size of n-gram.
 
-    No character counts twice; words are what white space divides, and white space does not count.
+    No character counts twice. White space divides words and does not count.
 
     Args:
-        text: Any.
-        sizes: Words of an n-gram.
+        text: Text to examine.
+        sizes: Numbers of words in an n-gram.
+
+    Yields:
+        Share from 0 to 1 for each size.
     """
     words = text.split()
     hashes = _hashes(" ".join(words), " ")
@@ -272,12 +282,15 @@ class _CleaningCounts:
 
 
 class Cleaner:
-    """Cleans a corpus; reads it once more to find the newest version of each page, and once to count recurring lines.
+    """Cleans a corpus.
+
+    The corpus is read once more to find the newest version of each page, and once more to count recurring lines, where
+    the configuration asks for it.
 
     Args:
-        config: What is dropped.
-        language: Names the language of a text; needed for ``languages``.
-        quality: Scores a text; needed for ``min_quality``.
+        config: Rules of what is dropped.
+        language: Function that names the language of a text; required for ``languages``.
+        quality: Function that scores a text; required for ``min_quality``.
 
     Raises:
         DataError: a function is missing that the configuration needs, or one is given that it does not use.
@@ -305,10 +318,13 @@ class Cleaner:
         self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
 
     def clean(self, documents: Callable[[], Iterable[Document]]) -> Iterator[Document]:
-        """The documents that stay, in order, without the lines that recur.
+        """Iterate over the documents that are kept, in order, without the lines that recur.
 
         Args:
-            documents: Gives the corpus from its beginning, whenever called.
+            documents: Function that reads the corpus from its beginning at every call.
+
+        Raises:
+            DataError: the corpus changes while it is read, no document has an address, or dates are of different types.
         """
         self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
         reasons = ("", *REASONS)
@@ -337,7 +353,7 @@ class Cleaner:
             yield document if text is document.text else replace(document, text=text)
 
     def report(self) -> dict[str, Any]:
-        """What was read, kept and dropped, and why; whole once :meth:`clean` has come to its end."""
+        """Return the counts of what was read, kept and dropped, by reason; complete once :meth:`clean` is exhausted."""
         counts = self._counts
         return {
             "documents": counts.documents,
@@ -350,10 +366,10 @@ class Cleaner:
         }
 
     def _newest(self, documents: Iterable[Document]) -> dict[bytes, tuple[Date, int]]:
-        """Of every page, by a hash of its address, the newest version: its date and number."""
+        """Date and number of the newest version of every page, by a hash of its address."""
         newest: dict[bytes, tuple[Date, int]] = {}
         for number, document in enumerate(documents):
-            if not document.url or not document.text.strip():  # a page that came back empty takes no other's place
+            if not document.url or not document.text.strip():  # an empty version of a page replaces no other
                 continue
             page = _page(document)
             date = number if document.date is None else document.date
@@ -372,7 +388,10 @@ class Cleaner:
         return newest
 
     def _judge(self, newest: dict[bytes, tuple[Date, int]]) -> Callable[[Document, int], str]:
-        """Says why a document is dropped before its lines are looked at, or nothing; remembers what it has seen."""
+        """Make the function that returns why a document is dropped before its lines are counted, or ``""``.
+
+        The function remembers the documents that it has seen.
+        """
         texts: set[bytes] = set()
         near = NearDuplicates(self.config) if self.config.near_duplicates is not None else None
 
@@ -394,7 +413,7 @@ class Cleaner:
     def _count_lines(
         self, documents: Iterable[Document], judge: Callable[[Document, int], str], verdicts: array[int]
     ) -> Iterator[np.ndarray]:
-        """For every bucket, sorted hashes of the lines that recur too often."""
+        """Yield sorted hashes of the lines that recur too often, for every bucket."""
         assert self.config.line_repeats is not None
         counter, entered = _LineCounter(), 0
         for number, document in enumerate(documents):

@@ -1,8 +1,8 @@
-"""Prepared data on disk: one memory-mapped file a column kind and split.
+"""Prepared data on disk: one memory-mapped file per kind of column and split.
 
 A prepared data set is one folder: ``meta.json`` (rows, sizes, checksums, facts), the encoder, and for each split
 ``SPLIT-dense.bin``, ``SPLIT-ids.bin`` (both sample-major), ``SPLIT-list0.bin`` with ``SPLIT-list0-offsets.bin``, and so
-on. It is written beside its place and renamed, so it is whole or not there.
+on. The folder is written beside its final place and renamed, so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _write(file: BinaryIO, array: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class _StoredColumn:
-    """One file of a split: its suffix, dtype and the shape of a row (None for the entries of a list)."""
+    """File of a split: suffix of its name, dtype, and number of values in a row (None for the entries of a list)."""
 
     suffix: str
     dtype: str
@@ -57,7 +57,7 @@ class CacheWriter:
 
     Args:
         folder: An empty folder.
-        encoder: What the rows were encoded with.
+        encoder: Encoder of the rows.
     """
 
     def __init__(self, folder: Path, encoder: Encoder) -> None:
@@ -88,6 +88,10 @@ class CacheWriter:
 
     def append(self, split: str, rows: EncodedRows) -> None:
         """Add encoded rows to a split.
+
+        Args:
+            split: ``train``, ``validation`` or ``test``.
+            rows: Rows encoded with the writer's encoder.
 
         Raises:
             DataError: the disk is full or cannot be written.
@@ -137,27 +141,27 @@ class CacheWriter:
                     self._high[name] = max(self._high.get(name, float(high)), float(high))
 
     def add_blanks(self, blanks: dict[str, int]) -> None:
-        """Count blank values, by column."""
+        """Add numbers of blank values, by column."""
         for name, count in blanks.items():
             self.blanks[name] = self.blanks.get(name, 0) + count
 
     def constant_features(self) -> list[str]:
-        """Features that hold one value in all training rows."""
+        """Return the features that hold one value in all training rows."""
         return [name for name in self._low if self._low[name] == self._high[name]]
 
     def empty_lists(self) -> list[str]:
-        """List features that are empty in all training rows."""
+        """Return the list features that are empty in all training rows."""
         lists = [feature.name for feature in self.encoder.features.sparse if feature.is_list]
         return [name for index, name in enumerate(lists) if self.entries.get(f"train-list{index}", 0) == 0]
 
     def close(self) -> None:
-        """Close the files, whatever state they are in."""
+        """Close the files; errors of the disk are raised as ``DataError``."""
         for file in self.files.values():
             with disk_errors(self.folder):
                 file.close()
 
     def abandon(self) -> None:
-        """Close the files of a folder that is about to be thrown away."""
+        """Close the files of a folder that is to be deleted, ignoring errors."""
         for file in self.files.values():
             try:
                 file.close()
@@ -166,6 +170,9 @@ class CacheWriter:
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Bring every split into time order, and write ``meta.json`` with sizes and checksums.
+
+        Args:
+            facts: Facts to record, fit for JSON (:class:`Splits`).
 
         Raises:
             DataError: the disk is full or cannot be written.
@@ -212,7 +219,7 @@ class CacheWriter:
         }
 
     def _sort(self, split: str) -> None:
-        """Order a split's rows by time, rows of equal time as they came, one column in memory at a time."""
+        """Order a split's rows by time, stably, with one column in memory at a time."""
         order = np.argsort(np.fromfile(self.folder / f"{split}-timestamps.bin", dtype=np.int64), kind="stable")
         for column in self.columns:
             path = self.folder / f"{split}-{column.suffix}.bin"
@@ -238,7 +245,7 @@ class ClickDataset:
     """One split of a prepared data set, memory-mapped.
 
     Attributes:
-        features: Names and sizes; ``features.tasks`` may be a selection of the tasks on disk.
+        features: Names and sizes of the features; ``features.tasks`` may be a selection of the tasks on disk.
         split: ``train``, ``validation`` or ``test``.
     """
 
@@ -274,22 +281,25 @@ class ClickDataset:
 
     @property
     def labels(self) -> np.ndarray:
-        """``uint8 [N, tasks]``."""
+        """Labels, ``uint8 [N, tasks]``."""
         return self._labels if self._tasks is None else self._labels[:, self._tasks]
 
     @property
     def timestamps(self) -> np.ndarray | None:
-        """``int64 [N]`` seconds, or None."""
+        """Timestamps in seconds, ``int64 [N]``, or None."""
         return self._timestamps
 
     def batch(self, rows: slice | np.ndarray) -> RankingBatch:
-        """Read some rows.
+        """Read rows as a batch.
 
         Args:
             rows: A slice, or positions ``int64 [B]``.
 
         Returns:
-            The rows as a batch, in the order asked for; nothing of it is shared with the file.
+            The rows in the order asked for; the batch shares no memory with the file.
+
+        Raises:
+            DataError: a position lies outside of the split.
         """
         if isinstance(rows, slice):
             first, last, step = rows.indices(self._rows)
@@ -314,7 +324,7 @@ class ClickDataset:
                 lists.append((values.take(ragged_positions(starts, lengths), mode="clip"), lengths))
 
         def read(column: np.ndarray) -> np.ndarray:
-            # "clip" spares a second check of the positions, which are known to be inside.
+            # The positions are known to be inside; "clip" avoids a second check.
             return column[rows] if isinstance(rows, slice) else column.take(rows, axis=0, mode="clip")
 
         labels = read(self._labels)
@@ -331,10 +341,10 @@ class ClickDataset:
         )
 
     def segments(self, name: str) -> tuple[np.ndarray, list[str]]:
-        """Which value of a categorical feature every row has.
+        """Return the value of a categorical feature in every row.
 
         Args:
-            name: A categorical feature (not a list).
+            name: Name of a categorical feature (not a list).
 
         Returns:
             ``int64 [N]`` positions in the list of names, and that list; position 0 of a vocabulary is ``<other>``.
@@ -353,9 +363,9 @@ class Splits:
     """A prepared data set.
 
     Attributes:
-        train: Rows that models learn from; encoders were fitted on these alone.
+        train: Rows that models learn from; the encoder was fitted on these alone.
         validation: Rows for early stopping and the choice of settings.
-        test: Rows for the figures that are reported.
+        test: Rows for the reported figures.
         encoder: Encoder that turns further rows of the same kind into batches.
         folder: Folder that holds the prepared data.
         facts: Facts of the data set: ``name``, ``source``, ``terms``, ``warnings``, ``positives`` (rate by split and
@@ -373,7 +383,7 @@ class Splits:
 
     @property
     def features(self) -> FeatureSpec:
-        """Names and sizes, as models need them."""
+        """Names and sizes of the features, as models need them."""
         return self.train.features
 
     @property

@@ -1,4 +1,4 @@
-"""From a name or a file to three memory-mapped splits, once."""
+"""Data sets of click logs: configuration, splits, and prepared data in a cache."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ Split = Literal["time", "order", "random"]
 
 
 class DataConfig(BaseModel):
-    """Which data a run reads, how it is split, and how it is cut into batches: the recipe's ``[data]`` section.
+    """Data set of a run, its splits and its batches: the recipe's ``[data]`` section.
 
     Attributes:
-        dataset: A data set by name (``cordillera data list``); left out for logs of one's own.
-        path: File, folder or pattern, or several: one's own logs, or a downloaded Criteo or Avazu log.
-        format: Format of the files. Default: the format that their names tell.
-        schema_: Which column is what (``schema`` in a recipe). Needed without ``dataset``.
+        dataset: Name of a data set (``cordillera data list``). None for logs of your own.
+        path: File, folder or pattern, or several of them: logs of your own, or a downloaded Criteo or Avazu log.
+        format: Format of the files. Default: the format that the file names imply.
+        schema_: Role of each column (``schema`` in a recipe). Required without ``dataset``.
         split: ``time`` (by timestamp: training before validation before test; rows of one second stay together),
             ``order`` (by position), ``random`` (by a hash of position and ``split_seed``). Default: the data set's own;
-            for one's own logs ``time`` if the schema has a timestamp, else ``random``.
+            for logs of your own ``time`` if the schema has a timestamp, else ``random``.
         fractions: Shares of training, validation and test rows.
         split_seed: Seed of the random split.
         unordered: Treatment of rows that are earlier than the row before, in a split by time: ``refuse`` (an error that
             names the line) or ``sort`` (each split is brought into time order).
         tasks: Labels to learn. Default: all.
-        batch_size: Rows a training batch.
-        evaluation_batch_size: Rows a batch of validation and test.
+        batch_size: Number of rows in a training batch.
+        evaluation_batch_size: Number of rows in a batch of validation or test.
         shuffle: Order of training batches: ``none``, ``blocks``, ``global`` (see ``Loader``).
-        prefetch: Batches that are read ahead.
+        prefetch: Number of batches that are read ahead.
         cache_dir: Folder of prepared data. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
-        synthetic: Settings of the made log.
+        synthetic: Settings of the synthetic log.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -89,7 +89,7 @@ class DataConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """What people call it: the data set's name, or the path of their own logs."""
+        """Name of the data for messages: the data set's name, or the path of your own logs."""
         return self.dataset or str(self.path)
 
     @field_validator("fractions")
@@ -119,15 +119,15 @@ class DataConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Dataset:
-    """An entry of the list of data sets.
+    """Entry of the list of data sets.
 
     Attributes:
-        summary: One line.
+        summary: Description in one line.
         source: Origin of the rows.
         terms: Terms of use.
-        open: Gives the rows; fetches them if need be.
-        split: Split that is used if a recipe names none.
-        needs_files: Whether a person must download it and give its path.
+        open: Function that returns the raw rows for a configuration and a cache folder, and fetches them if need be.
+        split: Split used if a recipe names none.
+        needs_files: Whether a person must download the files and give their path.
     """
 
     summary: str
@@ -207,7 +207,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 def open_log(config: DataConfig) -> ClickLog:
-    """The raw rows of a configuration; fetches them if need be.
+    """Open the raw rows of a configuration; fetch them if need be.
 
     Raises:
         DataError: no network, no such file, an empty file.
@@ -225,7 +225,7 @@ def _split_kind(config: DataConfig, schema: Schema) -> Split:
 
 
 class _Splitter:
-    """Says to which split every row belongs, chunk after chunk in order."""
+    """Assigns the rows of a log to splits, chunk by chunk in the order of the log."""
 
     def __init__(self, config: DataConfig, log: ClickLog) -> None:
         self.config, self.kind = config, _split_kind(config, log.schema)
@@ -273,7 +273,7 @@ class _Splitter:
         stamps = total["time"].to_numpy()
 
         def bound(share: float) -> int:
-            # The first timestamp that is no longer inside: whole seconds, as near to the share as they come.
+            # The first timestamp outside. Rows of one second stay together, so the share is met only approximately.
             inside = int(np.argmin(np.abs(np.concatenate([[0], ends]) - share * ends[-1])))
             return int(stamps[inside]) if inside < len(stamps) else int(stamps[-1]) + 1
 
@@ -295,17 +295,17 @@ class _Splitter:
             keys = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
             train, validation, _ = self.config.fractions
             return (keys >= train).astype(np.int8) + (keys >= train + validation) * (validation + train < 1)
-        # Only the largest 64-bit integer has no successor; then no row lies beyond the bound.
+        # A bound of 2**63 does not fit into int64; no row lies beyond it.
         splits = [keys >= bound if bound < 2**63 else np.zeros(len(keys), dtype=bool) for bound in self.bounds]
         return splits[0].astype(np.int8) + splits[1].astype(np.int8)
 
     def of(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
-        """The same, reading the timestamps from the frame."""
+        """Split numbers ``[N]`` of the next rows, with the timestamps read from ``frame``."""
         times = timestamps_of(frame[self.column], self.column, place) if self.kind == "time" else None
         return self(frame, times)
 
     def restart(self) -> None:
-        """Begin again with the first row."""
+        """Return to the first row."""
         self.position = 0
 
 
@@ -323,18 +323,18 @@ def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
 
 
 def prepare(config: DataConfig, *, progress: bool = True, verify: bool = True) -> Splits:
-    """Fetch, split, encode and cache a data set; the second call finds it in the cache.
+    """Fetch, split, encode and cache a data set; a second call opens the cached copy.
 
-    The encoder is fitted on the training rows alone, in a first pass; a second writes the columns. Memory is bounded by
-    the vocabularies, not by the rows.
+    A first pass fits the encoder on the training rows alone; a second pass writes the columns. Memory is bounded by the
+    vocabularies, not by the rows.
 
     Args:
-        config: Which data, and how it is split.
-        progress: Show what is done on standard error.
-        verify: See :func:`~cordillera.data.ranking.cache.open_splits`.
+        config: Data set and split.
+        progress: Whether to show progress on standard error.
+        verify: Whether to compare every file with its checksum (:func:`~cordillera.data.ranking.cache.open_splits`).
 
     Raises:
-        DataError: whatever is wrong with the data, with file, row, column and remedy; nothing is left half written.
+        DataError: the data is wrong; the error names file, row, column and remedy, and nothing is left half written.
     """
     log = _CachedLog(config)
     folders, name = cache_folder(config.cache_dir) / "prepared", config.dataset or "own"
@@ -367,7 +367,7 @@ class _CachedLog:
         module = {"movielens-100k": movielens, "adult": adult}.get(self.config.dataset or "")
         if module is None:
             return _key(self.config, self.open(), format)
-        # Described by its version alone, so that a prepared set opens without reading the rows.
+        # The version alone describes the log, so a prepared data set opens without reading the rows.
         return _key(self.config, module.described(), format)
 
 
@@ -449,7 +449,7 @@ def _require(frame: pl.DataFrame, schema: Schema, source: str) -> None:
 
 
 class _Truth:
-    """Normalised entropy of the true probabilities, by split."""
+    """Normalised entropy of the true probabilities of a synthetic log, by split."""
 
     def __init__(self) -> None:
         self.sums = {split: np.zeros(4) for split in SPLITS}
@@ -509,12 +509,12 @@ def _warnings(writer: CacheWriter) -> list[str]:
 
 
 def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -> Iterator[pl.DataFrame]:
-    """The rows of a split as they were before encoding, in the order of the split.
+    """Iterate over the rows of a split as they were before encoding, in the order of the split.
 
     Args:
-        config: Which data, and how it is split.
+        config: Data set and split.
         split: ``train``, ``validation`` or ``test``.
-        rows: The first so many. Default: all.
+        rows: Number of rows to read, from the first. Default: all.
 
     Yields:
         Frames with the columns of the schema: ids, features, labels, bookkeeping.
@@ -553,7 +553,7 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
 
 
 def open_schema(config: DataConfig) -> Schema:
-    """The schema of a configuration's rows, without reading them."""
+    """Return the schema of a configuration's rows, without reading the rows."""
     if config.schema_ is not None:
         return config.schema_
     made: dict[str | None, Callable[[], Schema]] = {
@@ -569,17 +569,18 @@ def open_schema(config: DataConfig) -> Schema:
 def read_rows(
     path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: Format | None = None
 ) -> Iterator[RowChunk]:
-    """Rows of a file to predict on, chunk by chunk, with their places.
+    """Iterate over the rows of files to predict on, chunk by chunk, with their places.
 
     Args:
         path: One or several files, folders or patterns.
         config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
             label; other files by their column names.
         schema: Schema of the trained model. Default: the schema of ``config``.
-        format: Format of the files. Default: the format that their names tell.
+        format: Format of the files. Default: the format that the file names imply.
 
-    Returns:
-        Frames with all columns of the file, for ``Encoder.encode(frame, where=place, labels=False)``.
+    Yields:
+        Frames with all columns of the file, and their places, for
+        ``Encoder.encode(frame, where=place, labels=False)``.
 
     Raises:
         DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
@@ -611,14 +612,14 @@ def _fields(path: Path) -> int:
 
 
 def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
-    """The default configuration of a data set.
+    """Return the default configuration of a data set.
 
     Args:
         name: Name in ``DATASETS``.
-        path: Files, of a data set that a person downloads.
+        path: Files of a data set that a person downloads; None for a data set that is fetched.
 
     Raises:
-        DataError: an unknown name, or a path where none belongs or none where one does.
+        DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.
     """
     try:
         return DataConfig(dataset=name, path=tuple(path) if path else None)

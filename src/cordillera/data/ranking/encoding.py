@@ -1,7 +1,7 @@
-"""From the columns of a log to the numbers that models read: vocabularies, hashes, dense transforms.
+"""Encoding of a log's columns as the numbers that models read: vocabularies, hashes, dense transforms.
 
-An ``Encoder`` is fitted on the training rows and on nothing else, holds everything that it learnt as plain arrays, and
-is saved as JSON and Parquet with checksums.
+An ``Encoder`` is fitted on the training rows only, holds everything that it learnt as plain arrays, and is saved as
+JSON and Parquet with checksums.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ from cordillera.jagged import JaggedBatch, offsets_of, ragged_positions
 
 _REMEDY = "delete the folder and prepare the data again"
 QUANTILES = 1024
-"""Quantiles that a ``quantile`` transform keeps."""
+"""Number of quantiles that a ``quantile`` transform keeps."""
 
 SAMPLE = 200_000
-"""Rows from which quantiles are computed; all of them when there are fewer."""
+"""Number of rows from which quantiles are computed; all rows if there are fewer."""
 
 _FORMAT = 2
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Encoded rows in memory, one array a kind; what a cache stores and a batch is made of.
+    """Encoded rows in memory, one array per kind of column; a cache stores them and batches are made of them.
 
     Attributes:
-        features: Names, sizes and order.
-        dense: ``float32 [N, num_dense]``.
-        ids: ``int64 [N, single ids]``, table-local rows, in the order of the spec's features that are not lists.
-        lists: For each list feature ``int64 [T]`` values and ``int64 [N + 1]`` offsets.
+        features: Names, sizes and order of the features.
+        dense: Dense values, ``float32 [N, num_dense]``.
+        ids: Table-local rows, ``int64 [N, single ids]``, in the order of the spec's features that are not lists.
+        lists: Values ``int64 [T]`` and offsets ``int64 [N + 1]`` of each list feature.
         labels: ``uint8 [N, tasks]``, or None.
-        weights: ``float32 [N]``, or None.
+        weights: Sample weights, ``float32 [N]``, or None.
         groups: ``int64 [N]``, or None.
-        timestamps: ``int64 [N]``, or None.
-        blanks: Blank values a column.
+        timestamps: Seconds, ``int64 [N]``, or None.
+        blanks: Number of blank values by column.
     """
 
     features: FeatureSpec
@@ -85,7 +85,7 @@ class EncodedRows:
         return len(self.dense)
 
     def take(self, rows: np.ndarray) -> EncodedRows:
-        """The rows at these positions, in this order."""
+        """Return the rows at the given positions, in that order, without the counts of blanks."""
         lists = []
         for values, offsets in self.lists:
             lengths = np.diff(offsets)[rows]
@@ -106,7 +106,7 @@ class EncodedRows:
         )
 
     def batch(self) -> RankingBatch:
-        """All rows as one batch."""
+        """Return all rows as one batch."""
         lists = [(values, np.diff(offsets)) for values, offsets in self.lists]
         return assemble(
             self.features, self.dense, self.ids, lists, self.labels, self.weights, self.groups, self.timestamps
@@ -135,23 +135,23 @@ def assemble(
     timestamps: np.ndarray | None = None,
     rows: np.ndarray | None = None,
 ) -> RankingBatch:
-    """Make a batch of arrays; everything is copied, so the arrays may be memory maps.
+    """Make a batch from arrays; everything is copied, so the arrays may be memory maps.
 
     Args:
-        features: Names and order.
-        dense: ``[B, num_dense]``.
+        features: Names and order of the features.
+        dense: Dense values, ``[B, num_dense]``.
         ids: Integers ``[B, single ids]``.
-        lists: For each list feature integer values ``[T]`` and lengths ``[B]``.
+        lists: Integer values ``[T]`` and lengths ``[B]`` of each list feature.
         labels: ``[B, tasks]``.
-        weights: ``[B]``.
+        weights: Sample weights, ``[B]``.
         groups: ``[B]``.
-        timestamps: ``[B]``.
-        rows: ``[B]``.
+        timestamps: Seconds, ``[B]``.
+        rows: Positions of the rows in their split, ``[B]``.
     """
     size, singles = ids.shape
     total = size * singles + sum(len(values) for values, _ in lists)
     values = np.empty(total, dtype=np.int64)
-    # Sample-major on disk, where a shuffled batch then touches few pages; feature-major in the batch.
+    # Ids are sample-major on disk, so that a shuffled batch touches few pages, and feature-major in the batch.
     values[: size * singles].reshape(singles, size)[...] = ids.T
     at = size * singles
     for entries, _ in lists:
@@ -183,7 +183,7 @@ def _transformed(values: np.ndarray, transform: str) -> np.ndarray:
 
 
 class _DenseFit:
-    """Streaming mean and variance (Chan et al. 1983), and for quantiles the rows whose mixed number is smallest."""
+    """Streaming mean and variance (Chan et al. 1983); for quantiles, a sample of the rows with the smallest hash."""
 
     def __init__(self, feature: DenseFeature) -> None:
         self.feature, self.seen, self.rows = feature, 0, 0
@@ -213,7 +213,7 @@ class _DenseFit:
         transform, state = self.feature.transform, {}
         if transform in ("log", "standardise"):
             deviation = (self.squares / self.seen) ** 0.5 if self.seen else 0.0
-            # A column with one value has no scale; it becomes zeros.
+            # A column with a single value has no scale: 1 turns it into zeros.
             state = {"mean": self.mean, "scale": deviation if deviation > 1e-12 * max(1.0, abs(self.mean)) else 1.0}
             mean = 0.0
         elif transform == "quantile":
@@ -226,7 +226,7 @@ class _DenseFit:
 
 
 class _ValueCounts:
-    """How often each value of a table was seen; small chunks are merged now and then, not one by one."""
+    """Number of times that each value of a table was seen; counts of chunks are merged sixteen at a time."""
 
     def __init__(self) -> None:
         self.parts: list[pl.DataFrame] = []
@@ -261,7 +261,7 @@ class Encoder:
         schema: Roles of the columns.
         features: Names and table sizes, as models need them.
         vocabularies: Values of each table that has a vocabulary; the value at position ``i`` has row ``i + 1``.
-        dense_state: Numbers of each dense feature's transform, and ``fill``, the value that replaces a blank.
+        dense_state: Fitted numbers of each dense feature's transform, and ``fill``, the value that replaces a blank.
         rows: Number of training rows that the encoder was fitted on.
         whole: Names of the tables whose ids were whole numbers in all training rows, and of all tables without a
             vocabulary; text such as ``42.0`` is the id ``42`` there.
@@ -298,7 +298,7 @@ class Encoder:
 
     @staticmethod
     def needs_fit(schema: Schema) -> bool:
-        """Whether anything must be learnt from rows (a vocabulary, a scale, the mean that fills blanks)."""
+        """Return whether a schema needs numbers from rows: a vocabulary, a scale, or the mean that fills blanks."""
         return any(f.encoding == "vocabulary" for f in (*schema.categorical, *schema.lists)) or any(
             f.transform != "none" or f.missing == "mean" for f in schema.dense
         )
@@ -308,7 +308,7 @@ class Encoder:
         """Learn vocabularies and scales from the training rows, in one pass and bounded memory.
 
         Args:
-            schema: Which column is what.
+            schema: Roles of the columns.
             chunks: Training rows, as frames or as frames with their places (for errors).
 
         Raises:
@@ -350,7 +350,7 @@ class Encoder:
         where: str | RowPlace = "rows",
         labels: bool = True,
     ) -> EncodedRows:
-        """Encode rows.
+        """Encode the rows of a frame.
 
         Args:
             frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
@@ -395,10 +395,10 @@ class Encoder:
         return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
 
     def gives_same_rows(self, other: Encoder) -> bool:
-        """Whether weights that were trained with this encoder's numbers mean the same with those of another.
+        """Return whether another encoder has the same tables, vocabularies and transforms, so that weights fit both.
 
         Args:
-            other: Fitted on rows that may be others.
+            other: Encoder to compare with; it may be fitted on other rows.
         """
         return (
             self.features.tables == other.features.tables
@@ -413,7 +413,7 @@ class Encoder:
         )
 
     def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
-        """Count the ids that are blank or not in their vocabulary, which share row 0 of the table.
+        """Count the ids that are blank or not in their vocabulary; they share row 0 of the table.
 
         Args:
             rows: Encoded rows.
@@ -453,7 +453,7 @@ class Encoder:
     def _rows(
         self, series: pl.Series, feature: CategoricalFeature, place: RowPlace, entry_rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, int]:
-        """Table rows ``int64 [N]`` of one column's values, and how many were blank."""
+        """Table rows ``int64 [N]`` of one column's values, and the number of blank values."""
         table = feature.table or feature.name
         if feature.encoding == "identity":
             return self._identity(series, feature, place, entry_rows), 0
@@ -495,7 +495,14 @@ class Encoder:
         return values.astype(np.int64)
 
     def names(self, feature: str) -> list[str]:
-        """What the rows of a feature's table stand for, row by row; row 0 of a vocabulary is ``<other>``."""
+        """Return the id that each row of a feature's table stands for; row 0 of a vocabulary is ``<other>``.
+
+        Args:
+            feature: Name of a categorical or list feature.
+
+        Raises:
+            DataError: the feature has no embedding table.
+        """
         table = next((f.table for f in self.features.sparse if f.name == feature), None)
         if table is None:
             names = [f.name for f in self.features.sparse]
@@ -505,7 +512,10 @@ class Encoder:
         return [str(row) for row in range(self.features.tables[table])]
 
     def save(self, folder: Path) -> None:
-        """Write ``encoder.json`` and ``vocabularies.parquet`` into ``folder``, which must exist.
+        """Write ``encoder.json`` and ``vocabularies.parquet``.
+
+        Args:
+            folder: Folder that exists.
 
         Raises:
             DataError: the folder cannot be written.
@@ -528,10 +538,13 @@ class Encoder:
 
     @classmethod
     def load(cls, folder: Path) -> Encoder:
-        """Read what :meth:`save` wrote, and verify it.
+        """Read and verify an encoder written by :meth:`save`.
+
+        Args:
+            folder: Folder of the two files.
 
         Raises:
-            DataError: a file is missing, of another version, or does not fit its checksum.
+            DataError: a file is missing, of another version, or does not match its checksum.
         """
         content = read_sealed(folder / "encoder.json", required=True, remedy=_REMEDY)
         path = folder / "vocabularies.parquet"

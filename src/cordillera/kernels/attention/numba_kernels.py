@@ -1,9 +1,9 @@
 """Causal attention and its gradients on the cores of a CPU, compiled by Numba at first use.
 
-A few queries at a time meet a block of keys that fits the first-level cache, so that scores and their gradients live
-and die there (Dao 2024, FlashAttention-2, algorithms 1 and 2). All products are one tile of multiplications and sums
-that is kept in registers; torch's own attention hands matrices as narrow as a head to a library made for wide ones, and
-takes up to twice as long. Arithmetic is in float32. Each head of each document is one thread's, so results do not
+A few queries at a time meet a block of keys that fits the first-level cache, so that scores and their gradients never
+leave it (Dao 2024, FlashAttention-2, algorithms 1 and 2). All products use one tile of multiplications and sums that is
+kept in registers; torch's own attention hands matrices as narrow as a head to a library made for wide ones, and
+takes up to twice as long. Arithmetic is in float32. One thread computes each head of each document, so results do not
 depend on the number of threads.
 """
 
@@ -25,20 +25,20 @@ from torch import Tensor
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.numba_support import pool, threads_for
 
-# The tile's sums take half of the registers of a CPU with 32 wide ones, and of one with 16 narrow ones.
+# The tile's sums take half of the vector registers: of 32 wide ones with AVX-512, of 16 narrow ones without.
 _IS_WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 _LANES = 16 if _IS_WIDE else 8
 ROWS = 8 if _IS_WIDE else 4  # queries at a time
 COLUMNS = 2 * _LANES  # keys at a time
 _BLOCK = 256  # keys, whose scores stay in the cache
-WIDTH = 16  # divides the widths of heads
+WIDTH = 16  # the width of a head is a multiple
 
 _BYTES = 4
-_FAST = {"contract"}  # a product and a sum may be one instruction, nothing is reordered
+_FAST = {"contract"}  # a product and a sum may be one instruction; nothing is reordered
 
 
 def _tile(columns: int) -> Callable[..., Any]:
-    """``c [ROWS, columns] += sum over k of a[:, k] b[k]``, for a number of columns that the lanes divide."""
+    """Make ``c [ROWS, columns] += sum over k of a[:, k] b[k]``, for a multiple of the lanes as ``columns``."""
 
     @intrinsic
     def tile(
@@ -98,7 +98,7 @@ _wide_tile, _narrow_tile = _tile(COLUMNS), _tile(WIDTH)
 
 @intrinsic
 def _scale_by(typing_context: Any, value: Any) -> Any:
-    """The power of two whose exponent is in the lowest bits of a float32's mantissa."""
+    """Power of two whose exponent is in the lowest bits of a float32's mantissa."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
@@ -109,7 +109,7 @@ def _scale_by(typing_context: Any, value: Any) -> Any:
 
 
 def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """One float32 of a row of them, of which the lanes divide the count; in an order that the count alone tells."""
+    """Make a reduction of a float32 row, of a multiple of the lanes, in an order that depends on the count alone."""
 
     @intrinsic
     def reduce(typing_context: Any, row: Any, count: Any) -> Any:
@@ -145,7 +145,7 @@ _largest = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(
 
 _SHIFT = np.float32(1.5 * 2**23)  # added to a small number, it leaves its nearest integer in the lowest bits
 _LEAST = np.float32(-126.0)
-# Of 2**x for x in [-1/2, 1/2], from the sixth power down; from the Cephes library's exp2f.
+# Coefficients of 2**x for x in [-1/2, 1/2], from the sixth power down; from the Cephes library's exp2f.
 _C6, _C5, _C4, _C3, _C2, _C1 = (
     np.float32(c)
     for c in (
@@ -162,7 +162,7 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 @compiled(inline="always", fastmath=_FAST)
 def _exp2(x: Any) -> Any:
-    """``2**x`` for ``x`` up to 127; a NaN stays one."""
+    """``2**x`` for ``x`` up to 127; NaN stays NaN."""
     x = _LEAST if x < _LEAST else x
     shifted = x + _SHIFT
     r = x - (shifted - _SHIFT)
@@ -202,7 +202,7 @@ def _add_columns(queries: Any, width: Any, scores: Any, block: Any, count: Any, 
 
 @compiled(fastmath=_FAST)
 def _one_head_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any) -> None:
-    """``q``, ``out [n, D]``; in blocks, ``keys [D, m]`` and ``values [m, D]``; all in powers of two."""
+    """``q`` and ``out [n, D]``; ``keys [blocks, D, m]`` and ``values [blocks, m, D]``; scores to base 2."""
     queries, width = q.shape
     blocks, _, block = keys.shape
     scores = np.empty((ROWS, block), np.float32)
@@ -254,7 +254,7 @@ def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any,
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
-    """``q``, ``gradient``, ``dq [n, D]``; in blocks ``keys``, ``values``, ``dk``, ``dv [D, m]`` and ``rows [m, D]``."""
+    """``q``, ``gradient``, ``dq [n, D]``; ``keys``, ``values``, ``dk``, ``dv [blocks, D, m]``; ``rows`` transposed."""
     queries, width = q.shape
     blocks, _, block = keys.shape
     scores, slopes = np.empty((ROWS, block), np.float32), np.empty((ROWS, block), np.float32)
@@ -312,7 +312,7 @@ def _all_heads(
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """``[B, H, n, D]`` in float32 as ``[B H, m, D]``, ``m`` the next multiple of ``rows``, contiguous."""
+    """``[B, H, n, D]`` as contiguous float32 ``[B H, m, D]``, where ``m`` is the next multiple of ``rows``."""
     batch, heads, n, width = x.shape
     m = -(-n // rows) * rows
     if m == n:
@@ -323,15 +323,15 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention with scores scaled by ``1 / sqrt(D)``.
+    """Compute causal attention with scores scaled by ``1 / sqrt(D)``.
 
     Args:
-        q: ``[B, H, n, D]`` on the CPU, of any floating-point dtype; 16 divides ``D``.
-        k: ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
-        v: As ``k``.
+        q: Queries, ``[B, H, n, D]`` on the CPU, of any floating-point dtype; ``D`` is a multiple of 16.
+        k: Keys, ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
+        v: Values, in the shape of ``k``.
 
     Returns:
-        ``[B, H, n, D]`` and the scaled scores' log-sum-exp ``[B, H, n]``, both in float32.
+        Output ``[B, H, n, D]`` and log-sum-exp of the scaled scores ``[B, H, n]``, both in float32.
     """
     batch, heads, n, width = q.shape
     block = min(_BLOCK, -(-n // COLUMNS) * COLUMNS)
@@ -356,18 +356,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def causal_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of causal attention with scores scaled by ``1 / sqrt(D)``.
+    """Compute gradients of causal attention with scores scaled by ``1 / sqrt(D)``.
 
     Args:
-        gradient: Of ``out``.
-        q: ``[B, H, n, D]`` on the CPU, of any floating-point dtype; 16 divides ``D``.
-        k: ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
-        v: As ``k``.
-        out: What attention gave, as ``q``.
-        logsumexp: ``[B, H, n]``, of the scaled scores.
+        gradient: Gradient of ``out``, in its shape.
+        q: Queries, ``[B, H, n, D]`` on the CPU, of any floating-point dtype; ``D`` is a multiple of 16.
+        k: Keys, ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
+        v: Values, in the shape of ``k``.
+        out: Output of :func:`causal_attention`, in the shape of ``q``.
+        logsumexp: Log-sum-exp of the scaled scores, ``[B, H, n]``.
 
     Returns:
-        Of ``q``, ``k`` and ``v``, in their shapes, float32.
+        Gradients of ``q``, ``k`` and ``v``, in their shapes, float32.
     """
     batch, heads, n, width = q.shape
     block = min(_BLOCK, -(-n // COLUMNS) * COLUMNS)

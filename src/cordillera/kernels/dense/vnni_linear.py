@@ -1,12 +1,11 @@
-"""A linear layer in eight bits as one call: quantise, multiply by VNNI instructions, requantise.
+"""8-bit linear layer in one call: quantise, multiply by VNNI instructions, requantise.
 
-Around a product torch's fused layers spend more than ten microseconds, and separate passes write all sums to memory.
-Here the whole of FBGEMM's pipeline (Khudia et al. 2021) is one compiled function: the codes of a few rows are made in a
-buffer that stays in the nearest caches, tiles of sums in registers, and each tile becomes outputs before the next one
-begins. Threads divide the rows, or the outputs where rows are few; sums are whole numbers, so results do not depend on
-how many threads there are.
+torch's fused layers spend more than ten microseconds around a product, and separate passes write all sums to memory.
+Here FBGEMM's whole pipeline (Khudia et al. 2021) is one compiled function: the codes of a few rows stay in a buffer in
+the nearest caches, tiles of sums in registers, and each tile becomes outputs before the next one begins. Threads divide
+the rows, or the outputs where rows are few; sums are whole numbers, so results do not depend on the number of threads.
 
-Arrays come as addresses: for layers of a few microseconds, handing over ten arrays costs as much as the work.
+Arrays come as addresses: for layers of a few microseconds, passing ten arrays costs as much as the work.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from cordillera.kernels.dense.vnni_tiles import ROWS, WIDTH, pack, sums_of_tile
 from cordillera.kernels.numba_support import started, threads_for
 
 _INFINITY = 0x7F800000  # the bits of infinity; those of NaN are larger
-_PANEL_BYTES = 1 << 17  # of codes that are made at a time: with a block of weights they fill the second cache by half
+_PANEL_BYTES = 1 << 17  # bytes of codes made at a time: with a block of weights they half fill the second-level cache
 _PANEL_ROWS = 16 * ROWS
-_PARALLEL_PRODUCTS = 1 << 21  # below, waking other threads costs more than it saves
-_PARALLEL_VALUES = 1 << 17  # likewise, to look for the smallest and largest
+_PARALLEL_PRODUCTS = 1 << 21  # with fewer products, waking other threads costs more than it saves
+_PARALLEL_VALUES = 1 << 17  # the same limit for the search of the smallest and largest value
 _ROWS_TO_DIVIDE = 8 * ROWS  # with fewer rows threads divide the outputs, so that each reads its own weights
 
 
@@ -45,7 +44,7 @@ def _fused_multiply_add(typing_context: Any, x: Any, factor: Any, term: Any) -> 
 
 @intrinsic
 def _magnitude_bits(typing_context: Any, x: Any) -> Any:
-    """The bits of the absolute value of a float32."""
+    """Bits of the absolute value of a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
@@ -56,7 +55,7 @@ def _magnitude_bits(typing_context: Any, x: Any) -> Any:
 
 @intrinsic
 def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
-    """An address as that of numbers of the type of ``like``."""
+    """Pointer to numbers of the type of ``like`` at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -81,7 +80,7 @@ def _bytes(address: Any, size: Any) -> Any:
 
 @compiled()
 def _quantize(x: Any, reciprocal: Any, zero_point: Any, codes: Any) -> Any:
-    """Codes of a row, filled up with zeros; the bits of its largest magnitude."""
+    """Write the codes of a row, padded with zeros, and return the bits of its largest magnitude."""
     largest = np.int32(0)
     zero, most = np.float32(0.0), np.float32(255.0)
     for k in range(x.size):
@@ -112,9 +111,9 @@ def _part(
     weights: Any, offset: Any, factor: Any, term: Any, first: Any, last: Any, outputs: Any,
     out: Any, given: Any, lowest: Any,
 ) -> Any:  # fmt: skip
-    """Rows from ``begin`` to ``end``, outputs from ``first`` to ``last``; whether all that was read is finite.
+    """Compute rows ``begin`` to ``end`` and outputs ``first`` to ``last``; return whether all values read are finite.
 
-    The result is codes of the zero point ``given``, or values where that is negative.
+    The outputs are codes with the zero point ``given``, or values if ``given`` is negative.
     """
     single, inverse, zero = np.float32(scale), np.float32(reciprocal), np.float32(zero_point)
     least, new_zero = np.float32(lowest), np.float32(given)
@@ -199,7 +198,7 @@ def _choose(low: Any, high: Any) -> Any:
 
 @compiled()
 def _ends(x: Any) -> Any:
-    """The smallest and largest value, and the bits of the largest magnitude."""
+    """Smallest and largest value, and the bits of the largest magnitude."""
     low, high, largest = x[0], x[0], np.int32(0)
     for k in range(x.size):
         value = x[k]
@@ -211,7 +210,7 @@ def _ends(x: Any) -> Any:
 
 @compiled()
 def _scale(low: Any, high: Any, largest: Any) -> Any:
-    """Scale and zero point of a batch; a scale of zero if it or its range is not finite."""
+    """Scale and zero point of a batch; a scale of zero if a value or the range is not finite."""
     if largest >= _INFINITY or np.isinf(high - low):
         return np.float32(0.0), np.float32(0.0)
     return _choose(low, high)
@@ -237,17 +236,17 @@ def _parallel_range(threads: Any, x: Any, count: Any) -> Any:
 
 
 class Layer:
-    """What is constant in a layer, in the order in which the kernel reads it.
+    """Constants of a layer, in the order in which the kernel reads them.
 
     Args:
-        codes: Of the weight, ``int8 [N, K]``, neither side zero.
-        factor: ``float32 [N]``. From codes to values, the weight's scales; from codes to codes, what a sum of one is
-            worth in units of the output.
+        codes: Codes of the weight, ``int8 [N, K]``, neither side zero.
+        factor: ``float32 [N]``. From codes to values, the weight's scales; from codes to codes, the value of a sum of
+            one in units of the output.
         term: ``float32 [N]``. To values, the bias; to codes, the bias in units of a sum.
-        weights: Of another layer of the same codes, to be shared.
+        weights: Packed weights of another layer of the same codes, to share.
 
     Attributes:
-        weights: ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]``.
+        weights: Packed codes, ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]``.
     """
 
     def __init__(self, codes: Tensor, factor: Tensor, term: Tensor, weights: Tensor | None = None) -> None:
@@ -259,7 +258,7 @@ class Layer:
         self._read()
 
     def _read(self) -> None:
-        # Addresses, for attributes and arrays are slow where the work takes microseconds.
+        # Looking up attributes and arrays is slow where the work takes microseconds.
         self._constant = tuple(tensor.data_ptr() for tensor in self._kept)
         self._products, self._padded = self.outputs * self.inner, (self.inner + 3) // 4 * 4
 
@@ -296,14 +295,14 @@ class Layer:
             ))  # fmt: skip
 
     def values(self, x: Tensor, scale: float, reciprocal: float, zero_point: int, *, relu: bool) -> Tensor | None:
-        """The whole layer, from values to values ``(sum - zero point * column offset) * (factor * scale) + term``.
+        """Compute the layer from values to values, ``(sum - zero point * column offset) * (factor * scale) + term``.
 
         Args:
             x: ``float32 [M, K]``, contiguous.
-            scale: Of the input.
-            reciprocal: Of the scale, in float32.
-            zero_point: Of the input, 0 to 255.
-            relu: Whether nothing is below zero.
+            scale: Scale of the input.
+            reciprocal: Reciprocal of the scale, in float32.
+            zero_point: Zero point of the input, 0 to 255.
+            relu: Whether to clamp the outputs at zero.
 
         Returns:
             ``float32 [M, N]``; None if ``x`` is not finite.
@@ -312,11 +311,11 @@ class Layer:
         return out if self._run(x, True, scale, reciprocal, zero_point, out, -1.0, 0.0 if relu else -np.inf) else None
 
     def dynamic(self, x: Tensor, *, relu: bool) -> Tensor | None:
-        """The same with scale and zero point of the batch's own smallest and largest value.
+        """Compute :meth:`values` with scale and zero point of the batch's own smallest and largest value.
 
         Args:
             x: ``float32 [M, K]``, contiguous, not empty.
-            relu: Whether nothing is below zero.
+            relu: Whether to clamp the outputs at zero.
 
         Returns:
             ``float32 [M, N]``; None if ``x`` is not finite or its range overflows float32.
@@ -334,18 +333,18 @@ class Layer:
         return self.values(x, scale, float(np.float32(1.0) / np.float32(scale)), int(zero_point), relu=relu)
 
     def codes(self, x: Tensor, reciprocal: float, zero_point: int, given: int, *, relu: bool) -> Tensor | None:
-        """From values to codes ``clamp(round((sum - zero point * column offset + term) * factor) + given)``.
+        """Compute the layer to codes, ``clamp(round((sum - zero point * column offset + term) * factor) + given)``.
 
         Args:
             x: ``float32 [M, K]``, contiguous, or ``uint8 [M, ceil(K / 4) 4]`` of this method or :func:`quantize`.
-            reciprocal: Of the input's scale, in float32.
-            zero_point: Of the input.
+            reciprocal: Reciprocal of the input's scale, in float32.
+            zero_point: Zero point of the input.
             given: Zero point of the output.
-            relu: Whether nothing is below ``given``.
+            relu: Whether to clamp the outputs at ``given``.
 
         Returns:
-            ``uint8 [M, ceil(N / 4) 4]``; what fills it up meets weights of zero: it may be anything. None if ``x`` is
-            not finite.
+            ``uint8 [M, ceil(N / 4) 4]``, with undefined padding, which meets weights of zero; None if ``x`` is not
+            finite.
         """
         out = torch.empty(x.shape[0], (self.outputs + 3) // 4 * 4, dtype=torch.uint8)
         lowest = float(given) if relu else 0.0
@@ -353,17 +352,7 @@ class Layer:
         return out if fine else None
 
     def values_of_codes(self, codes: Tensor, scale: float, zero_point: int, *, relu: bool) -> Tensor:
-        """From codes to values, as at the end of a chain.
-
-        Args:
-            codes: ``uint8 [M, ceil(K / 4) 4]``.
-            scale: Of them.
-            zero_point: Of them.
-            relu: Whether nothing is below zero.
-
-        Returns:
-            ``float32 [M, N]``.
-        """
+        """Compute the layer from codes ``uint8 [M, ceil(K / 4) 4]`` to values ``float32 [M, N]``."""
         out = torch.empty(codes.shape[0], self.outputs)
         self._run(codes, False, scale, 1.0, zero_point, out, -1.0, 0.0 if relu else -np.inf)
         return out
@@ -379,15 +368,15 @@ def _quantize_rows(x: Any, rows: Any, inner: Any, reciprocal: Any, zero_point: A
 
 
 def quantize(x: Tensor, reciprocal: float, zero_point: int) -> Tensor | None:
-    """Codes ``clamp(round(x * reciprocal + zero_point))``, the sum rounded once to float32, then ties to even.
+    """Compute codes ``clamp(round(x * reciprocal + zero_point))``, the sum rounded once to float32, then ties to even.
 
     Args:
         x: ``float32 [M, K]``, contiguous.
-        reciprocal: Of the scale.
+        reciprocal: Reciprocal of the scale.
         zero_point: From 0 to 255.
 
     Returns:
-        ``uint8 [M, ceil(K / 4) 4]``, filled up with zeros; None if ``x`` is not finite.
+        ``uint8 [M, ceil(K / 4) 4]``, padded with zeros; None if ``x`` is not finite.
     """
     rows, inner = x.shape
     out = torch.empty(rows, (inner + 3) // 4 * 4, dtype=torch.uint8)

@@ -1,9 +1,9 @@
 """Lookup and exact sparse update on the cores of a CPU, compiled by Numba at first use.
 
-Both kernels read and write tensors where they lie: ids as the batch holds them, gradients through their strides,
+Both kernels read and write tensors in place: ids as the batch holds them, gradients through their strides,
 ``bfloat16`` as its bits. Sums are kept in float64 and rounded at the end. Threads share the work by ranges of samples
-(lookup) and of sorted rows (update), and what is computed for a sample or a row never depends on where these ranges
-begin, so results are the same, bit for bit, for any number of threads.
+(lookup) and of sorted rows (update), and the result for a sample or a row never depends on where these ranges begin,
+so results are the same, bit for bit, for any number of threads.
 """
 
 from __future__ import annotations
@@ -24,22 +24,16 @@ if TYPE_CHECKING:
     from cordillera.kernels.embeddings.update import Update
 
 _DIGIT_BITS = 13  # two passes sort the rows of 26 tables of a million; histograms of 8,192 counts stay near a core
-AHEAD, LINE = 32, 64  # prefetch so many positions ahead, in cache lines of so many bytes
+AHEAD, LINE = 32, 64  # positions to prefetch ahead, bytes of a cache line
 
 
 def unavailable() -> str | None:
-    """None: whoever could import this module has Numba."""
+    """Return None: this module imports only where Numba is installed."""
     return None
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why a table cannot be updated by this back end, or None if it can.
-
-    Args:
-        optimizer: Name of the rule.
-        dtype: Of the table.
-        device: Kind of device that it is on.
-    """
+    """Return why a table cannot be updated by this back end, or None if it can."""
     return None if device == "cpu" else f"the numba back end runs on CPUs, the tables are on {device!r}"
 
 
@@ -71,7 +65,7 @@ def _lookup(
                     first, last = offsets[bag], offsets[bag + 1]
                 target = output[b, f]
                 if one_hot and b + 1 < batch:
-                    # an address made of a misplaced id is harmless: prefetching does not fault
+                    # the address of a misplaced id is harmless: prefetching does not fault
                     soon = weight_at + (first_row[f] + values[bag + 1]) * row_bytes
                     for line in range(0, row_bytes, LINE):
                         prefetch(soon + line)
@@ -111,7 +105,7 @@ def _sort(
 ) -> Any:  # fmt: skip
     """Sort positions by row, stably, by counting digits from the lowest.
 
-    Returns keys ``row << position_bits | position`` in order, and where the gradient of every position begins.
+    Returns sorted keys ``row << position_bits | position``, and the start of the gradient of every position.
     """
     total = rows.size
     keys, spare = np.empty(total, np.int64), np.empty(total, np.int64)
@@ -239,20 +233,12 @@ def _apply(
 
 
 def whole(offsets: Tensor | None) -> Any:
-    """Offsets as an array of int64; an empty one for None."""
+    """Convert offsets to an int64 array; None to an empty one."""
     return np.empty(0, np.int64) if offsets is None else offsets.to(torch.int64).contiguous().numpy()
 
 
 def factors(value_weights: Tensor | None, dtype: torch.dtype) -> Any:
-    """Weights of values as an array.
-
-    Args:
-        value_weights: ``[T]`` or None.
-        dtype: To convert to.
-
-    Returns:
-        An array; an empty one for None.
-    """
+    """Convert weights of values to an array of ``dtype``; None to an empty one."""
     weights = torch.empty(0, dtype=dtype) if value_weights is None else value_weights.detach().to(dtype).contiguous()
     return weights.numpy()
 
@@ -266,20 +252,7 @@ def lookup(
     num_rows: Tensor,
     dtype: torch.dtype,
 ) -> Lookup:
-    """Look up and sum bags (:func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
-
-    Args:
-        weight: ``[R, D]``.
-        values: ``int64 [T]``, ids within their table.
-        offsets: ``[F * B + 1]``, or None for one value a bag.
-        value_weights: ``[T]`` factors, or None.
-        first_row: ``int64 [F]``.
-        num_rows: ``int64 [F]``.
-        dtype: Of the output.
-
-    Returns:
-        Output, rows, and the first misplaced position.
-    """
+    """Look up and sum bags (:func:`cordillera.kernels.embeddings.lookup.embedding_bag`)."""
     features = first_row.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16, torch.float64) else weight.dtype
@@ -311,9 +284,9 @@ class Sorted(NamedTuple):
 
     Attributes:
         keys: ``int64 [T]``, ascending ``row << position_bits | position``.
-        position_bits: Of a key.
-        starts: ``int64 [T]``, where in ``grad`` the gradient of each position begins.
-        grad: The gradients' memory, flat.
+        position_bits: Number of low bits of a key that hold the position.
+        starts: Start in ``grad`` of the gradient of each position, ``int64 [T]``.
+        grad: Memory of the gradients, flat.
     """
 
     keys: Any
@@ -325,15 +298,15 @@ class Sorted(NamedTuple):
 def sort_positions(
     rows: Tensor, offsets: Tensor | None, grad: Tensor, dtype: torch.dtype, num_rows: int, threads: int
 ) -> Sorted:
-    """Sort what a batch looked up by row; positions of one row stay in order. To be called within :func:`pool`.
+    """Sort a batch's positions by row, stably; call within :func:`pool`.
 
     Args:
         rows: ``int64 [T]``.
-        offsets: ``[N + 1]`` or None.
+        offsets: ``[N + 1]`` or None for one value a bag.
         grad: ``[B, F, D]``; a slice of a wider gradient is read in place.
-        dtype: To which gradients of other types than bfloat16 are converted.
-        num_rows: Rows that there are.
-        threads: To share the work.
+        dtype: Dtype to which gradients other than bfloat16 are converted.
+        num_rows: Number of rows of all tables.
+        threads: Number of threads.
     """
     batch, features, dim = grad.shape
     if grad.dtype not in (dtype, torch.bfloat16):
@@ -360,11 +333,7 @@ def sort_positions(
 
 
 def update(call: Update) -> None:
-    """Run one update (:func:`cordillera.kernels.embeddings.update.sparse_update`).
-
-    Args:
-        call: What to do, checked.
-    """
+    """Run one update, already checked (:func:`cordillera.kernels.embeddings.update.sparse_update`)."""
     weight, optimizer, value_weights = call.weight, call.optimizer, call.value_weights
     threads = threads_for(call.rows.numel())
     with pool(threads):

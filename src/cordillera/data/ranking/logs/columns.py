@@ -40,7 +40,7 @@ class RowPlace:
     kept: np.ndarray | None = field(default=None, compare=False)
 
     def at(self, row: int | np.integer[Any], column: str) -> str:
-        """Place of one value in words, such as a file with its line and column.
+        """Return the place of one value in words: the file, its line or row, and the column.
 
         Args:
             row: Position among the rows, from 0.
@@ -50,7 +50,7 @@ class RowPlace:
         return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
 
     def of_rows(self, rows: np.ndarray) -> RowPlace:
-        """Place of a selection of the rows.
+        """Return the place of a selection of the rows.
 
         Args:
             rows: Positions of the selected rows among the rows, ``int64 [M]``.
@@ -107,7 +107,7 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
 
 
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
-    """A column of a frame.
+    """Return a column of a frame.
 
     Args:
         frame: Frame of rows.
@@ -127,7 +127,7 @@ def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
 
 
 def first_of(mask: np.ndarray) -> int:
-    """Position of the first true entry.
+    """Return the position of the first true entry.
 
     Args:
         mask: ``bool [N]`` with at least one true entry.
@@ -136,7 +136,7 @@ def first_of(mask: np.ndarray) -> int:
 
 
 def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """A column as ``float64 [N]`` and its blanks as ``bool [N]``; NaN is kept.
+    """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept.
 
     Args:
         series: Column of ``N`` rows.
@@ -173,7 +173,7 @@ def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarra
 
 
 def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """A dense feature as ``float64 [N]``, blanks as 0, and its blanks as ``bool [N]``.
+    """Convert a dense feature to ``float64 [N]``, with 0 for blanks, and its blanks to ``bool [N]``.
 
     Args:
         series: Column of ``N`` rows.
@@ -238,7 +238,7 @@ def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: RowP
 def ids_of(
     series: pl.Series, name: str, place: RowPlace, rows: np.ndarray | None = None, *, whole: bool = False
 ) -> pl.Series:
-    """A column of ids as text, with blanks (null and empty) as null.
+    """Convert a column of ids to text, with blanks (null and empty) as null.
 
     Args:
         series: Whole numbers, text, dates or truth values, ``N`` entries.
@@ -253,7 +253,7 @@ def ids_of(
     dtype = series.dtype
     if dtype.is_float():
         values = series.fill_null(0.0).to_numpy()
-        exact = 2.0 ** (np.finfo(values.dtype).nmant + 1)  # which its odd neighbour becomes, too
+        exact = 2.0 ** (np.finfo(values.dtype).nmant + 1)  # the first number that an odd neighbour rounds to
         wrong = ~np.isfinite(values) | (values != np.floor(values)) | (np.abs(values) >= exact)
         if wrong.any():
             entry = first_of(wrong)
@@ -281,7 +281,7 @@ def ids_of(
 
 
 def without_point(text: pl.Series) -> pl.Series:
-    """Text in which whole numbers such as ``42.0`` are written as ``42``.
+    """Return text in which whole numbers such as ``42.0`` are written as ``42``.
 
     Args:
         text: Text column of ``N`` entries.
@@ -332,7 +332,7 @@ def flatten(
 
 
 def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """A label column as ``uint8 [N]``.
+    """Convert a label column to ``uint8 [N]``.
 
     Args:
         series: Column of ``N`` rows.
@@ -356,7 +356,7 @@ def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """A column of sample weights as ``float32 [N]``.
+    """Convert a column of sample weights to ``float32 [N]``.
 
     Args:
         series: Column of ``N`` rows.
@@ -381,7 +381,7 @@ def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """A timestamp column as ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
+    """Convert a timestamp column to ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
 
     Args:
         series: Column of ``N`` rows.
@@ -413,7 +413,7 @@ def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def groups_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """A column of groups as ``int64 [N]``: integers unchanged, other values hashed as text, blanks as one group.
+    """Convert a column of groups to ``int64 [N]``: whole numbers unchanged, text hashed, blanks as one group.
 
     Args:
         series: Column of ``N`` rows.
