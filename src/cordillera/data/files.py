@@ -1,4 +1,4 @@
-"""Files that are whole or not there: checksums, writes beside and renames, errors of the disk."""
+"""Files that are complete or absent: checksums, writes beside and renames, errors of the disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _UNFINISHED = ".unfinished"
 
 
 def cache_folder(chosen: str | Path | None = None) -> Path:
-    """Where prepared data is kept: ``chosen``, else ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``."""
+    """Return the folder of prepared data: ``chosen``, else ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``."""
     return Path(chosen or os.environ.get("CORDILLERA_CACHE") or Path.home() / ".cache" / "cordillera").expanduser()
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Paths of the files of one or several files, folders or patterns, in order; files of a folder are sorted by name.
+    """Return the files of one or several files, folders or patterns, in order; files of a folder are sorted by name.
 
     ``~`` stands for the home folder.
 
@@ -67,7 +67,7 @@ def _expand(name: str) -> list[Path]:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -77,11 +77,7 @@ def checksum(path: Path) -> str:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a full or closed disk into an error that says what to do.
-
-    Raises:
-        DataError: writing failed.
-    """
+    """Turn errors of a full or read-only disk into a :class:`DataError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -94,11 +90,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file beside its place, flush it to the disk, and rename it.
-
-    Args:
-        path: Its place; the folder is made.
-        content: All of it.
+    """Write a file beside its place, flush it to the disk, and rename it; the folder is created if absent.
 
     Raises:
         DataError: writing failed; the old file, if any, is still there.

@@ -1,12 +1,12 @@
-"""A set-associative cache of float32 rows, and the exact count of what it costs.
+"""Set-associative cache of float32 rows, with the exact count of its cost.
 
-A row belongs to one set of 32 lines, found by a hash of its number; any line of the set may hold it. When a batch's
+A row belongs to one set of 32 lines, chosen by a hash of its number; any line of the set may hold it. When a batch's
 update brings a row that is in no line, ``lru`` gives it the line whose row has not been updated for the longest time,
-and ``lfu`` that of the row which fewest updates have used, if the newcomer has been used by more. Rows of the same
-batch never drive each other out: one that finds its set full of them stays outside.
+and ``lfu`` the line whose row fewest updates have used, if the newcomer has been used by more. Rows of the same
+batch never displace each other: one that finds its set full of them stays outside.
 
 Source: Yang et al. 2020 (arXiv 2010.11305); 32 ways as in FBGEMM's cache. That only updates admit rows is our choice:
-evaluation reads through the cache and leaves it as it is.
+evaluation reads through the cache and leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from cordillera.kernels.embeddings.cached_rows import EMPTY, EVENTS, WAYS
 
 CachePolicy = Literal["lru", "lfu"]
 
-_AGE_EVERY = 1024  # updates between halvings of the counts of lfu, so that what was popular once makes room
+_AGE_EVERY = 1024  # updates between halvings of the counts of lfu, so that rows that were popular once make room
 
 
 class RowCache(nn.Module):
-    """The lines of a cache and what is known of them; all of it is state that a checkpoint keeps.
+    """Lines of a cache with their tags and counters, all of which a checkpoint keeps.
 
     Attributes:
         lines: ``float32 [slots, D]``.
-        tags: ``int32 [slots]``, the row that a line holds, -1 for none.
-        ranks: ``int32 [slots]``: the last update of a line (``lru``), or how many used its row (``lfu``).
-        states: ``uint8 [slots]``, 1 where a line differs from its encoded row.
-        counts: ``uint8 [rows]``, updates that used each row outside the cache, at most 255 (empty for ``lru``).
-        events: ``int64 [5]``, see :meth:`statistics`.
+        tags: Row that a line holds, -1 for none, ``int32 [slots]``.
+        ranks: Last update of a line (``lru``), or number of updates that used its row (``lfu``), ``int32 [slots]``.
+        states: 1 where a line differs from its encoded row, ``uint8 [slots]``.
+        counts: Number of updates that used each row outside the cache, at most 255, ``uint8 [rows]`` (empty for
+            ``lru``).
+        events: Sums of :meth:`statistics`, ``int64 [5]``.
 
     Args:
-        rows: Rows of all tables together.
-        dim: ``D``.
-        share: Lines, as a share of the rows; rounded up to whole sets. 0 for no cache.
+        rows: Number of rows of all tables together.
+        dim: Width ``D`` of a row.
+        share: Number of lines as a share of the rows; rounded up to whole sets. 0 for no cache.
         policy: ``lru`` or ``lfu``.
 
     Raises:
-        CheckpointError: on loading a state that no cache of these rows can be in.
+        CheckpointError: a loaded state is one that no cache of these rows can be in.
     """
 
     lines: Tensor
@@ -68,7 +69,7 @@ class RowCache(nn.Module):
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         held = self.tags[self.tags != EMPTY]
-        # Kernels write where tags point to.
+        # Kernels write to the rows that tags name, so wrong tags would corrupt memory.
         if held.numel() and not 0 <= int(held.min()) <= int(held.max()) < self.rows:
             what = f"a line holds row {int(held.min() if held.min() < 0 else held.max())} of {self.rows}"
         elif held.unique().numel() < held.numel():
@@ -81,28 +82,25 @@ class RowCache(nn.Module):
 
     @property
     def slots(self) -> int:
-        """Lines that there are."""
+        """Number of lines."""
         return self.tags.numel()
 
     def age(self, step: int) -> None:
-        """Halve the counts of ``lfu`` when it is time.
-
-        Args:
-            step: Number of the update that was made.
-        """
+        """Halve the counts of ``lfu`` every 1024 updates, by the number of the last update."""
         if self.policy == "lfu" and self.slots and step % _AGE_EVERY == 0:
             self.ranks.bitwise_right_shift_(1)
             self.counts.bitwise_right_shift_(1)
 
     def statistics(self) -> dict[str, int]:
-        """What happened to the distinct rows of all updates so far.
+        """Return counts over the distinct rows of all updates so far.
 
         Returns:
-            ``hits``: were in a line. ``admissions``: were given one. ``evictions``: rows that lost theirs to these.
-            ``write_backs``: evicted rows that had changed and were encoded. ``spills``: were updated outside the cache.
+            ``hits``: rows that were in a line. ``admissions``: rows that were given one. ``evictions``: rows that lost
+            theirs to these. ``write_backs``: evicted rows that had changed and were encoded. ``spills``: rows that were
+            updated outside the cache.
         """
         return dict(zip(EVENTS, self.events.tolist(), strict=True))
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by what they are for: ``lines``, ``tags``, ``ranks``, ``states``, ``counts``, ``events``."""
+        """Return the bytes of ``lines``, ``tags``, ``ranks``, ``states``, ``counts`` and ``events``."""
         return {name: buffer.numel() * buffer.element_size() for name, buffer in self.named_buffers()}

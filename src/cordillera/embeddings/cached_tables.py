@@ -1,7 +1,7 @@
 """Embedding tables whose rows are kept in few bits, with a cache of float32 rows for those that matter most.
 
-Almost all rows of a large table are looked up rarely. Here they are kept in 8, 4 or 16 bits a number, and only the rows
-in the cache in 32. A row that the cache holds takes its many small updates without loss; any other is decoded, updated
+Almost all rows of a large table are looked up rarely. They are kept in 8, 4 or 16 bits a number, and only the rows
+in the cache in 32. A row in the cache takes its many small updates without loss; any other is decoded, updated
 in float32 and encoded again, with stochastic rounding, so that updates smaller than a step of its scale are kept on
 average instead of vanishing. The optimizer's state stays in float32.
 
@@ -26,7 +26,7 @@ from cordillera.kernels.embeddings.cached_rows import FORMATS, WAYS, CachedRows
 from cordillera.kernels.embeddings.lookup import Lookup
 from cordillera.kernels.embeddings.update import Update, available_backends
 
-_CHUNK = 1 << 14  # rows that are in float32 at a time while tables are made; whole blocks of torch's generator
+_CHUNK = 1 << 14  # rows in float32 at a time while tables are made; a multiple of the blocks of torch's generator
 _MOST_ROWS = 2**31 - 1
 
 
@@ -39,19 +39,19 @@ class CachedEmbeddingTables(EmbeddingTables):
     alone. ``state_dict`` holds everything that results depend on, the cache included.
 
     Attributes:
-        payload: ``uint8 [R, row bytes]``, all rows as they were last encoded.
+        payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.
         cache: Lines, tags and counters.
         anchor: An empty parameter that stands for the rows in autograd's graph; ``requires_grad_(False)`` freezes them.
 
     Args:
-        features: As in :class:`EmbeddingTables`, as all that follow.
-        embedding_dim: ``D``; even for ``int4``.
+        features: Names, tables and pooling of the sparse features.
+        embedding_dim: Width ``D`` of a row; even for ``int4``.
         config: Optimizer, format, rounding and cache.
-        init: Initial rows; they are drawn as there and then encoded.
-        generator: Source of random numbers; default the global one.
+        init: Distribution of the initial rows, as in :class:`EmbeddingTables`; rows are drawn and then encoded.
+        generator: Source of random numbers. Default: the global one.
 
     Raises:
-        DataError: as in :class:`EmbeddingTables`.
+        DataError: a feature names an unknown table, or a table has no rows.
         NumericsError: the format has no rows of this width, or there are too many rows.
         DependencyError: Numba cannot be used here.
     """
@@ -99,7 +99,7 @@ class CachedEmbeddingTables(EmbeddingTables):
 
     @property
     def backend(self) -> str:
-        """The kernels in use."""
+        """Name of the kernels in use."""
         return "numba"
 
     @property
@@ -107,13 +107,13 @@ class CachedEmbeddingTables(EmbeddingTables):
         return self.anchor
 
     def table(self, name: str) -> Tensor:
-        """One table, read through the cache.
+        """Return a copy of one table, read through the cache.
 
         Args:
             name: A key of ``features.tables``.
 
         Returns:
-            A copy, ``float32 [rows, D]``; writing to it changes nothing.
+            ``float32 [rows, D]``; writing to it does not change the table.
 
         Raises:
             DataError: there is no such table.
@@ -135,11 +135,11 @@ class CachedEmbeddingTables(EmbeddingTables):
             self._encode(name, start, block)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by what they are for.
+        """Return the bytes of each part.
 
         Returns:
-            ``payload`` (codes), ``row_parameters`` (scales and biases), what :meth:`RowCache.memory_bytes` counts, each
-            with ``cache_`` before it, and ``optimizer``.
+            ``payload`` (codes), ``row_parameters`` (scales and biases), the parts of :meth:`RowCache.memory_bytes`,
+            each prefixed with ``cache_``, and ``optimizer``.
         """
         parameters = self.num_rows * self.form.row_parameters
         return {
@@ -150,7 +150,7 @@ class CachedEmbeddingTables(EmbeddingTables):
         }
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the tables."""
+        """Describe the tables for ``repr``."""
         config = self.config
         rows = f"rows={config.rows}, rounding={config.rounding}"
         return f"{super().extra_repr()}, {rows}, cache={config.cache:g} ({config.cache_policy})"
@@ -263,14 +263,10 @@ def _kernels(of: str) -> Any:
 
 
 def require_cpu(config: TablesConfig, device: torch.device) -> None:
-    """Refuse to put tables where their kernels do not run.
-
-    Args:
-        config: How they are kept.
-        device: Where they are to be.
+    """Refuse to put tables on a device on which their kernels do not run.
 
     Raises:
-        DependencyError: rows are in few bits or behind a cache, and the device is no CPU.
+        DependencyError: rows are in few bits or behind a cache, and the device is not a CPU.
     """
     if config.are_encoded and device.type != "cpu":
         raise DependencyError(
@@ -288,19 +284,19 @@ def make_tables(
     init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
     generator: torch.Generator | None = None,
 ) -> EmbeddingTables:
-    """The tables that a Config describes.
+    """Make the tables that a configuration describes.
 
     Args:
-        features: As in :class:`EmbeddingTables`, as all that follow.
-        embedding_dim: ``D``.
-        config: Optimizer, back end, and how rows are kept.
-        init: Initial rows.
-        generator: Source of random numbers; default the global one.
+        features: Names, tables and pooling of the sparse features.
+        embedding_dim: Width ``D`` of a row.
+        config: Optimizer, back end, and storage of rows.
+        init: Distribution of the initial rows, as in :class:`EmbeddingTables`.
+        generator: Source of random numbers. Default: the global one.
 
     Raises:
-        DataError: as there.
-        DependencyError: the back end that was asked for cannot be used.
-        NumericsError: the format of the rows has none of this width.
+        DataError: a feature names an unknown table, or a table has no rows.
+        DependencyError: the requested back end cannot be used.
+        NumericsError: the format has no rows of this width.
     """
     kind = CachedEmbeddingTables if config.are_encoded else EmbeddingTables
     return kind(features, embedding_dim, config, init=init, generator=generator)

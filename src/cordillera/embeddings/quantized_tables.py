@@ -1,4 +1,4 @@
-"""Embedding tables for scoring, each in as many bits as it needs."""
+"""Embedding tables for scoring, each in a format of its own of 2 to 32 bits."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LARGEST_FP16 = 65504.0
 
 
 class QuantizedTables(EmbeddingTables):
-    """:class:`EmbeddingTables` that can only be looked up in, on CPUs.
+    """:class:`EmbeddingTables` for lookups only, on CPUs.
 
     Rows are in FBGEMM's fused layouts, tables one after another at multiples of 64 bytes.
 
     Attributes:
-        payload: ``uint8 [bytes]``, all tables.
-        kinds: The format of each table.
+        payload: Memory of all tables, ``uint8 [bytes]``.
+        kinds: Format of each table.
 
     Args:
-        features: As in :class:`EmbeddingTables`.
-        embedding_dim: ``D``.
+        features: Names, tables and pooling of the sparse features.
+        embedding_dim: Width ``D`` of a row.
         kinds: Format of every table.
 
     Raises:
@@ -68,22 +68,23 @@ class QuantizedTables(EmbeddingTables):
             self._first_byte[table] = total
             total += -(-rows * self._row_bytes[table] // _ALIGNMENT) * _ALIGNMENT
         self.register_buffer("payload", torch.zeros(total, dtype=torch.uint8))
-        # Tells autocast and the graph on which device lookups are; there is nothing to train.
+        # Tells autocast and the graph the device of lookups; nothing is trained.
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @classmethod
     def of(
         cls, tables: EmbeddingTables, kinds: Mapping[str, str], made: dict[tuple[str, str], Tensor] | None = None
     ) -> QuantizedTables:
-        """Trained tables in other formats.
+        """Convert trained tables to other formats.
 
         Args:
-            tables: As they were trained.
+            tables: Trained tables.
             kinds: Format of every table; rows of 4 and 2 bits get greedy ranges.
-            made: Tables that were encoded before, by name and format; new ones but those of fp32 are added.
+            made: Tables that were encoded before, by name and format; newly encoded ones except those of fp32 are
+                added.
 
         Raises:
-            NumericsError: a row holds NaN, infinity, or what its format cannot keep.
+            NumericsError: a row holds NaN, infinity, or a number that its format cannot keep.
         """
         found = cls(tables.features, tables.embedding_dim, kinds)
         for name in tables.features.tables:
@@ -97,23 +98,13 @@ class QuantizedTables(EmbeddingTables):
         return found
 
     def rows_of(self, name: str) -> Tensor:
-        """One table's rows as they are kept: ``uint8 [rows, row bytes]``, a view.
-
-        Args:
-            name: A key of ``features.tables``.
-        """
+        """Return a view of one table's encoded rows, ``uint8 [rows, row bytes]``."""
         _, rows = self._place_of(name)
         start, size = self._first_byte[name], self._row_bytes[name]
         return self.payload[start : start + rows * size].view(rows, size)
 
     def table(self, name: str) -> Tensor:
-        """One table's numbers.
-
-        Args:
-            name: A key of ``features.tables``.
-
-        Returns:
-            ``float32 [rows, D]``, a copy.
+        """Return one table decoded, as a copy ``float32 [rows, D]``.
 
         Raises:
             DataError: there is no such table.
@@ -122,7 +113,7 @@ class QuantizedTables(EmbeddingTables):
 
     @property
     def backend(self) -> str:
-        """The kernels in use."""
+        """Name of the kernels in use."""
         return "numba"
 
     @property
@@ -137,47 +128,36 @@ class QuantizedTables(EmbeddingTables):
         return lookup(rows, values, offsets, value_weights, dtype)
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
-        """These tables are not trained.
-
-        Args:
-            learning_rate_scale: Not used.
-
-        Raises:
-            TrainingError: always.
-        """
+        """Raise :class:`TrainingError`: these tables are not trained."""
         raise TrainingError("quantised tables are for scoring; train the run that they were made of", where="tables")
 
     def clear_columns(self, first: int) -> None:
-        """As :meth:`update`.
-
-        Args:
-            first: Not used.
-        """
+        """Raise :class:`TrainingError`: these tables are not trained."""
         self.update()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of all rows with their parameters, alignment included."""
+        """Return the bytes of all rows with their parameters, alignment included."""
         return {"rows": self.payload.numel()}
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the tables."""
+        """Describe the tables for ``repr``."""
         return ", ".join(f"{name}: {kind}" for name, kind in self.kinds.items())
 
 
 def encoded(rows: Tensor, kind: str, name: str, method: Literal["minmax", "greedy"] = "greedy") -> Tensor:
-    """Rows in a format, as bytes.
+    """Encode rows in a format, as bytes.
 
     Args:
         rows: ``float32 [R, D]``.
         kind: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
-        name: What errors call them.
-        method: How ranges of rows of 4 and 2 bits are chosen.
+        name: Name of the table in errors.
+        method: Choice of ranges for rows of 4 and 2 bits.
 
     Returns:
         ``uint8 [R, row bytes]``.
 
     Raises:
-        NumericsError: a row holds NaN, infinity, or what the format cannot keep; or has another width than it can have.
+        NumericsError: a row holds NaN, infinity, or a number that the format cannot keep, or has an unsuitable width.
     """
     form = SERVED_FORMATS[kind]
     form.row_bytes(rows.shape[1])

@@ -1,4 +1,4 @@
-"""How rows of embedding tables are kept: their bytes, and what can be said of their errors.
+"""Formats of rows of embedding tables: their bytes, and bounds on their errors.
 
 ==========  ==============  =========================================================================
 format      bytes a row     a row ``w`` of smallest and largest number ``a`` and ``b`` is kept as
@@ -12,7 +12,7 @@ format      bytes a row     a row ``w`` of smallest and largest number ``a`` and
 
 Decoded, a number of an integer format is off by at most ``s / 2`` after nearest and by less than ``s`` after stochastic
 rounding (``int4`` with nearest rounding adds the rounding of ``a`` and ``s`` to float16: ``(1 / 2 + 15 / 2048) s +
-|a| / 2048``). Rows of one number come back exactly, in ``int4`` if it is a float16. The layouts are FBGEMM's.
+|a| / 2048``). Rows of one number are kept exactly, in ``int4`` if it is a float16. The layouts are FBGEMM's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ RowRounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A way to keep rows.
+    """A storage format of rows.
 
     Attributes:
         name: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
-        bits: Of a number.
+        bits: Bits of a number.
         row_parameters: Bytes of scale and bias.
     """
 
@@ -46,13 +46,10 @@ class RowFormat:
     row_parameters: int
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row.
-
-        Args:
-            dim: ``D``.
+        """Return the number of bytes of a row of width ``dim``.
 
         Raises:
-            NumericsError: numbers share bytes and some would be left over.
+            NumericsError: the width leaves part of a byte unused.
         """
         if dim * self.bits % 8:
             raise NumericsError(
@@ -70,7 +67,7 @@ ROW_FORMATS: dict[str, RowFormat] = {
 }
 
 SERVED_FORMATS = ROW_FORMATS | {"int2": RowFormat("int2", 2, 4)}
-"""Those that rows of trained tables can be put into for scoring (:mod:`cordillera.embeddings.quantized_tables`)."""
+"""Formats of trained tables for scoring (:mod:`cordillera.embeddings.quantized_tables`)."""
 
 
 def encode_rows(
@@ -84,20 +81,20 @@ def encode_rows(
     update: int = 0,
     name: str = "rows",
 ) -> Tensor:
-    """Encode rows that lie one after another in a table.
+    """Encode neighbouring rows of a table.
 
     Random numbers depend on ``seed`` and on table, row, column and update alone
     (:mod:`cordillera.kernels.embeddings.numba_random`).
 
     Args:
         rows: ``float32 [N, D]`` on the CPU.
-        form: How.
+        form: Format of the encoded rows.
         rounding: ``nearest`` (halves to even) or ``stochastic``.
-        seed: At least 0.
+        seed: Seed of the random numbers, at least 0.
         table: Number of the table.
-        first_row: Number of the first row in it.
+        first_row: Number of the first row in the table.
         update: Number of the update.
-        name: What errors call the table.
+        name: Name of the table in errors.
 
     Returns:
         ``uint8 [N, form.row_bytes(D)]``.
@@ -110,7 +107,7 @@ def encode_rows(
     target = torch.empty(count, form.row_bytes(dim), dtype=torch.uint8)
     if not rows.numel():
         return target.zero_()
-    from cordillera.kernels.embeddings.numba_rows import encode_block  # a CPU's kernels are loaded where they are used
+    from cordillera.kernels.embeddings.numba_rows import encode_block  # Numba is loaded only where it is used
     from cordillera.kernels.numba_support import pool, threads_for
 
     threads = threads_for(rows.numel())
@@ -132,18 +129,10 @@ def encode_rows(
 
 
 def decode_rows(payload: Tensor, form: RowFormat, dim: int) -> Tensor:
-    """Decode rows.
-
-    Args:
-        payload: ``uint8 [N, form.row_bytes(dim)]`` on the CPU.
-        form: How they are kept.
-        dim: ``D``.
-
-    Returns:
-        ``float32 [N, D]``.
+    """Decode rows ``uint8 [N, form.row_bytes(dim)]`` on the CPU to ``float32 [N, dim]``.
 
     Raises:
-        NumericsError: rows of this width take another number of bytes.
+        NumericsError: ``payload`` has another shape or dtype.
     """
     if payload.dim() != 2 or payload.shape[1] != form.row_bytes(dim) or payload.dtype != torch.uint8:
         raise NumericsError(
@@ -163,14 +152,7 @@ def decode_rows(payload: Tensor, form: RowFormat, dim: int) -> Tensor:
 
 
 def misfit(row: Tensor, form: RowFormat, where: str, *, finite: bool) -> NumericsError:
-    """The error for a row that a format cannot hold.
-
-    Args:
-        row: ``float32 [D]``.
-        form: The format.
-        where: What it is called.
-        finite: Whether its numbers are finite and only too large.
-    """
+    """Make the error for a row that a format cannot hold; ``finite`` says that its numbers are only too large."""
     if not finite:
         column = int((~row.isfinite()).nonzero()[0])
         return NumericsError(f"column {column} is {float(row[column])}", where=where, remedy="repair the row")

@@ -1,4 +1,4 @@
-"""Seconds of causal attention by the lengths of queries and keys, for choosing how documents are cut."""
+"""Measurement of causal attention by the lengths of queries and keys, for choosing how documents are cut."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def measure(
     dtype: torch.dtype = torch.float32,
     rounds: int = 5,
 ) -> list[list[float]]:
-    """The median of some rounds of forward and backward for each pair of lengths, after one to warm up.
+    """Measure the median time of forward and backward for each pair of lengths, after one round to warm up.
 
     Args:
-        queries: Numbers of queries, the last of a document's first tokens.
-        keys: Numbers of those tokens; where there are fewer of them than queries, as many queries.
-        heads: Of queries.
-        kv_heads: Of keys.
-        head_dim: Of each.
+        queries: Numbers of queries, which are the last tokens of each length in ``keys``.
+        keys: Numbers of keys; where there are fewer keys than queries, as many queries are used.
+        heads: Number of heads of queries.
+        kv_heads: Number of heads of keys and values.
+        head_dim: Width of a head.
         device: ``cpu`` or ``cuda``.
-        dtype: Of all tensors.
-        rounds: Of each pair.
+        dtype: Dtype of all tensors.
+        rounds: Number of rounds of each pair.
 
     Returns:
         Seconds ``[queries][keys]``.

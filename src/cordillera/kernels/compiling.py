@@ -1,8 +1,8 @@
-"""How all kernels are compiled by Numba: at their first call, without the interpreter's lock, without torch.
+"""Compilation of kernels by Numba: at their first call, without the interpreter's lock, without torch.
 
-Compiled code is kept on disk where a folder can be written to. Numba takes it for fresh as long as the file of the
-function itself is the same; here the files that this one imports kernels from count as well, for their functions are
-compiled into it.
+Compiled code is cached on disk where a folder is writable. Numba considers it up to date as long as the file of the
+function itself is unchanged; here the files from which that file imports kernels count as well, because their functions
+are compiled into it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
         settings = {"error_model": "numpy", "nogil": True, **options}
         try:
             kernel = numba.njit(cache=True, **settings)(function)
-        except RuntimeError:  # no folder for the cache can be written to: compile in every process
+        except RuntimeError:  # no writable folder for the cache: compile in every process
             return numba.njit(**settings)(function)
         _depend(kernel, digest_of_imports(Path(inspect.getfile(function))))
         return kernel
@@ -41,9 +41,9 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _depend(kernel: Any, digest: str) -> None:
-    """Make compiled code on disk stale when other files change than its own."""
+    """Make cached code stale when files other than its own change."""
     if digest:
-        # Numba has no public way; where it keeps the stamp elsewhere, its own one must do.
+        # Numba has no public interface for this; where it keeps the stamp elsewhere, its own stamp stays.
         with contextlib.suppress(AttributeError):
             file = kernel._cache._cache_file
             file._source_stamp = (file._source_stamp, digest)
@@ -51,10 +51,9 @@ def _depend(kernel: Any, digest: str) -> None:
 
 @lru_cache(maxsize=64)
 def digest_of_imports(file: Path) -> str:
-    """SHA-256 of the kernels' files that a file imports from, directly or through others; empty if there is none.
+    """Return the SHA-256 of the kernel files that a file imports from, directly or indirectly; empty if there is none.
 
-    Args:
-        file: Of kernels; the others lie beside it.
+    Only files in the folder of ``file`` count.
     """
     found: dict[str, bytes] = {}
 
@@ -65,7 +64,7 @@ def digest_of_imports(file: Path) -> str:
                 found[name] = other.read_bytes()
                 visit(other)
 
-    with contextlib.suppress(OSError):  # sources may be packed away
+    with contextlib.suppress(OSError):  # the sources may be missing
         visit(file)
     content = hashlib.sha256()
     for name in sorted(found):

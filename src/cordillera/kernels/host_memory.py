@@ -1,6 +1,6 @@
-"""Host memory that a training step can use again at once.
+"""Reuse of freed host memory by later training steps.
 
-Each step allocates and frees the same large tensors. The GNU C library gives such blocks back to the system when they
+Each step allocates and frees the same large tensors. The GNU C library returns such blocks to the system when they
 are freed, and the next step pays for getting them again: the system clears every page at its first touch, which in
 small models takes longer than the arithmetic.
 """
@@ -13,8 +13,8 @@ import sys
 
 # Parameters of mallopt(3), from the GNU C library's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT = 2**31 - 1  # bytes that may lie free at the top of the heap: the most that mallopt's int can say
-_FROM_HEAP = 32 * 2**20  # larger blocks are mapped alone and given back; the most that the library accepts
+_KEPT = 2**31 - 1  # bytes that may stay free at the top of the heap: the largest value of mallopt's int
+_FROM_HEAP = 32 * 2**20  # larger blocks are mapped separately and returned; the largest value the library accepts
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TUNABLES = "GLIBC_TUNABLES"
@@ -23,12 +23,12 @@ _TUNABLES = "GLIBC_TUNABLES"
 def keep_freed_memory() -> str | None:
     """Let this process keep freed blocks of up to 32 MiB instead of returning them to the system.
 
-    Holds for the whole process and cannot be undone; peak memory stays what it was, memory that was needed once stays
-    with the process (up to 2 GiB of it free at a time). Nothing is changed where the environment already sets the
-    library's thresholds (``MALLOC_TRIM_THRESHOLD_`` and its kin, ``GLIBC_TUNABLES`` for malloc).
+    The setting holds for the whole process and cannot be undone. Peak memory does not change; memory that was needed
+    once stays with the process (up to 2 GiB of it free at a time). Nothing is changed where the environment already
+    sets the library's thresholds (``MALLOC_TRIM_THRESHOLD_`` and its kin, ``GLIBC_TUNABLES`` for malloc).
 
     Returns:
-        None if it was done, else why not.
+        None if the setting was made, otherwise the reason why not.
     """
     for name in _VARIABLES:
         if os.environ.get(name):

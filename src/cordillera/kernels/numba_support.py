@@ -1,6 +1,6 @@
-"""What kernels compiled by Numba share that work on tensors: numbers of 16 and 32 bits, threads, tensors as arrays.
+"""Tools of kernels compiled by Numba: numbers of 16 and 32 bits, threads, tensors as arrays.
 
-Kernels divide their work over ``threads`` so that no result depends on how many there are.
+Kernels divide their work over ``threads`` such that no result depends on their number.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cordillera.kernels.compiling import compiled
 
 _SMALL = 4096  # values below which waking other threads costs more than it saves
 
-# Numba's plain thread pool (where neither TBB nor OpenMP is found) may be entered by one thread at a time only.
+# Numba's own thread pool (where neither TBB nor OpenMP is found) may be entered by only one thread at a time.
 _lock = threading.Lock()
 
 
 def _from_bits(builder: Any, bits: Any) -> Any:
-    """The float32 whose upper half are the 16 bits of a bfloat16."""
+    """Float32 whose upper half are the 16 bits of a bfloat16."""
     word = ir.IntType(32)
     return builder.bitcast(builder.shl(builder.zext(bits, word), word(16)), ir.FloatType())
 
@@ -46,12 +46,7 @@ def _to_bits(builder: Any, value: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, value: Any) -> Any:
-    """As float64.
-
-    Args:
-        typing_context: Given by Numba.
-        value: A float32, a float64, or the bits of a bfloat16 (uint16).
-    """
+    """Convert a float32, a float64, or the bits of a bfloat16 (uint16) to float64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
@@ -64,12 +59,7 @@ def widen(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def widen_to_single(typing_context: Any, value: Any) -> Any:
-    """As float32.
-
-    Args:
-        typing_context: Given by Numba.
-        value: A float32, or the bits of a bfloat16 (uint16).
-    """
+    """Convert a float32, or the bits of a bfloat16 (uint16), to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
@@ -80,13 +70,7 @@ def widen_to_single(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """Rounded to nearest, halves to even.
-
-    Args:
-        typing_context: Given by Numba.
-        value: A float64 or float32.
-        like: Its type is the result's: float32, float64, or uint16 for the bits of a bfloat16.
-    """
+    """Round a float32 or float64 to the type of ``like``, halves to even; uint16 stands for the bits of a bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, wide = arguments[0], signature.args[0] == types.float64
@@ -101,13 +85,7 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def reinterpret(typing_context: Any, value: Any, like: Any) -> Any:
-    """The same bits as another type.
-
-    Args:
-        typing_context: Given by Numba.
-        value: A number.
-        like: Its type, of as many bits, is the result's.
-    """
+    """Return the bits of ``value`` as the type of ``like``, which has as many bits."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
@@ -117,12 +95,7 @@ def reinterpret(typing_context: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for a cache line. Rows lie far apart: without this, every one is waited for.
-
-    Args:
-        typing_context: Given by Numba.
-        address: Of a byte in the line; one that is not mapped does no harm.
-    """
+    """Prefetch the cache line of an address, which may be unmapped; rows lie far apart, so each would be waited for."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -136,13 +109,16 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 
 def threads_for(values: int) -> int:
-    """Follow torch's setting; what one thread does faster is left to one."""
+    """Return the number of threads for a number of values: torch's setting, or 1 where one thread is faster."""
     return 1 if values < _SMALL else max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
 @contextmanager
 def pool(threads: int) -> Iterator[None]:
-    """Hold Numba's threads. Starting them sets OpenMP's default, which torch reads as its own: that is put back."""
+    """Hold Numba's threads.
+
+    Starting them sets OpenMP's default, which torch reads as its own setting; that setting is restored.
+    """
     before = torch.get_num_threads()
     with _lock:
         numba.set_num_threads(threads)
@@ -161,9 +137,9 @@ def _touch(values: Any) -> None:
 
 @lru_cache(maxsize=1)
 def started() -> threading.Lock:
-    """Start Numba's threads, once; a kernel that sets their number itself holds this lock meanwhile.
+    """Start Numba's threads, once, and return the lock that a kernel holds while it sets their number itself.
 
-    :func:`pool` does the same for kernels that do not: it takes some microseconds.
+    :func:`pool` does the same for other kernels; it takes some microseconds.
     """
     with pool(1):
         _touch(np.zeros(2, np.int64))
@@ -171,5 +147,5 @@ def started() -> threading.Lock:
 
 
 def array(tensor: Tensor) -> Any:
-    """The tensor's memory as an array; bfloat16 as its bits."""
+    """Return the tensor's memory as an array; bfloat16 as its bits."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,4 +1,4 @@
-"""Seconds of matrix products on this machine's device, for the planner's cost model."""
+"""Measurement of matrix products on this machine's device, for the planner's cost model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from cordillera.cost import Products, ProductShape
 from cordillera.errors import PlanError
 from cordillera.run import describe_environment
 
-_ENOUGH_S = 2.0  # of rounds, after which more of them say nothing new
-_USABLE = 0.9  # of the memory that is free at the beginning
-_SAVE_S = 1.0  # that may pass from one writing of a table to the next
+_ENOUGH_S = 2.0  # total time after which further rounds add nothing
+_USABLE = 0.9  # share of the memory that is free at the beginning
+_SAVE_S = 1.0  # shortest time between two writes of a table
 
 
 def measure(
     shapes: Sequence[ProductShape], device: str = "cpu", dtype: torch.dtype = torch.bfloat16, rounds: int = 5
 ) -> Iterator[float]:
-    """The median of some rounds for each product, after one to warm up.
+    """Measure the median time of some rounds for each product, after one round to warm up.
 
     Args:
         shapes: ``(rows, columns, inner, count)``: ``count`` products ``[rows, inner] x [inner, columns]`` in a kernel.
         device: ``cpu`` or ``cuda``.
-        dtype: Of all matrices.
-        rounds: Of each product; fewer where they take more than two seconds.
+        dtype: Dtype of all matrices.
+        rounds: Number of rounds of each product; fewer where they take more than two seconds.
 
     Yields:
         Seconds, product after product.
 
     Raises:
-        RuntimeError: If the device is not there or its memory too small.
+        RuntimeError: The device is missing or its memory too small.
     """
     for shape in shapes:
         yield _median(shape, device, dtype, rounds)
@@ -44,7 +44,7 @@ def measure(
 
 def _median(shape: ProductShape, device: str, dtype: torch.dtype, rounds: int) -> float:
     rows, columns, inner, count = shape
-    # zeros would take less power, and less time
+    # random numbers, as zeros take less power and less time
     left = torch.randn(count, rows, inner, device=device, dtype=dtype)
     right = torch.randn(count, inner, columns, device=device, dtype=dtype)
     out = torch.empty(count, rows, columns, dtype=dtype, device=device)
@@ -68,13 +68,13 @@ def _median(shape: ProductShape, device: str, dtype: torch.dtype, rounds: int) -
 
 @dataclass(frozen=True)
 class Measured:
-    """What :func:`measure_table` did.
+    """Outcome of :func:`measure_table`.
 
     Attributes:
-        products: In the file; None if it was interrupted before the first.
-        new: Products that were measured now.
-        too_large: Products that the device's memory does not hold.
-        left: Products that are still to be measured, as it was interrupted.
+        products: Products in the file; None if the measurement was interrupted before the first.
+        new: Number of products that were measured now.
+        too_large: Number of products that the device's memory does not hold.
+        left: Number of products that remain to be measured after an interrupt.
     """
 
     products: Products | None
@@ -91,17 +91,17 @@ def measure_table(
 ) -> Measured:
     """Measure products in bfloat16 and write them to a file that ``cordillera plan --products`` takes.
 
-    Products that are in the file are not measured again, so that an interrupted measurement goes on where it was. An
-    interrupt (Ctrl-C) ends it; what was measured until then is written, as it is every second.
+    Products that are in the file are not measured again, so an interrupted measurement can be continued. An interrupt
+    (Ctrl-C) ends the measurement; results are written then and every second before.
 
     Args:
-        shapes: As in :func:`measure`.
-        path: Of the CSV file; see :class:`cordillera.cost.Products`.
+        shapes: Shapes of the products, as in :func:`measure`.
+        path: Path of the CSV file; see :class:`cordillera.cost.Products`.
         device: ``cpu`` or ``cuda``; None for the GPU if there is one.
-        on_product: Called before each product with it, how many are done and how many there are.
+        on_product: Function called before each product with its shape, the number of products done and of all products.
 
     Raises:
-        PlanError: If the file holds what was measured elsewhere or in another dtype, or cannot be read or written.
+        PlanError: The file holds measurements of another device or dtype, or cannot be read or written.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device != "cpu" else str(describe_environment()["processor"])
@@ -138,13 +138,13 @@ def measure_table(
 
 
 def _bytes(shape: ProductShape) -> int:
-    """Of both factors and the result, in 16 bits."""
+    """Bytes of both factors and the result, in 16 bits."""
     rows, columns, inner, count = shape
     return 2 * count * (rows * columns + rows * inner + columns * inner)
 
 
 def _free_bytes(device: str) -> float:
-    """Memory that can be had; infinity where the system does not say."""
+    """Bytes of available memory; infinity where the system does not say."""
     if device != "cpu":
         return float(torch.cuda.mem_get_info()[0])
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="utf-8") as file:

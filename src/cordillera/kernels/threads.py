@@ -21,14 +21,14 @@ MOST_THREADS = 1024
 """Largest number of threads that a recipe may ask for."""
 
 SPINS_ALONE = 10_000
-"""Turns of GNU's waiting loop, as fast on an idle machine as the library's default; half the speed beside others."""
+"""Turns of GNU's waiting loop: on an idle machine as fast as the default; beside other processes half as fast."""
 
 _SPINS_BESIDE = 1000  # turns of GNU's waiting loop, some tens of microseconds
-_LOOKS = 9  # at the number of running threads, a millisecond apart
+_LOOKS = 9  # samples of the number of running threads, a millisecond apart
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_LOOK_S = 0.25  # long against the system's unit, a hundredth of a second
-_BUSY = 0.5  # processors; less occurs on any machine
+_LOOK_S = 0.25  # long compared with the system's clock tick, a hundredth of a second
+_BUSY = 0.5  # processors; a smaller load occurs on any machine
 
 _too_late = False
 
@@ -59,7 +59,7 @@ def _others_run() -> bool:
 
 
 def spins_long(most: int = _SPINS_BESIDE) -> str | None:
-    """Reason why waiting threads of this process keep their processors busy; None if they soon sleep.
+    """Return why waiting threads of this process keep processors busy; None if they soon sleep.
 
     Args:
         most: Largest ``GOMP_SPINCOUNT`` that counts as soon.
@@ -79,12 +79,12 @@ def spins_long(most: int = _SPINS_BESIDE) -> str | None:
 
 
 def usable_cores() -> int:
-    """Number of processors that this process may run on."""
+    """Return the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _whole_cores() -> int:
-    """Cores of the processors that this process may run on: two processors may be one core."""
+    """Number of cores of the processors that this process may run on: two processors may be one core."""
     if not hasattr(os, "sched_getaffinity"):
         return usable_cores()
     siblings = set()
@@ -98,7 +98,7 @@ def _whole_cores() -> int:
 
 
 def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Number of processors whose time the control groups of this process grant it, or None without a limit.
+    """Return the number of processors whose time the control groups grant this process, or None without a limit.
 
     Args:
         cgroups: Folder where control groups are mounted.
@@ -127,7 +127,7 @@ def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/c
 
 
 def used_by_others(seconds: float = _LOOK_S) -> float:
-    """Number of processors that other processes keep busy, among those that this process may run on.
+    """Measure how many of this process's processors other processes keep busy.
 
     Args:
         seconds: Duration of the observation. Other threads of this process do not count.
@@ -183,7 +183,7 @@ def choose_threads() -> ThreadChoice:
     own = torch.get_num_threads()
     if any(os.environ.get(name) for name in _COUNTS) or own not in (cores, _whole_cores()):
         return ThreadChoice(own)
-    cores = own  # torch takes one thread a core, where a core is two processors too
+    cores = own  # torch takes one thread per core, also where a core is two processors
     share = quota()
     return decide(cores, share, used_by_others() if cores > 1 else 0.0, spins_long() if cores > 1 else None)
 

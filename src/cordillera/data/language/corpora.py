@@ -1,4 +1,4 @@
-"""The text that a language model learns from: corpora and their shares, and the documents that are held out."""
+"""Text that a language model learns from: corpora, their shares, and held-out documents."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 
 HELD_OUT = 0.01
-"""The part of documents that is held out where nothing else is said."""
+"""Default share of documents that are held out."""
 
 
 class TextSourceConfig(BaseModel):
-    """One corpus of a mixture; what it leaves out is as in ``[data]``.
+    """One corpus of a mixture; settings that are None are those of ``[data]``.
 
     Attributes:
-        path: File, folder or pattern, or several; or ``python-library``.
-        weight: Its share of the tokens, beside the other weights. All sources have one, or none: then each by its size.
+        path: File, folder or pattern, or several of them; or ``python-library``.
+        weight: Share of the tokens, relative to the other weights. Either all sources have one, or none, and then
+            sources count by their sizes.
         text_field: Key or column of the text.
-        unit: What a document is in a plain text file.
-        cleaning: What is dropped.
+        unit: Unit that is a document in a plain text file: ``file`` or ``line``.
+        cleaning: Rules for dropping documents.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,30 +41,30 @@ class TextSourceConfig(BaseModel):
 
 
 class TextDataConfig(BaseModel):
-    """Which text a language model learns from; the section ``[data]`` of its recipe.
+    """Text that a language model learns from; the section ``[data]`` of its recipe.
 
     Attributes:
-        path: File, folder or pattern, or several, read as one corpus; ``python-library`` is the source of the running
-            Python's standard library, which every machine has. Or ``sources`` instead.
+        path: File, folder or pattern, or several of them, read as one corpus; ``python-library`` is the source of the
+            running Python's standard library, which every machine has. An alternative to ``sources``.
         sources: Corpora of a mixture, each with its ``path`` and ``weight``.
-        tokenizer: A file or folder; or ``bytes``, or the name of an asset, as ``smollm2``.
+        tokenizer: File or folder of a tokenizer; or ``bytes``, or the name of an asset, such as ``smollm2``.
         text_field: Key or column of the text in JSON lines and Parquet.
-        unit: What a document is in a plain text file: the ``file``, or every ``line``.
+        unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
-        eos: Whether they end with the end-of-text token.
-        cleaning: What is dropped. Default: empty documents only.
-        held_out: The part of the documents that is not learnt from, but evaluated on: those whose text has the lowest
+        eos: Whether documents end with the end-of-text token.
+        cleaning: Rules for dropping documents. Default: empty documents only.
+        held_out: Share of the documents that are evaluated on and not learnt from: those whose text has the lowest
             hashes, so the same ones in any order or mixture and with any tokenizer. At least one if there are two; 0
-            for none. Default: 0.01, and none where ``validation`` is given.
-        validation: File, folder or pattern, or several, to evaluate on instead.
-        epochs: How often each source is gone through. Default: for ever.
-        shuffle: Whether every epoch has an order of its own; else that of the files.
-        max_length: Most tokens of a document. Default: the context; none where rows are cut anyway.
-        long_documents: What is done with longer ones: ``cut`` (into parts that do not see each other), ``drop`` or
+            for none. Default: 0.01, and none if ``validation`` is given.
+        validation: File, folder or pattern, or several of them, to evaluate on instead.
+        epochs: Number of passes over each source. Default: no end.
+        shuffle: Whether every epoch has a random order of its own; otherwise the order of the files.
+        max_length: Largest number of tokens of a document. Default: the context; none where rows are cut anyway.
+        long_documents: Treatment of longer documents: ``cut`` (into parts that do not see each other), ``drop`` or
             ``refuse``.
-        shard_tokens: A shard of the prepared corpus is closed once it holds so many.
-        processes: That tokenise; 0 does it in the caller's.
-        cache_dir: Where the corpora are kept. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
+        shard_tokens: Number of tokens at which a shard of the prepared corpus is closed.
+        processes: Number of processes that tokenise; 0 to tokenise in the calling process.
+        cache_dir: Folder of prepared corpora. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,12 +99,12 @@ class TextDataConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """What messages call this text."""
+        """Name of the text for messages: its paths."""
         paths = [source.path for source in self.sources] or [self.path or ""]
         return ", ".join(path if isinstance(path, str) else ", ".join(path) for path in paths)
 
     def corpora(self) -> list[TextConfig]:
-        """What is prepared for each source."""
+        """Return the configuration of each source."""
         common: dict[str, Any] = {
             name: getattr(self, name) for name in TextConfig.model_fields if name in type(self).model_fields
         }
@@ -119,10 +120,10 @@ class TextCorpora:
 
     Attributes:
         training: Documents of each source that are learnt from.
-        held_out: Documents that are evaluated on; may be none.
-        weights: Shares of the sources; None for each by its size.
-        tokenizer: Of all of them.
-        facts: What a run writes down about its data; fit for JSON.
+        held_out: Documents that are evaluated on; may be empty.
+        weights: Shares of the sources; None for shares by size.
+        tokenizer: Tokenizer of all sources.
+        facts: Facts that a run records about its data, fit for JSON.
     """
 
     training: tuple[Documents, ...]
@@ -133,12 +134,12 @@ class TextCorpora:
 
 
 def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpora:
-    """Read, clean and tokenise all text of a recipe, once, and hold documents out of it.
+    """Read, clean and tokenise all text of a recipe, and hold documents out; a second call uses the cached corpora.
 
     Args:
-        config: Which text.
-        wait_s: The most seconds to wait for another process that prepares the same text: of many that are started at
-            once, one prepares it and the others find it in the cache.
+        config: Text of the recipe.
+        wait_s: Longest time in seconds to wait for another process that prepares the same text: of many that start at
+            once, one prepares it and the others open the cached corpora.
 
     Raises:
         DataError: bad input; no document is left to learn from; another process is preparing the same text.
@@ -194,17 +195,17 @@ def _describe(documents: Documents) -> dict[str, Any]:
 
 
 def text_identity(facts: dict[str, Any]) -> list[Any]:
-    """What is equal where the same tokens are seen, wherever files and caches lie.
+    """Return a value that is equal where the same tokens are seen, wherever files and caches lie.
 
     Args:
-        facts: Of :class:`TextCorpora`, or as they were read from a file.
+        facts: Facts of :class:`TextCorpora`, or the same read from a file.
     """
     texts = [[part["fingerprint"] for part in facts[name]] for name in ("sources", "held_out")]
     return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]
 
 
 def _limit(hashes: list[np.ndarray], part: float) -> np.uint64:
-    """Documents with lower hashes are held out; copies of a text share its hash, so all of them or none are."""
+    """Hash below which documents are held out; copies of a text share its hash, so all or none are held out."""
     limit = np.uint64(min(int(part * 2.0**64), 2**64 - 1))
     if not part or any((one < limit).any() for one in hashes):
         return limit

@@ -1,4 +1,4 @@
-"""Documents out of plain text, JSON lines and Parquet, one after another."""
+"""Reader of documents from plain text, JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class _Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it came from.
+    """A text and its origin.
 
     Attributes:
-        text: All of it.
-        file: Its file.
+        text: The whole text.
+        file: Path of the file.
         row: Line or row in the file, from 1.
         url: URL of the page that the document is a version of; empty without one.
         date: Date of this version as stored in the file: a number, or text that sorts by time. None if not requested.
@@ -58,7 +58,7 @@ def read_documents(
     url_field: str | None = None,
     date_field: str | None = None,
 ) -> Iterator[Document]:
-    """Documents of files, in order; memory holds one document, or one batch of a Parquet file.
+    """Iterate over the documents of files, in order; memory holds one document, or one batch of a Parquet file.
 
     Args:
         paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or
@@ -66,12 +66,12 @@ def read_documents(
         text_field: Key or column that holds the text.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         url_field: Key or column that holds the page's address; a row may lack it.
-        date_field: Key or column that says how new a version of the page is; a number, or text that sorts by time, as
-            ISO 8601 does.
+        date_field: Key or column that orders the versions of a page; a number, or text that sorts by time, as ISO 8601
+            does.
 
     Raises:
         DataError: a file is missing, empty, of another kind, or not UTF-8; a row is not an object, lacks the text, or
-            has an address without a date. It names file and row.
+            has an address without a date. The error names file and row.
     """
     fields = _Fields(text_field, url_field, date_field)
     for path in paths:
@@ -116,7 +116,7 @@ def _stream(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines without their ends, from 1; the byte-order mark is left out."""
+    """Numbers, from 1, and contents of lines, without their ends."""
     with _stream(path) as file:
         rest, row = b"", 0
         while block := _read(file):
@@ -161,7 +161,7 @@ def _json(line: str, fields: _Fields, path: Path, number: int) -> Document:
 
 
 def _document(values: Sequence[Any], fields: _Fields, path: Path, row: int) -> Document:
-    """Of the values of a row: text, address, date."""
+    """Make a document from the text, address and date of a row."""
     text, url, date = values
     where = f"{path}:{row}"
     for value, name in ((text, fields.text), (url or "", fields.url)):

@@ -1,4 +1,4 @@
-"""Microbatches of the documents that were held out, for evaluation."""
+"""Microbatches of the held-out documents, for evaluation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cordillera.data.language.corpora import TextCorpora
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is evaluated on, the same every time.
+    """Microbatches for evaluation, the same at every evaluation.
 
     Attributes:
-        microbatches: Of the whole job, each of at most the context; none if no document was held out.
-        documents: That are in them.
-        tokens: Of all microbatches.
-        targets: Tokens that are predicted.
-        bytes: Of the text that the targets stand for. ``loss / ln 2 / bytes`` of the targets' summed loss is bits per
-            byte, which can be compared between tokenizers.
+        microbatches: Microbatches of the whole job, each of at most the context; none if no document was held out.
+        documents: Number of documents in them.
+        tokens: Number of tokens of all microbatches.
+        targets: Number of tokens that are predicted.
+        bytes: Bytes of the text that the targets stand for. ``loss / ln 2 / bytes`` of the targets' summed loss is bits
+            per byte, which can be compared between tokenizers.
     """
 
     microbatches: Microbatches
@@ -32,15 +32,15 @@ class HeldOut:
 
 
 def held_out_batches(corpora: TextCorpora, batch: BatchConfig, *, tokens: int | None = None) -> HeldOut:
-    """Pack the documents that were held out, those with the lowest hashes first.
+    """Pack the held-out documents, those with the lowest hashes first.
 
     Documents longer than the context are cut; a part begins with the last token of the one before, so that every
     token of a document but its first is predicted exactly once.
 
     Args:
-        corpora: With the documents.
-        batch: Its ``context`` is the most tokens of a microbatch.
-        tokens: Stop after about so many: within a context of it. None takes all.
+        corpora: Prepared text with the held-out documents.
+        batch: Packing; its ``context`` is the largest number of tokens of a microbatch.
+        tokens: Number of tokens after which to stop, exceeded by less than a context. None takes all.
     """
     packed: list[list[DocumentPart]] = []
     room = total = 0
@@ -66,7 +66,7 @@ def held_out_batches(corpora: TextCorpora, batch: BatchConfig, *, tokens: int | 
 
 
 def _parts(corpora: TextCorpora, context: int) -> Iterator[DocumentPart]:
-    """Of at least two tokens, in the order of the documents' hashes."""
+    """Parts of at least two tokens, in the order of the documents' hashes."""
     order = sorted(
         (int(value), source, document)
         for source, documents in enumerate(corpora.held_out)

@@ -18,19 +18,19 @@ _Item = tuple[TextIteration, dict[str, Any]] | BaseException
 
 
 class PrefetchedBatches(Iterator[TextIteration]):
-    """The same iterations, a few of them planned and read ahead.
+    """Iterator over the iterations of :class:`TextBatches` that plans and reads some of them ahead.
 
-    Its state is that of the iterations that were taken, not of those prepared, so a run that goes on from it leaves
-    out none.
+    Its state is that of the iterations that were taken, not of those prepared, so a run that resumes from it skips
+    none.
 
     Args:
-        batches: Not to be used by others meanwhile.
-        part: Which microbatches of each iteration are read ahead: those that this rank computes.
-        ahead: Iterations, at most.
-        deadline_s: The most seconds that one is waited for.
+        batches: Iterations to prepare; not to be used elsewhere meanwhile.
+        part: Microbatches of each iteration that are read ahead: those that this rank computes.
+        ahead: Largest number of iterations that are prepared ahead.
+        deadline_s: Longest time in seconds to wait for an iteration.
 
     Attributes:
-        waited: Seconds that iterations were waited for, since the beginning.
+        waited: Seconds spent waiting for iterations since the beginning.
 
     Raises:
         DataError: ``ahead`` is below 1.
@@ -53,10 +53,10 @@ class PrefetchedBatches(Iterator[TextIteration]):
         return self
 
     def __next__(self) -> TextIteration:
-        """The next iteration.
+        """Return the next iteration.
 
         Raises:
-            DataError: None was prepared in time, or what preparing it raised.
+            DataError: No iteration was prepared in time, or its preparation failed.
         """
         if self._end is not None:
             raise self._end
@@ -83,7 +83,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
     def _start(self) -> None:
         self._ready = queue.Queue(maxsize=self.ahead)
         stop = threading.Event()
-        # The thread knows nothing of this object, so one that is dropped without being closed ends its thread as well.
+        # The thread holds no reference to this object, so an object that is dropped without being closed ends it too.
         self._stop = weakref.finalize(self, stop.set)
         self._state = self.batches.state_dict()
         self._thread = threading.Thread(
@@ -95,10 +95,10 @@ class PrefetchedBatches(Iterator[TextIteration]):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; what it prepared and nobody took is let go, and is prepared again by the next that goes on.
+        """Stop the thread and discard iterations that were prepared but not taken; resuming prepares them again.
 
         Raises:
-            DataError: It did not stop in time.
+            DataError: The thread did not stop in time.
         """
         if self._thread is None or self._stop is None:
             return
@@ -117,20 +117,21 @@ class PrefetchedBatches(Iterator[TextIteration]):
         if error is None:
             self.close()
         elif self._stop is not None:
-            self._stop()  # whoever waits for the thread holds the error back
+            self._stop()  # waiting for the thread would delay the error
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterations stand that were taken; see :meth:`TextBatches.state_dict`."""
+        """Return the position of the iterations that were taken; see :meth:`TextBatches.state_dict`."""
         return self.batches.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on elsewhere; see :meth:`TextBatches.load_state_dict`.
+        """Resume from a saved position; see :meth:`TextBatches.load_state_dict`.
 
         Args:
-            state: Of :meth:`state_dict`, of these or of plain batches.
+            state: Result of :meth:`state_dict`, of these or of plain batches.
 
         Raises:
-            DataError: As there; these are then as they were.
+            DataError: The state belongs to another text, order or packing, or is damaged; the iterations stay
+                unchanged.
         """
         self.close()
         self.batches.load_state_dict(state)

@@ -1,8 +1,8 @@
 """Tokenised documents on disk: memory-mapped shards of tokens with the documents' offsets.
 
 A corpus is one folder: ``meta.json``, and for each shard ``shard-00000.tokens`` (``uint16`` or ``uint32``,
-little-endian), ``shard-00000.offsets`` (``int64 [documents + 1]``, from 0) and ``shard-00000.hashes`` (``uint64
-[documents]``, of the texts). A document never spans two shards.
+little-endian), ``shard-00000.offsets`` (``int64 [documents + 1]``, from 0) and ``shard-00000.hashes`` (hashes of the
+texts, ``uint64 [documents]``). A document never spans two shards.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _REMEDY = "delete the folder and prepare the text again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of ``uint16`` and ``uint32`` that holds every id of a vocabulary."""
+    """Return the smaller of ``uint16`` and ``uint32`` that holds every id of a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class ShardWriter:
-    """Writes documents into shards; goes on after the shards that are already whole.
+    """Writes documents into shards, and continues after the shards that are already complete.
 
-    Each shard's facts are written last, so a shard without them was cut off and is written again.
+    Each shard's facts are written last, so a shard without them is incomplete and is written again.
 
     Args:
         folder: Folder of the shards; created if absent.
         vocab_size: Size of the tokenizer's vocabulary, which decides the dtype.
-        shard_tokens: A shard is closed once it holds so many.
+        shard_tokens: Number of tokens at which a shard is closed.
     """
 
     def __init__(self, folder: Path, vocab_size: int, shard_tokens: int) -> None:
@@ -52,7 +52,7 @@ class ShardWriter:
 
     @property
     def documents(self) -> int:
-        """Documents in whole shards."""
+        """Number of documents in complete shards."""
         return sum(shard["documents"] for shard in self.shards)
 
     @property
@@ -64,7 +64,7 @@ class ShardWriter:
 
         Args:
             tokens: Tokens of the document.
-            text_hash: 64 bits of its text, by which documents are told apart whatever the tokenizer.
+            text_hash: 64-bit hash of the document's text, which identifies the document whatever the tokenizer.
 
         Raises:
             DataError: the disk is full or cannot be written.
@@ -82,7 +82,7 @@ class ShardWriter:
             self.close()
 
     def close(self) -> None:
-        """Finish the shard at hand, if there is one."""
+        """Finish the open shard, if there is one."""
         if self._file is None:
             return
         with disk_errors(self.folder):
@@ -99,7 +99,7 @@ class ShardWriter:
         self.shards.append(facts)
 
     def abandon(self) -> None:
-        """Let go of the shard at hand without finishing it."""
+        """Close the open shard without finishing it."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -119,11 +119,11 @@ class ShardWriter:
 
 
 class Documents(Protocol):
-    """What gives tokenised documents: a corpus, or a part of one.
+    """Tokenised documents: a corpus, or a part of one.
 
     Attributes:
         folder: Folder of the corpus.
-        offsets: Offsets at which documents begin, in order, ``int64 [documents + 1]``.
+        offsets: Begin of each document, in order, and the end of the last, ``int64 [documents + 1]``.
         hashes: Hashes of the documents' texts, ``uint64 [documents]``.
     """
 
@@ -170,9 +170,9 @@ class TextDataset:
             offsets.append(ends[1:] + offsets[-1][-1])
             documents.append(documents[-1] + shard["documents"])
         self.offsets = np.concatenate(offsets)
-        """Where documents begin in the corpus, ``int64 [documents + 1]``."""
+        """Begin of each document in the corpus, and the end of the last, ``int64 [documents + 1]``."""
         self.hashes = np.concatenate(hashes)
-        """Of the documents' texts, ``uint64 [documents]``."""
+        """Hashes of the documents' texts, ``uint64 [documents]``."""
         self._first = np.array(documents)
         if verify:
             self.verify()
@@ -194,12 +194,12 @@ class TextDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return int(self.offsets[-1])
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the checksums of all shards: of the tokens and of where documents end."""
+        """SHA-256 over the checksums of the tokens and offsets of all shards."""
         text = "".join(shard["sha256"]["tokens"] + shard["sha256"]["offsets"] for shard in self._shards)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -217,7 +217,7 @@ class TextDataset:
         """Compare every file with its checksum.
 
         Raises:
-            DataError: one does not fit; it is named.
+            DataError: a checksum does not match; the file is named.
         """
         for number, shard in enumerate(self._shards):
             for suffix, expected in shard["sha256"].items():
@@ -227,11 +227,11 @@ class TextDataset:
 
 
 class ChosenDocuments:
-    """Some documents of a corpus, in its order.
+    """Selection of a corpus's documents, in the order of the corpus.
 
     Args:
         dataset: The corpus.
-        chosen: Which of its documents, ``bool [documents]``.
+        chosen: Mask of the selected documents, ``bool [documents]``.
     """
 
     def __init__(self, dataset: TextDataset, chosen: np.ndarray) -> None:
@@ -250,5 +250,5 @@ class ChosenDocuments:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the corpus's own and of which documents were chosen."""
+        """SHA-256 of the corpus's fingerprint and of the selection."""
         return hashlib.sha256(self.dataset.fingerprint.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()

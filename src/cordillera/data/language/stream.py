@@ -1,4 +1,4 @@
-"""Documents of one corpus or of a mixture, in a stated order, dealt to data-parallel ranks, resumable to the token."""
+"""Streams of documents from one corpus or a mixture: in a fixed order, dealt to ranks, resumable at the exact token."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from cordillera.data.language.shards import Documents
 from cordillera.errors import DataError
 
 _ORDER, _DEAL = 1, 2
-"""What a random stream is for, so that no two share their numbers."""
+"""Purposes of random streams, as keys that give each stream its own numbers."""
 
 
 class StreamConfig(BaseModel):
-    """In which order documents come.
+    """Order of documents.
 
     Attributes:
-        weights: Shares of tokens, one a source, above 0. Default: every source by its size.
-        shuffle: Whether every epoch of a source has an order of its own; else that on disk.
-        seed: Of the orders and of the dealing to ranks.
-        epochs: How often each source is gone through; None goes on for ever. A mixture goes on without the sources
-            that have ended.
-        max_length: Most tokens of a document.
-        long_documents: What is done with longer ones: ``refuse`` (an error before anything is read), ``drop``, or
-            ``cut`` (into neighbouring parts of at most ``max_length``, which come as documents of their own).
+        weights: Share of tokens of each source, above 0. Default: sources in proportion to their sizes.
+        shuffle: Whether every epoch of a source has a random order of its own; otherwise the order on disk.
+        seed: Seed of the orders and of the dealing to ranks.
+        epochs: Number of passes over each source; None for no end. A mixture goes on without the sources that have
+            ended.
+        max_length: Largest number of tokens of a document; None for no limit.
+        long_documents: Treatment of longer documents: ``refuse`` (an error before anything is read), ``drop``, or
+            ``cut`` (into neighbouring parts of at most ``max_length``, which count as documents of their own).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,7 +48,7 @@ class DocumentPiece:
     Attributes:
         tokens: ``uint16`` or ``uint32 [T]``, a view of the file.
         source: Number of the corpus.
-        document: Number of the document in it.
+        document: Number of the document in the corpus.
         start: Position of the first token in the document.
         ends: Whether the document (or its part, if it was cut) ends here.
     """
@@ -61,7 +61,7 @@ class DocumentPiece:
 
 
 class _Items:
-    """What a source gives, in the order on disk: documents, or parts of long ones."""
+    """Items of a source, in the order on disk: documents, or parts of long ones."""
 
     def __init__(self, dataset: Documents, config: StreamConfig, number: int) -> None:
         self.dataset = dataset
@@ -88,7 +88,7 @@ class _Items:
         return int(self.first[-1])
 
     def span(self, item: int) -> tuple[int, int, int]:
-        """Document, first and last token (exclusive) of an item."""
+        """Document, first token and end (exclusive) of an item."""
         document = int(self.first.searchsorted(item, side="right")) - 1
         start = (item - int(self.first[document])) * self.limit
         length = int(self.dataset.offsets[document + 1] - self.dataset.offsets[document])
@@ -96,23 +96,24 @@ class _Items:
 
 
 class DocumentStream:
-    """An endless or ending iterator of one rank's documents.
+    """An iterator over the documents of one rank, endless or for a number of epochs.
 
-    All ranks know the order of all documents: each next one comes from the source that is furthest behind its share of
-    tokens. Of every ``world_size`` neighbours in that order each rank gets one; which one is drawn anew each time, so
-    that no rhythm of the mixture falls together with the ranks. No document goes to two ranks, none is left out.
+    All ranks know the order of all documents: the next document comes from the source that is furthest behind its share
+    of tokens. Of every ``world_size`` neighbours in that order each rank gets one. Which one is drawn anew for each
+    such group, so that no period of the mixture coincides with the ranks. Every document goes to exactly one rank.
 
-    A rank cannot go on where another number of ranks stood: they hold documents half read. What must go on with any
-    number takes one stream for all ranks, as :class:`cordillera.data.language.batches.TextBatches` does.
+    The state of a stream cannot be loaded into another number of ranks, because ranks stop inside documents. A job that
+    must resume with any number of ranks uses one stream for all of them, as
+    :class:`cordillera.data.language.batches.TextBatches` does.
 
     Args:
         sources: The corpora.
         config: Order, shares, limits.
-        rank: Of this process among those that share the data.
-        world_size: How many these are.
+        rank: Number of this rank among those that share the data.
+        world_size: Number of ranks that share the data.
 
     Raises:
-        DataError: no source, a rank outside, weights that do not fit, long documents that are refused.
+        DataError: there is no source, the rank is out of range, weights do not fit, or long documents are refused.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class DocumentStream:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What an epoch holds: ``items``, ``tokens`` and documents ``too long`` of every source; tokens ``drawn``."""
+        """``items``, ``tokens`` and documents ``too long`` of every source in an epoch; tokens ``drawn`` so far."""
         return {
             "items": [len(items) for items in self._items],
             "tokens": [items.tokens for items in self._items],
@@ -154,17 +155,20 @@ class DocumentStream:
         return self
 
     def __next__(self) -> DocumentPiece:
-        """The rest of the document at hand, else the next document."""
+        """Return the rest of the current document, or the next document."""
         piece = self._take(None)
         if piece is None:
             raise StopIteration
         return piece
 
     def read(self, tokens: int) -> list[DocumentPiece]:
-        """So many tokens; the last document is cut, and its rest comes next. Fewer only at the end of the stream.
+        """Read a number of tokens; the last document is cut, and its rest comes next.
 
         Args:
-            tokens: At least 0.
+            tokens: Number of tokens, at least 0.
+
+        Returns:
+            Pieces of ``tokens`` tokens in all; fewer only at the end of the stream.
         """
         pieces: list[DocumentPiece] = []
         while tokens > 0:
@@ -191,7 +195,7 @@ class DocumentStream:
         return DocumentPiece(tokens, source, document, begin, end == stop)
 
     def _draw(self) -> bool:
-        """Move one item on in the order of all ranks; keep it if it is this rank's. False at the end."""
+        """Advance one item in the order of all ranks; keep it if it belongs to this rank. Return False at the end."""
         epochs = self.config.epochs
         left = [s for s, items in enumerate(self._items) if epochs is None or self._drawn[s] < epochs * len(items)]
         if not left:
@@ -235,7 +239,7 @@ class DocumentStream:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, to the token: small, plain, fit for JSON."""
+        """Return the position of the stream, to the token: small and fit for JSON."""
         return {
             **self._identity(),
             "position": self._position,
@@ -246,13 +250,13 @@ class DocumentStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stream of the same corpora, settings and rank stood.
+        """Resume from the position of another stream of the same corpora, settings and rank.
 
         Args:
-            state: Of :meth:`state_dict`.
+            state: Result of :meth:`state_dict`.
 
         Raises:
-            DataError: it belongs to other corpora, settings or ranks, or a part of it is missing.
+            DataError: the state belongs to other corpora, settings or ranks, or a part of it is missing.
         """
         names = {
             "sources": "other corpora",

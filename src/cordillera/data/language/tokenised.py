@@ -1,4 +1,4 @@
-"""From text files to a tokenised corpus, once."""
+"""Preparation of a tokenised corpus from text files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 
 PYTHON_LIBRARY = "python-library"
-"""The corpus that needs no file of the user's."""
+"""Name of the corpus that needs no files of the user."""
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _BATCH_CHARACTERS = 1 << 20
@@ -39,17 +39,17 @@ _POLL_S = 0.2
 
 
 class TextConfig(BaseModel):
-    """Which text is tokenised, and how.
+    """Text of a corpus and its tokenisation.
 
     Attributes:
-        path: File, folder or pattern, or several; see :func:`text_files`.
-        tokenizer: Its file or folder, or a name; see :func:`cordillera.data.tokenizers.load.load_tokenizer`.
+        path: File, folder or pattern, or several of them; see :func:`text_files`.
+        tokenizer: File, folder or name of the tokenizer; see :func:`cordillera.data.tokenizers.load.load_tokenizer`.
         text_field: Key or column of the text.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         bos: Whether documents begin with the begin-of-text token. Default: what the tokenizer's model expects.
-        eos: Whether they end with the end-of-text token.
+        eos: Whether documents end with the end-of-text token.
         cleaning: Rules for dropping documents. Default: empty documents only.
-        shard_tokens: A shard is closed once it holds so many.
+        shard_tokens: Number of tokens at which a shard is closed.
         processes: Number of processes that tokenise; 0 to tokenise in the calling process. The result is the same.
         cache_dir: Folder of prepared corpora. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
     """
@@ -69,12 +69,12 @@ class TextConfig(BaseModel):
 
 
 def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Files of a corpus, in the order in which they are read.
+    """Return the files of a corpus, in the order in which they are read.
 
     Args:
-        path: As for :func:`cordillera.data.files.expand_paths`; or ``python-library``, the source files of the standard
-            library of the Python that runs this, without its tests: real text of very unequal lengths that every
-            machine has (a folder so called is ``./python-library``).
+        path: Files, folders or patterns, as in :func:`cordillera.data.files.expand_paths`; or ``python-library``, the
+            source files of the standard library of the running Python, without its tests: real text of very unequal
+            lengths that every machine has (a folder of that name is ``./python-library``).
 
     Raises:
         DataError: a file or folder is missing.
@@ -101,7 +101,7 @@ def _python_library() -> list[Path]:
 
 
 def _name(path: str | Sequence[str], files: Sequence[Path]) -> str:
-    """What a corpus is called in the cache, before its key."""
+    """Name of a corpus in the cache, before its key."""
     named = PYTHON_LIBRARY in ([path] if isinstance(path, str) else path)
     return PYTHON_LIBRARY if named else files[0].name.split(".")[0]
 
@@ -114,17 +114,17 @@ def prepare_text(
     verify: bool = True,
     wait_s: float = 0.0,
 ) -> TextDataset:
-    """Read, clean and tokenise text; the second call finds it in the cache.
+    """Read, clean and tokenise text; a second call opens the cached corpus.
 
     A preparation that was interrupted goes on after its last whole shard and gives the same files.
 
     Args:
-        config: Which text, and how.
-        language: For ``cleaning.languages``: names the language of a text. Two functions of one module and name are
-            taken for the same.
-        quality: For ``cleaning.min_quality``: scores a text.
+        config: Text and tokenisation.
+        language: Function that names the language of a text, for ``cleaning.languages``. Two functions of one module
+            and name count as the same.
+        quality: Function that scores a text, for ``cleaning.min_quality``.
         verify: Whether to compare every file with its checksum; see :class:`TextDataset`.
-        wait_s: The most seconds to wait for another process that prepares the same text.
+        wait_s: Longest time in seconds to wait for another process that prepares the same text.
 
     Returns:
         The corpus. Its ``facts`` hold the report: documents read, kept, and dropped by reason.
@@ -139,7 +139,7 @@ def prepare_text(
     folder = cache_folder(config.cache_dir) / "text" / f"{_name(config.path, paths)}-{key}"
     if (folder / "meta.json").exists():
         return TextDataset(folder, verify=verify)
-    # No cleaning configured still drops what is empty; every count has its place in one report.
+    # Without a cleaning configuration empty documents are still dropped, and the report has the same counts.
     none = CleaningConfig(exact=False, near_duplicates=None, line_repeats=None, repeated_ngrams={})
     cleaner = Cleaner(config.cleaning or none, language=language, quality=quality)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -157,7 +157,7 @@ _Ends = tuple[list[int], list[int]]
 def _write(
     config: TextConfig, tokenizer: Tokenizer, ends: _Ends, paths: tuple[Path, ...], cleaner: Cleaner, partial: Path
 ) -> None:
-    if (partial / "meta.json").exists():  # stopped between the last file and the renaming
+    if (partial / "meta.json").exists():  # interrupted between the last file and the renaming
         return
     writer = ShardWriter(partial, tokenizer.vocab_size, config.shard_tokens)
     try:
@@ -173,7 +173,7 @@ def _write(
         rest = itertools.islice(kept, writer.documents, None)
         before, after = ends
         with _encoders(config, tokenizer) as encode:
-            hashes: deque[int] = deque()  # of the texts on their way, whose tokens come in the same order
+            hashes: deque[int] = deque()  # of the texts in flight, whose tokens come in the same order
             for tokens in encode(_batches(_hashed(rest, hashes))):
                 writer.append([*before, *tokens, *after], hashes.popleft())
         if not cleaner.report()["kept"]:
@@ -257,7 +257,7 @@ _Encode = Callable[[Iterator[list[str]]], Iterator[list[int]]]
 
 @contextlib.contextmanager
 def _encoders(config: TextConfig, tokenizer: Tokenizer) -> Iterator[_Encode]:
-    """Gives a function from batches of texts to their tokens, in order."""
+    """Give a function from batches of texts to their tokens, in order."""
     if config.processes == 0:
         yield lambda batches: (tokens for batch in batches for tokens in tokenizer.encode_batch(batch))
         return
@@ -266,7 +266,7 @@ def _encoders(config: TextConfig, tokenizer: Tokenizer) -> Iterator[_Encode]:
     )
 
     def encode(batches: Iterator[list[str]]) -> Iterator[list[int]]:
-        # A window of batches on their way bounds memory, whatever the corpus.
+        # The number of batches in flight bounds memory, whatever the size of the corpus.
         waiting: deque[Future[list[list[int]]]] = deque()
         try:
             for batch in batches:
@@ -303,7 +303,7 @@ def _encode_batch(texts: list[str]) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _only_one(folder: Path, wait_s: float) -> Iterator[None]:
-    """Hold the right to prepare a folder; it is let go when the process ends, however it does."""
+    """Hold the exclusive right to prepare a folder; it is released when the process ends, however it ends."""
     import fcntl
 
     path = folder.with_name(f".{folder.name}.lock")

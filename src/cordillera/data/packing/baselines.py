@@ -1,4 +1,4 @@
-"""What variable-length packing with delay is compared with: arrival order, windows of fixed length, the exact optimum.
+"""Baselines of variable-length packing with delay: arrival order, windows of fixed length, the exact optimum.
 
 All give iterations like :class:`cordillera.data.packing.packer.Packer`, over a stream of document lengths in tokens.
 """
@@ -15,18 +15,21 @@ from cordillera.partition import NOWHERE, Bins, exact, longest_processing_time
 
 
 def in_arrival_order(lengths: Iterable[int], microbatches: int, context: int, cut: bool = False) -> Iterator[Iteration]:
-    """Sequences filled one after another.
+    """Fill sequences one after another.
 
     Args:
-        lengths: Of the stream, in tokens.
-        microbatches: Sequences of an iteration.
-        context: Tokens of a sequence.
+        lengths: Lengths of the stream's documents, in tokens.
+        microbatches: Number of sequences in an iteration.
+        context: Number of tokens of a sequence.
         cut: Whether a document that does not fit goes on in the next sequence, so that all are full. Its parts share
             its number and do not see each other: this computes less than packing whole documents does, and trains on
             shorter ones. Otherwise it begins the next sequence.
 
+    Yields:
+        Iterations, in order.
+
     Raises:
-        DataError: For a whole document that is longer than the context.
+        DataError: A whole document is longer than the context.
     """
     sequences = _sequences(lengths, context, cut)
     for number in itertools.count():
@@ -62,21 +65,25 @@ def _sequences(lengths: Iterable[int], context: int, cut: bool) -> Iterator[list
 def fixed_length(
     lengths: Iterable[int], microbatches: int, context: int, window: int, workload: DocumentWork
 ) -> Iterator[Iteration]:
-    """Whole documents into sequences of at most the context, the heaviest first, over windows of global batches.
+    """Pack whole documents into sequences of at most the context, the heaviest first, over windows of global batches.
 
-    What does not fit is packed with the next window; sequences of like work share an iteration.
+    Documents that do not fit are packed with the next window; sequences of similar work share an iteration.
 
     Source: Fixed-4D of the WLB-LLM paper, section 3.2.
 
     Args:
-        lengths: Of the stream, in tokens.
-        microbatches: Sequences of an iteration.
-        context: The most tokens of a sequence.
-        window: Global batches that are packed together; the longer, the less random is the order of the documents.
-        workload: Work of a document.
+        lengths: Lengths of the stream's documents, in tokens.
+        microbatches: Number of sequences in an iteration.
+        context: Largest number of tokens of a sequence.
+        window: Number of global batches that are packed together; a longer window makes the order of documents less
+            random.
+        workload: Predicted work of a document.
+
+    Yields:
+        Iterations, in order.
 
     Raises:
-        DataError: For a document that is longer than the context, and for a window below 1.
+        DataError: A document is longer than the context, or the window is below 1.
     """
     if window < 1:
         raise DataError(f"{window} batches are no window", where="window", remedy="at least 1")
@@ -108,19 +115,22 @@ def exactly(
     seconds: float = 60.0,
     gap: float = 1e-3,
 ) -> Iterator[Iteration]:
-    """Every global batch for itself, the heaviest microbatch as light as can be: nothing is delayed.
+    """Pack every global batch on its own so that the heaviest microbatch is as light as possible: nothing is delayed.
 
     Args:
-        lengths: Of the stream, in tokens.
-        microbatches: Of an iteration.
-        context: Tokens of a global batch for each microbatch.
-        bound: The most tokens of a microbatch.
-        workload: Work of a document.
-        seconds: For each batch.
-        gap: The part by which the heaviest microbatch may be above the proven bound.
+        lengths: Lengths of the stream's documents, in tokens.
+        microbatches: Number of microbatches in an iteration.
+        context: Number of tokens of a global batch per microbatch.
+        bound: Largest number of tokens of a microbatch.
+        workload: Predicted work of a document.
+        seconds: Longest time in seconds for each batch.
+        gap: Largest relative excess of the heaviest microbatch over the proven bound.
+
+    Yields:
+        Iterations, in order.
 
     Raises:
-        DataError: If the documents of a batch do not fit, or the time was too short.
+        DataError: The documents of a batch do not fit, or the time was too short.
     """
     for number, documents in enumerate(_documents(lengths, microbatches, context)):
         sizes = [document.length for document in documents]
@@ -138,7 +148,7 @@ def _documents(lengths: Iterable[int], microbatches: int, context: int) -> Itera
 def _apart(
     documents: Sequence[PackedDocument], places: Bins, bins: int
 ) -> tuple[list[Microbatch], list[PackedDocument]]:
-    """The documents of each bin, and those that are in none."""
+    """Documents of each bin, and those that are in none."""
     packed: list[list[PackedDocument]] = [[] for _ in range(bins)]
     left: list[PackedDocument] = []
     for document, place in zip(documents, places.tolist(), strict=True):

@@ -1,8 +1,9 @@
-"""Documents into microbatches of equal work: variable-length packing with outlier delay (WLB-LLM, Wang et al. 2025).
+"""Packing of documents into microbatches of equal work, with outlier delay (WLB-LLM, Wang et al. 2025).
 
 Microbatches of equally many tokens differ in work, because attention under a document mask costs the sum of squared
-lengths, and the slowest holds up the pipeline. So they are packed by predicted work and may differ in tokens, and the
-longest documents, which no packing can balance, wait in queues until there is one for every microbatch.
+lengths, and the slowest holds up the pipeline. Documents are therefore packed by predicted work into microbatches that
+may differ in tokens. The longest documents, which no packing can balance, wait in queues until there is one for every
+microbatch.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 class PackedDocument(NamedTuple):
-    """A document that is packed.
+    """A document of a microbatch.
 
     Attributes:
-        number: Its place in the stream, from 0; by it a loader finds the tokens.
-        length: In tokens.
-        arrival: The iteration whose global batch it came with, from 0.
+        number: Number of the document in the stream, from 0; a loader finds the tokens by it.
+        length: Length in tokens.
+        arrival: Number of the iteration whose global batch brought the document, from 0.
     """
 
     number: int
@@ -44,22 +45,22 @@ class Microbatch(tuple[PackedDocument, ...]):
 
     @property
     def lengths(self) -> list[int]:
-        """Of its documents, in tokens."""
+        """Lengths of the documents, in tokens."""
         return [document.length for document in self]
 
     @property
     def tokens(self) -> int:
-        """Sum of the lengths."""
+        """Number of tokens."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one optimizer step computes.
+    """Microbatches of one optimizer step.
 
     Attributes:
-        number: From 0.
-        microbatches: As many as were asked for; some are empty where documents are few.
+        number: Number of the iteration, from 0.
+        microbatches: The configured number of microbatches; some are empty if there are few documents.
     """
 
     number: int
@@ -67,24 +68,27 @@ class Iteration:
 
     @property
     def tokens(self) -> int:
-        """Of all microbatches. They differ from step to step: a loss is divided by those of its own step."""
+        """Number of tokens of all microbatches.
+
+        The number differs from step to step: divide a loss by that of its own step.
+        """
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
     @property
     def documents(self) -> list[PackedDocument]:
-        """Of all microbatches."""
+        """Documents of all microbatches."""
         return [document for microbatch in self.microbatches for document in microbatch]
 
 
 class PackingConfig(BaseModel):
-    """How documents are packed.
+    """Settings of a :class:`Packer`.
 
     Attributes:
-        microbatches: Of an iteration, over all pipelines: ``PP x DP`` in the paper.
-        bound: The most tokens of a microbatch, by the memory of a device; longer than the context lets short documents
-            make up for the attention of long ones.
-        thresholds: ``L_1 < L_2 < ...``: documents from ``L_i`` tokens on, and shorter than ``L_{i+1}``, wait in queue
-            ``i``. Empty for no queues.
+        microbatches: Number of microbatches of an iteration, over all pipelines: ``PP x DP`` in the paper.
+        bound: Largest number of tokens of a microbatch, limited by the memory of a device. A bound above the context
+            lets microbatches of short documents balance the attention of long ones.
+        thresholds: Rising document lengths ``L_1 < L_2 < ...``: documents from ``L_i`` tokens on, and shorter than
+            ``L_{i+1}``, wait in queue ``i``. Empty for no queues.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,10 +100,13 @@ class PackingConfig(BaseModel):
     @field_validator("thresholds")
     @classmethod
     def rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        """Refuse thresholds that do not rise.
+        """Validate that thresholds rise.
 
         Args:
-            value: As given.
+            value: Thresholds.
+
+        Raises:
+            ValueError: a threshold is not above the one before.
         """
         if any(a >= b for a, b in itertools.pairwise(value)):
             raise ValueError(f"{list(value)} does not rise")
@@ -107,15 +114,15 @@ class PackingConfig(BaseModel):
 
 
 class Packer:
-    """Packs one global batch after another; a pure function of what it was given, equal on all ranks.
+    """Packs one global batch after another; the result depends only on the batches given, and is equal on all ranks.
 
     Args:
-        config: How.
-        workload: Work of a document.
+        config: Settings of the packing.
+        workload: Predicted work of a document.
 
     Attributes:
-        config: As given.
-        workload: As given.
+        config: Settings of the packing.
+        workload: Predicted work of a document.
     """
 
     def __init__(self, config: PackingConfig, workload: DocumentWork) -> None:
@@ -126,40 +133,43 @@ class Packer:
 
     @property
     def waiting(self) -> list[PackedDocument]:
-        """Documents that have arrived and are in no iteration yet, in the order of their arrival."""
+        """Documents that have arrived and are not yet in an iteration, in the order of their arrival."""
         return sorted(itertools.chain(self._remained, *self._queues))
 
     @property
     def arrived(self) -> int:
-        """Documents that have arrived: the number of the next one."""
+        """Number of documents that have arrived, which is the number of the next one."""
         return self._arrived
 
     @property
     def remaining(self) -> int:
-        """Tokens of the documents that found no room in the last iteration; those in queues do not count."""
+        """Number of tokens of the documents that found no room in the last iteration, without those in queues."""
         return sum(document.length for document in self._remained)
 
     def pack(self, lengths: Iterable[int]) -> Iteration:
-        """Take a global batch in and give an iteration out (algorithm 1).
+        """Take a global batch in and return an iteration (algorithm 1).
 
         Args:
-            lengths: Of the documents that come next in the stream, in tokens.
+            lengths: Lengths of the next documents of the stream, in tokens.
 
         Raises:
-            DataError: For a document that is empty or longer than the bound; nothing is taken in then.
+            DataError: A document is empty or longer than the bound; no document is taken in then.
         """
         new: list[PackedDocument] = []
         for document in self._received(lengths):
             queue = sum(document.length >= threshold for threshold in self.config.thresholds)
             (self._queues[queue - 1] if queue else new).append(document)
         for waiting in self._queues:
-            # One for each microbatch. More rounds than one only where a queue would grow without end.
+            # One for each microbatch; several rounds only if the queue holds that many, so that it does not grow.
             ready = len(waiting) // self.config.microbatches * self.config.microbatches
             new += [waiting.popleft() for _ in range(ready)]
         return self._emitted(new)
 
     def drain(self) -> Iterator[Iteration]:
-        """Iterations of all that still waits, at the end of the stream; these can be unbalanced or partly empty."""
+        """Iterate over iterations of all waiting documents, at the end of the stream.
+
+        These iterations can be unbalanced or partly empty.
+        """
         new = list(itertools.chain(*self._queues))
         for waiting in self._queues:
             waiting.clear()
@@ -194,13 +204,13 @@ class Packer:
         for document, place in zip(documents, places, strict=True):
             if place != NOWHERE:
                 packed[place].append(document)
-        # The oldest goes first into an empty microbatch, where it fits: nothing remains for ever.
+        # The oldest document goes first, into an empty microbatch, where it fits: no document waits for ever.
         self._remained = sorted(d for d, place in zip(documents, places, strict=True) if place == NOWHERE)
         self._iteration += 1
         return Iteration(self._iteration - 1, tuple(map(Microbatch, packed)))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that :meth:`load_state_dict` needs to go on with the same iterations; can be written as JSON."""
+        """Return the state for :meth:`load_state_dict`, fit for JSON."""
         return {
             "config": self.config.model_dump(mode="json"),
             "workload": self.workload.model_dump(mode="json"),
@@ -211,15 +221,16 @@ class Packer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another packer was.
+        """Resume from the state of another packer.
 
-        The stream must go on with document ``state["arrived"]``; tokens of those that wait are read again by number.
+        The stream must continue with document ``state["arrived"]``; tokens of waiting documents are read again by
+        number.
 
         Args:
-            state: Of a packer with the same configuration and workload.
+            state: State of a packer with the same configuration and workload.
 
         Raises:
-            DataError: It is another packer's state, or none; this packer is then as it was.
+            DataError: The state belongs to another packer or is damaged; this packer stays unchanged.
         """
         own = self.state_dict()
         if set(state) != set(own):
@@ -245,14 +256,20 @@ class Packer:
 
 
 def global_batches(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
-    """Cut a stream of documents into batches of about so many tokens; the last may be short.
+    """Cut a stream of documents into batches of about equally many tokens; the last may be short.
 
-    A batch is full with the document that reaches its end, counted from the beginning of the stream: batches differ by
-    a document, their mean does not.
+    A batch ends with the document that reaches a multiple of ``tokens``, counted from the beginning of the stream:
+    sizes differ by up to a document, their mean does not.
 
     Args:
-        lengths: In tokens.
-        tokens: Of a batch: microbatches times context.
+        lengths: Lengths of the documents, in tokens.
+        tokens: Number of tokens of a batch: microbatches times context.
+
+    Yields:
+        Lengths of the documents of each batch.
+
+    Raises:
+        DataError: ``tokens`` is below 1.
     """
     if tokens < 1:
         raise DataError(f"{tokens} tokens are no batch", where="tokens", remedy="at least 1")

@@ -1,4 +1,4 @@
-"""How well a stream was packed, and the thresholds that pack it best."""
+"""Statistics of a packed stream, and the choice of thresholds that pack it best."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cordillera.partition import imbalance
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """How balanced iterations are, and what that costs in randomness.
+    """Balance of iterations, and its cost in randomness.
 
     Attributes:
-        iterations: How many.
-        tokens: Of all of them.
+        iterations: Number of iterations.
+        tokens: Number of tokens of all iterations.
         imbalance: Mean over the iterations of the heaviest microbatch's work over the mean microbatch's: the part of
             the pipeline's time that balance could save (WLB-LLM, section 7.4: ``max latency x PP / total latency``).
-        imbalance_p95: In one iteration of twenty it is worse.
-        delay: Iterations between a token's arrival and its use, or its use and its arrival where a window brings it
-            forward; mean over tokens.
-        longest: Tokens of the longest microbatch, which the memory must hold.
+        imbalance_p95: 95th percentile of that ratio over the iterations.
+        delay: Mean number of iterations between a token's arrival and its use, in either direction (a window may bring
+            tokens forward).
+        longest: Number of tokens of the longest microbatch, which the memory must hold.
     """
 
     iterations: int
@@ -40,11 +40,14 @@ class PackingStatistics:
 
     @classmethod
     def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
-        """Of at least one iteration with documents.
+        """Compute the statistics of at least one iteration with documents.
 
         Args:
-            iterations: Also those of a drain: else documents that waited longest do not count.
-            workload: By which work is measured.
+            iterations: All iterations, including those of a drain, so that documents that waited longest count.
+            workload: Predicted work of a document.
+
+        Raises:
+            DataError: The iterations hold no documents.
         """
         moved = [(abs(one.number - d.arrival) * d.length, d.length) for one in iterations for d in one.documents]
         if not moved:
@@ -61,17 +64,17 @@ class PackingStatistics:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As a dictionary."""
+        """Return the statistics as a dictionary."""
         return asdict(self)
 
 
 def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: DocumentWork) -> list[Iteration]:
-    """All iterations of a stream, those of the drain too.
+    """Pack a stream and return all iterations, including those of the drain.
 
     Args:
         batches: Global batches: lengths of documents, in tokens.
-        config: How to pack.
-        workload: Work of a document.
+        config: Settings of the packing.
+        workload: Predicted work of a document.
     """
     packer = Packer(config, workload)
     return [*map(packer.pack, batches), *packer.drain()]
@@ -85,18 +88,18 @@ def tune(
     delay: float = 0.6,
     candidates: Sequence[int] | None = None,
 ) -> PackingConfig:
-    """The thresholds that balance a sample of the stream best, among those that delay its tokens little enough.
+    """Find the thresholds that balance a sample of the stream best within a mean delay.
 
     Args:
-        batches: Of the sample; its drain counts, so it should be a hundred batches or longer.
-        config: Its thresholds are replaced.
-        workload: Work of a document.
-        queues: How many thresholds; 0 for none.
-        delay: The most that tokens may wait, in iterations, on average.
-        candidates: For thresholds, in tokens; None for ten, from a sixteenth of the bound to half of it.
+        batches: Global batches of the sample; its drain counts, so it should be a hundred batches or longer.
+        config: Settings of the packing; its thresholds are replaced.
+        workload: Predicted work of a document.
+        queues: Number of thresholds; 0 for none.
+        delay: Largest mean number of iterations that tokens may wait.
+        candidates: Candidates for thresholds, in tokens; None for ten, from a sixteenth of the bound to half of it.
 
     Raises:
-        DataError: If no thresholds keep the delay.
+        DataError: No thresholds keep the delay.
     """
     lengths = sorted({*candidates} if candidates is not None else _candidates(config.bound))
     best: tuple[float, PackingConfig] | None = None
@@ -116,16 +119,16 @@ def tune(
 def choose_thresholds(
     batches: Sequence[Sequence[int]], config: PackingConfig, workload: DocumentWork, queues: int = 2, delay: float = 0.6
 ) -> tuple[int, ...]:
-    """Thresholds for text of which nothing is known: at most so many, fewer or none where queues do not help.
+    """Find thresholds for any text, with fewer or no queues where they do not help.
 
-    Queues are for the few longest documents. Where most tokens would wait, iterations would differ widely in size.
+    Queues are for the few longest documents. If most tokens waited, iterations would differ widely in size.
 
     Args:
-        batches: Of a sample of the stream, as for :func:`tune`.
-        config: Its thresholds are not used.
-        workload: Work of a document.
-        queues: The most thresholds.
-        delay: The most that tokens may wait, in iterations, on average.
+        batches: Global batches of a sample of the stream, as for :func:`tune`.
+        config: Settings of the packing; its thresholds are not used.
+        workload: Predicted work of a document.
+        queues: Largest number of thresholds.
+        delay: Largest mean number of iterations that tokens may wait.
     """
     lengths = np.sort(np.concatenate([np.array(batch, np.int64) for batch in batches]))
     candidates = [
@@ -137,7 +140,7 @@ def choose_thresholds(
     for count in range(queues + 1):
         try:
             found = tune(batches, config, workload, count, delay, candidates)
-        except DataError:  # all of them delay tokens more than is allowed
+        except DataError:  # all candidates delay tokens too much
             continue
         statistics = PackingStatistics.of(packed(batches, found, workload), workload)
         best = min(best, (statistics.imbalance, found.thresholds))
@@ -145,5 +148,5 @@ def choose_thresholds(
 
 
 def _candidates(bound: int, steps: int = 10) -> list[int]:
-    """Lengths from a sixteenth of the bound to half of it, in steps of like ratio."""
+    """Lengths from a sixteenth of the bound to half of it, in steps of equal ratio."""
     return sorted({max(1, round(bound / 16 * 2 ** (3 * step / (steps - 1)))) for step in range(steps)})

@@ -1,4 +1,4 @@
-"""What documents cost a microbatch: a part for each document, one for each token, one for each token squared.
+"""Predicted work of documents in a microbatch: a part per document, one per token, one per token squared.
 
 The constants are fitted to measured microbatches, or follow from the sizes of the model alone.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import scipy  # loads its parts when they are first used
+import scipy  # loads its submodules on first use
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cordillera.errors import DataError
@@ -38,26 +38,26 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], seconds: float) -> Sample:
-        """A microbatch by the lengths of its documents.
+        """Make a sample from the lengths of a microbatch's documents.
 
         Args:
-            lengths: In tokens.
+            lengths: Lengths of the documents, in tokens.
             seconds: Seconds of forward and backward.
         """
         return cls(len(lengths), sum(lengths), sum(d * d for d in lengths), seconds)
 
 
 class DocumentWork(BaseModel):
-    """``W(d) = document + token d + squared d**2`` of a document of ``d`` tokens (WLB-LLM, section 4.1).
+    """Predicted work ``W(d) = document + token d + squared d**2`` of a document of ``d`` tokens (WLB-LLM, section 4.1).
 
     Attributes:
-        document: For each document, whatever its length: launches, masks.
-        token: For each token: matrix products, element-wise kernels, collectives. At least this or ``squared`` is
-            above 0.
-        squared: For each token and token before it: attention under a document mask.
+        document: Work per document, whatever its length: launches, masks.
+        token: Work per token: matrix products, element-wise kernels, collectives. At least one of ``token`` and
+            ``squared`` is above 0.
+        squared: Work per token squared: attention under a document mask.
         unit: Unit of the three: ``seconds``, or ``tokens`` for the linear work of so many tokens.
-        provenance: From which measurements or formula these are.
-        error: Mean absolute error on the measurements, as a part; None where nothing was fitted.
+        provenance: Measurements or formula from which the constants come.
+        error: Mean absolute error relative to the measurements; None if nothing was fitted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,14 +77,14 @@ class DocumentWork(BaseModel):
 
     @classmethod
     def of_break_even(cls, tokens: float, provenance: str = "an assumption") -> DocumentWork:
-        """``W(d) = d + d**2 / b``, in the linear work of a token.
+        """Make ``W(d) = d + d**2 / b``, in units of the linear work of a token.
 
         Args:
-            tokens: ``b``, the length at which attention costs as much as everything else.
+            tokens: Length ``b`` at which attention costs as much as everything else.
             provenance: Origin of ``b``.
 
         Raises:
-            DataError: For a length that is not above 0.
+            DataError: The length is not above 0.
         """
         if not tokens > 0:
             raise DataError(f"{tokens} is no length", where="break-even length", remedy="above 0 tokens")
@@ -92,16 +92,19 @@ class DocumentWork(BaseModel):
 
     @classmethod
     def of_model(cls, hidden: int, ffn: int, heads: int, kv_heads: int) -> DocumentWork:
-        """By counting the operations of a Llama's layer, where nothing was measured.
+        """Count the operations of a Llama's layer, for models that were not measured.
 
-        Kernels of attention run further below the peak than matrix products do, so the true break-even length is
-        shorter: fit it where a device is at hand.
+        Attention kernels run further below the peak than matrix products do, so the true break-even length is shorter:
+        fit it where a device is available.
 
         Args:
             hidden: Width of the model.
             ffn: Width of the gated feed-forward layer.
-            heads: Query heads.
-            kv_heads: Key and value heads.
+            heads: Number of query heads.
+            kv_heads: Number of key and value heads.
+
+        Raises:
+            DataError: A size is below 1.
         """
         for name, value in {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads}.items():
             if value < 1:
@@ -114,16 +117,16 @@ class DocumentWork(BaseModel):
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], provenance: str, ridge: float = 0.0) -> DocumentWork:
-        """Least squares of relative errors, with constants that are not negative.
+        """Fit constants that are not negative by least squares of relative errors.
 
         Args:
-            samples: At least three, of which no constant can be told from the others if all are alike.
+            samples: At least three microbatches, unlike enough to tell the constants apart.
             provenance: Model, device and date, for people.
             ridge: Weight of the squares of the constants, each in units of the mean time that its part could explain;
-                above 0 it lets alike samples be fitted.
+                above 0 it allows samples that are alike.
 
         Raises:
-            DataError: For times that are not times; for samples that do not tell the constants apart, or say that
+            DataError: Times are not positive and finite, samples do not tell the constants apart, or they say that
                 tokens cost nothing.
         """
         if len(samples) < 3:
@@ -159,23 +162,23 @@ class DocumentWork(BaseModel):
         )
 
     def __call__(self, length: int) -> float:
-        """``W(d)`` of a document.
+        """Return ``W(d)`` of a document.
 
         Args:
-            length: ``d``, in tokens.
+            length: Length ``d`` in tokens.
         """
         return self.document + (self.token + self.squared * length) * length
 
     def of(self, lengths: Sequence[int]) -> float:
-        """``W`` of a microbatch: the sum over its documents.
+        """Return the work of a microbatch, the sum over its documents.
 
         Args:
-            lengths: In tokens.
+            lengths: Lengths of the documents, in tokens.
         """
         return sum(map(self, lengths), 0.0)
 
     def save(self, path: str | Path) -> None:
-        """Write what :meth:`read` reads.
+        """Write a JSON file for :meth:`read`.
 
         Args:
             path: Path of the JSON file.

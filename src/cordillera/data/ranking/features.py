@@ -1,7 +1,7 @@
-"""What a data set's columns mean, and the batch that every ranking model reads.
+"""Meaning of a data set's columns, and the batch that every ranking model reads.
 
-``Schema`` is what a person writes: which columns are dense, categorical, lists, labels. ``FeatureSpec`` is what a model
-sees once vocabularies are fitted: the names and sizes, in order. ``RankingBatch`` is one batch of samples.
+A person writes a ``Schema``: which columns are dense, categorical, lists, labels. A model sees a ``FeatureSpec`` once
+vocabularies are fitted: the names and sizes, in order. A ``RankingBatch`` is one batch of samples.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _ColumnFeature(_Frozen):
 
 
 class DenseFeature(_ColumnFeature):
-    """A number a sample.
+    """Column of one number per sample.
 
     Attributes:
-        name: The column.
+        name: Name of the column.
         transform: ``none``; ``log`` (``sign(x) * log(1 + |x|)``, then standardised); ``standardise`` (mean 0, variance
             1 over the training rows); ``quantile`` (rank among the training rows in [0, 1], from 1,024 quantiles).
         missing: Value of a blank: ``mean`` (of the training rows, after the transform), ``zero`` (after the
@@ -43,19 +43,19 @@ class DenseFeature(_ColumnFeature):
 
 
 class CategoricalFeature(_ColumnFeature):
-    """An id, or with ``ListFeature`` a list of ids, a sample.
+    """Column of one id per sample.
 
     Attributes:
-        name: The column.
+        name: Name of the column.
         encoding: ``vocabulary`` (row 0 for blanks and unseen values, rows from 1 by falling count over the training
             rows); ``hash`` (row 0 for blanks, the other ``num_embeddings - 1`` rows by a hash of value and table name
             that is stable over processes and versions);
             ``identity`` (the column already holds row numbers in ``[0, num_embeddings)``; anything else is an error).
-        min_count: With ``vocabulary``, values seen less often in the training rows share row 0.
+        min_count: Number of training rows below which a value shares row 0, with ``vocabulary``.
         num_embeddings: Buckets of ``hash``, rows of ``identity``, upper limit on rows of ``vocabulary``.
         table: Name of the embedding table; features that name the same table share rows and one vocabulary, which is
             counted over the single ids among them, and over lists only if there is no single id.
-            Default: a table of its own, called like the feature.
+            Default: a table of its own, with the name of the feature.
     """
 
     encoding: Literal["vocabulary", "hash", "identity"] = "vocabulary"
@@ -71,11 +71,11 @@ class CategoricalFeature(_ColumnFeature):
 
 
 class ListFeature(CategoricalFeature):
-    """A list of ids a sample: a Parquet list column, or text with a separator.
+    """Column of a list of ids per sample: a Parquet list column, or text with a separator.
 
     Attributes:
-        separator: Between entries, in text columns.
-        max_length: Only the last so many entries are kept (histories are in time order).
+        separator: Text between entries, in text columns.
+        max_length: Number of entries that are kept, the last of each list (histories are in time order).
         pooling: Reduction of a list's embeddings to one: ``sum``, ``mean`` (an empty list gives zeros in both).
     """
 
@@ -85,16 +85,16 @@ class ListFeature(CategoricalFeature):
 
 
 class Schema(_Frozen):
-    """Which column of a log is what.
+    """Roles of a log's columns.
 
     Attributes:
-        dense: Numbers.
-        categorical: Single ids.
-        lists: Lists of ids.
-        labels: One 0/1 column a task.
+        dense: Columns of numbers.
+        categorical: Columns of single ids.
+        lists: Columns of lists of ids.
+        labels: Columns of 0 or 1, one per task.
         weight: Column of sample weights, at least 0. Default: all ones.
         timestamp: Integer column (seconds) that orders samples for time-ordered splits and progressive evaluation.
-        group: Column by which GAUC groups samples (the user, as a rule).
+        group: Column by which GAUC groups samples (usually the user).
         ids: Columns that ``predict`` writes beside the scores.
         segments: Categorical features by which reports break metrics down.
     """
@@ -139,7 +139,7 @@ class Schema(_Frozen):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that training reads, each once."""
+        """Names of all columns that training reads, without duplicates."""
         bookkeeping = (name for name in (self.weight, self.timestamp, self.group) if name is not None)
         features = (feature.name for feature in (*self.dense, *self.categorical, *self.lists))
         return tuple(dict.fromkeys((*features, *self.labels, *bookkeeping)))
@@ -150,10 +150,10 @@ class SparseFeature:
     """One embedded feature of a :class:`FeatureSpec`.
 
     Attributes:
-        name: The column it came from.
-        table: Which table its ids are rows of.
+        name: Name of the column.
+        table: Name of the table whose rows the ids are.
         pooling: Reduction of a bag to one vector: ``sum`` or ``mean``.
-        is_list: False if every sample holds exactly one id.
+        is_list: Whether samples hold lists; if False, every sample holds exactly one id.
     """
 
     name: str
@@ -164,13 +164,13 @@ class SparseFeature:
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What a model needs to know about the data: names and sizes, in the order in which batches hold them.
+    """Names and sizes of the features, in the order in which batches hold them.
 
     Attributes:
-        dense: Names of the dense columns; ``RankingBatch.dense`` holds them in this order.
-        sparse: Embedded features; ``RankingBatch.sparse.keys`` are their names in this order.
-        tables: Rows of every embedding table, by name.
-        tasks: Label names, in the order of ``RankingBatch.labels``' columns.
+        dense: Names of the dense columns, in the order of ``RankingBatch.dense``.
+        sparse: Embedded features, in the order of ``RankingBatch.sparse.keys``.
+        tables: Number of rows of every embedding table, by name.
+        tasks: Names of the labels, in the order of ``RankingBatch.labels``' columns.
     """
 
     dense: tuple[str, ...]
@@ -184,13 +184,13 @@ class RankingBatch:
     """One batch of ``B`` samples.
 
     Attributes:
-        dense: ``float32 [B, num_dense]``; ``[B, 0]`` if there are none.
-        sparse: Ids, ``int64`` table-local row numbers, keys in the order of ``FeatureSpec.sparse``.
-        labels: ``float32 [B, tasks]`` of zeros and ones; None when predicting.
-        weights: ``float32 [B]`` sample weights, or None for ones.
-        groups: ``int64 [B]`` group numbers for GAUC, or None.
-        timestamps: ``int64 [B]`` seconds, or None.
-        rows: ``int64 [B]``, the samples' positions in their data set, or None.
+        dense: Dense values, ``float32 [B, num_dense]``; ``[B, 0]`` if there are none.
+        sparse: Table-local row numbers, ``int64``, with keys in the order of ``FeatureSpec.sparse``.
+        labels: Zeros and ones, ``float32 [B, tasks]``; None when predicting.
+        weights: Sample weights, ``float32 [B]``, or None for ones.
+        groups: Group numbers for GAUC, ``int64 [B]``, or None.
+        timestamps: Seconds, ``int64 [B]``, or None.
+        rows: Positions of the samples in their data set, ``int64 [B]``, or None.
     """
 
     dense: Tensor
@@ -205,11 +205,11 @@ class RankingBatch:
         return self.dense.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RankingBatch:
-        """Move what models and losses read to a device; bookkeeping (groups, timestamps, rows) stays where it is.
+        """Move everything that models and losses read to a device; groups, timestamps and rows stay in place.
 
         Args:
             device: Device to move to.
-            non_blocking: Do not wait for copies out of page-locked memory.
+            non_blocking: Whether to return without waiting for copies out of page-locked memory.
         """
         return replace(
             self,

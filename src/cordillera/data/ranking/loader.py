@@ -1,4 +1,4 @@
-"""Batches in a stated order, read ahead by a thread."""
+"""Loader of batches in a fixed order, read ahead by a thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError
 
 BLOCK = 1024
-"""Contiguous rows that shuffle ``blocks`` reads together."""
+"""Number of neighbouring rows that shuffle ``blocks`` reads together."""
 
 WINDOW = 256
-"""Blocks whose rows shuffle ``blocks`` mixes with each other."""
+"""Number of blocks whose rows shuffle ``blocks`` mixes with each other."""
 
 _DEADLINE_S = 30.0
 
@@ -24,21 +24,20 @@ _DEADLINE_S = 30.0
 class Loader:
     """Cuts a split into batches.
 
-    The order of an epoch is a pure function of ``seed`` and the epoch's number, so any epoch can be entered at
-    any batch.
+    The order of an epoch depends only on ``seed`` and the epoch's number, so any epoch can be entered at any batch.
 
     Args:
         dataset: The split.
-        batch_size: Rows a batch.
+        batch_size: Number of rows in a batch.
         shuffle: ``none`` (as on disk, that is in time order after a time split), ``global`` (a permutation of all rows;
             8 bytes of memory a row), or ``blocks`` (for data larger than memory: blocks of 1,024 neighbours in random
-            order, rows mixed within windows of 256 blocks; reads stay sequential in the large).
-        seed: Of the shuffles.
-        drop_last: Leave out a last batch that is not full.
-        prefetch: Batches that a thread reads ahead; 0 reads in the caller's thread.
+            order, rows mixed within windows of 256 blocks; reads stay largely sequential).
+        seed: Seed of the shuffles.
+        drop_last: Whether to leave out a last batch that is not full.
+        prefetch: Number of batches that a thread reads ahead; 0 reads in the caller's thread.
 
     Raises:
-        DataError: a batch size below 1 or an unknown shuffle.
+        DataError: a batch size below 1, a negative prefetch or an unknown shuffle.
     """
 
     def __init__(
@@ -59,19 +58,19 @@ class Loader:
         self.drop_last, self.prefetch = drop_last, prefetch
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Number of batches in an epoch."""
         rows = len(self.dataset)
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def order(self, epoch: int = 0) -> Iterator[np.ndarray | slice]:
-        """The rows of every batch of an epoch."""
+        """Iterate over the rows of every batch of an epoch."""
         return self._order(epoch, 0)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
-        """The batches of an epoch.
+        """Iterate over the batches of an epoch.
 
         Args:
-            epoch: Its number.
+            epoch: Number of the epoch.
             start: Number of the first batch to give; ``epoch(e, k)`` gives what ``epoch(e)`` gives after ``k`` batches.
 
         Raises:
@@ -120,7 +119,7 @@ class Loader:
             yield waiting
 
     def _ahead(self, epoch: int, start: int) -> Iterator[RankingBatch]:
-        """Read in a thread that ends with the iteration, whether that runs out, is closed or fails."""
+        """Read in a thread that ends with the iteration, whether it is exhausted, closed or fails."""
         ready: queue.Queue[RankingBatch | BaseException | None] = queue.Queue(maxsize=self.prefetch)
         stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Warning about features with far more unseen ids than in the validation rows, as when ids are written differently."""
+"""Warnings about features with far more unseen ids than in the validation rows, as when ids are written differently."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _warn(name: str, share: float, total: int, facts: dict[str, Any], where: str
         known, of = (unseen.get("train") or {}).get(name), "training"
     if known is None:
         return
-    # A share of 0 would have a deviation of 0; it counts as one id in a hundred.
+    # A share of 0 would have a deviation of 0, so shares count as at least one id in a hundred.
     base = max(known, 0.01)
     if share - known > max(MARGIN, DEVIATIONS * (base * (1 - base) / total) ** 0.5):
         warnings.warn(

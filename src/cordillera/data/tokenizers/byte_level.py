@@ -1,4 +1,4 @@
-"""Text as its UTF-8 bytes: a tokenizer that needs no file."""
+"""Tokenizer of UTF-8 bytes, which needs no file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 
 BYTES = "bytes"
-"""The name by which recipes call it."""
+"""Name of the tokenizer in recipes."""
 
 _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0 to 255 are the bytes, 256 begins a text and 257 ends it."""
+    """Make a tokenizer whose ids 0 to 255 are the bytes, 256 begins a text and 257 ends it."""
     special = {name: 256 + i for i, name in enumerate(_SPECIAL)}
     bos, eos = special.values()
     return Tokenizer(

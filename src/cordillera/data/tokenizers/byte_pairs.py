@@ -21,7 +21,7 @@ LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Llama 3 divides text into words before it looks for tokens."""
+"""Regular expression of the words into which Llama 3 divides text before it looks for tokens."""
 
 BEGINS = ("<|begin_of_text|>", "<s>")
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>")
@@ -29,7 +29,7 @@ TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|eot|>")
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters that byte-level encodings write bytes with (Radford et al. 2019, GPT-2)."""
+    """Return the letters with which byte-level encodings write bytes (Radford et al. 2019, GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -37,22 +37,22 @@ def byte_letters() -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class BytePairs:
-    """What a file says about a byte-level byte-pair encoding.
+    """Content of a file about a byte-level byte-pair encoding.
 
-    The special tokens are taken out of the vocabulary, the merges and the list of added tokens, so that no text can
-    give one, whatever the library does with its list. Neither does it know an unknown token: some vocabularies
+    The special tokens are removed from the vocabulary, the merges and the list of added tokens, so that no text can
+    become one, whatever the library does with its list. The library gets no unknown token either: some vocabularies
     (SmolLM2's) lack the bytes of a few rare characters, for which the library would write a control token; here
     they are written as U+FFFD.
 
     Attributes:
-        path: The file.
-        vocabulary: Token, in byte letters, to id.
+        path: Path of the file.
+        vocabulary: Ids by token, in byte letters.
         merges: Pairs of tokens, the first to merge first.
-        special: Special token to id.
+        special: Ids by special token.
         words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
         normalizer: Section ``normalizer`` of ``tokenizer.json``.
         pre_tokenizer: Section ``pre_tokenizer`` of ``tokenizer.json``.
-        ignore_merges: Whether a word that is a token is taken as it is.
+        ignore_merges: Whether a word that is a token is used without merges.
     """
 
     path: Path
@@ -66,13 +66,13 @@ class BytePairs:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """Of all tokens that are not special; added words only keep their ids there."""
+        """Ids of all tokens that are not special; added words appear in the vocabulary only to keep their ids."""
         plain = {name: token for name, token in self.vocabulary.items() if name not in self.special}
         return plain | {name: word["id"] for name, word in self.words.items()}
 
     @cached_property
     def _source(self) -> str:
-        """As ``tokenizer.json``."""
+        """Content of a ``tokenizer.json``."""
         hidden = self.special.keys()
         words = sorted(self.words.values(), key=lambda word: word["id"])
         model = {
@@ -108,8 +108,8 @@ class BytePairs:
 
         Args:
             kind: Kind of file that the tokenizer comes from.
-            bos: The begin-of-text token.
-            eos: The end-of-text token.
+            bos: Begin-of-text token.
+            eos: End-of-text token.
             stops: Ids at which generation ends, besides the usual ones.
             adds_bos: Whether texts begin with ``bos``.
             template: Chat template in Jinja.
@@ -173,7 +173,7 @@ class BytePairs:
         return encode
 
     def _failed(self, error: BaseException, what: str) -> BaseException:
-        """Error to raise for one of the library, which raises ``Exception`` or, on a panic, ``BaseException``."""
+        """Convert an error of the library, which raises ``Exception`` or, on a panic, ``BaseException``."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error
         return DataError(f"{what} ({str(error)[:200]})", where=str(self.path), remedy="use another file of the model")
@@ -192,7 +192,7 @@ class BytePairs:
 
 
 def _unwritable(absent: set[int], path: Path) -> re.Pattern[str] | None:
-    """Finds the characters whose bytes are no tokens."""
+    """Pattern of the characters whose bytes are not tokens; None if all are."""
     if absent & {*range(0x80, 0xC0), 0xEF}:  # without these no replacement can be written either
         raise DataError(
             f"{len(absent)} of the 256 bytes are no tokens, so most text cannot be written",

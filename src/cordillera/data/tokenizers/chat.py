@@ -1,7 +1,7 @@
 """Chats as text and control tokens: the formats of Llama 3 and ChatML, and a model's own Jinja template.
 
-A format never writes control tokens into text that a tokenizer then has to find again. It gives pieces: a
-:class:`Control` is one special token, a string is plain text. So nothing that a person typed becomes a control token.
+A format does not write control tokens into text in which a tokenizer must find them again. It returns pieces: a
+:class:`Control` is one special token, a string is plain text. Text that a person typed never becomes a control token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from cordillera.errors import DataError
 
-# Transformers marks what the assistant wrote by blocks of its own, which change no text.
+# Blocks with which Transformers marks the assistant's text; they do not change the text.
 _MARKS = re.compile(r"{%([-+]?)\s*(end)?generation\s*([-+]?)%}")
 
 TEMPLATE = 1 << 18
@@ -29,12 +29,12 @@ class Message:
     """One turn of a chat.
 
     Attributes:
-        role: ``system``, ``user``, ``assistant`` or ``tool`` (what a tool answered).
-        content: Its text, taken as it is.
+        role: ``system``, ``user``, ``assistant`` or ``tool`` (the answer of a tool).
+        content: Text of the turn, used unchanged.
         awaits_tool: Whether an assistant's turn ends to wait for a tool (Llama 3's end of message, not of turn).
 
     Raises:
-        DataError: another role, or content that is not text.
+        DataError: another role, content that is not text, or a turn of another role that awaits a tool.
     """
 
     role: Role
@@ -52,7 +52,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Control:
-    """A special token by its name, as ``<|eot_id|>``."""
+    """Special token.
+
+    Attributes:
+        name: Name of the token, such as ``<|eot_id|>``.
+    """
 
     name: str
 
@@ -61,14 +65,14 @@ PromptPiece = Control | str
 
 
 class ChatFormat(Protocol):
-    """How a model wants chats written."""
+    """Format in which a model expects chats."""
 
     def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
-        """Control tokens and plain text, in order; neighbouring strings are tokenised apart.
+        """Return a chat as control tokens and plain text, in order; neighbouring strings are tokenised separately.
 
         Args:
             messages: The turns.
-            answer: Whether the assistant's next turn is opened at the end.
+            answer: Whether to open the assistant's next turn at the end.
         """
         ...
 
@@ -77,7 +81,7 @@ class Llama3Chat(ChatFormat):
     """Llama 3's format (llama-models, ``llama3/chat_format.py``).
 
     Every turn is ``<|start_header_id|>role<|end_header_id|>``, two line ends, the content, and ``<|eot_id|>`` (or
-    ``<|eom_id|>`` if it awaits a tool). The role of what a tool answers reads ``ipython``.
+    ``<|eom_id|>`` if it awaits a tool). The role of a tool's answer is ``ipython``.
     """
 
     def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
@@ -96,7 +100,7 @@ class ChatML(ChatFormat):
     """ChatML: ``<|im_start|>role``, a line end, the content, ``<|im_end|>`` and a line end.
 
     Args:
-        system: The system turn of chats that begin with none. Default: no such turn.
+        system: System turn of chats that begin with none. Default: no such turn.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -121,11 +125,13 @@ class ChatML(ChatFormat):
 class JinjaChat(ChatFormat):
     """A model's own template, rendered in Jinja's sandbox with the variables that Transformers gives it.
 
-    A template mixes control tokens and content in one string. To tell them apart again, whatever in the content looks
-    like a special token, or could become part of one beside the template's text, is broken by a character that occurs
-    nowhere in the chat; the string is cut at the special tokens that are still whole, and the character is taken out.
+    A template mixes control tokens and content in one string. To separate them again, any content that looks like a
+    special token, or could become part of one next to the template's text, is broken by a character that occurs nowhere
+    in the chat; the string is then cut at the special tokens that are still whole, and the character is removed.
     Content without such text is rendered exactly as Transformers does. ``strftime_now`` is not defined, so that a chat
-    gives the same tokens on every day: templates then use the date that they bring.
+    gives the same tokens on every day: templates then use their own default date.
+
+    The work of one rendering is bounded (:mod:`cordillera.data.tokenizers.chat_limits`).
 
     Args:
         template: Jinja source.
@@ -133,8 +139,6 @@ class JinjaChat(ChatFormat):
         bos: Token that the template calls ``bos_token``.
         eos: Token that the template calls ``eos_token``.
         where: File of the template, for errors.
-
-    The work of one rendering is bounded (:mod:`cordillera.data.tokenizers.chat_limits`).
 
     Raises:
         DataError: the template is not valid Jinja, or is too long.
@@ -148,7 +152,7 @@ class JinjaChat(ChatFormat):
         if len(template) > TEMPLATE:
             raise DataError(f"the chat template has more than {TEMPLATE:,} characters", where=where)
         self.source, self.bos, self.eos, self.where = template, bos, eos, where
-        # A token of one character cannot be broken: templates cannot use it, it stays text.
+        # A token of one character cannot be broken: it stays text, and templates cannot use it.
         self.names = sorted((name for name in special_tokens if len(name) > 1), key=len, reverse=True)
         self._heads = tuple({name[:size] for name in self.names for size in range(1, len(name))})
         self._tails = tuple({name[size:] for name in self.names for size in range(1, len(name))})
@@ -158,15 +162,15 @@ class JinjaChat(ChatFormat):
         self._environment.globals["raise_exception"] = _refuse
         try:
             self._template = self._environment.compiled(_MARKS.sub(_condition, template))
-        except Exception as error:  # Jinja's own errors, and Python's errors about deep nesting
+        except Exception as error:  # Jinja's errors, and Python's errors for deep nesting
             raise DataError(f"the chat template is not valid ({_short(error)})", where=where) from error
 
     def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
-        """Render and take apart again; see :class:`ChatFormat`.
+        """Render the template and split the result; see :class:`ChatFormat`.
 
         Args:
             messages: The turns.
-            answer: Whether the assistant's next turn is opened at the end (``add_generation_prompt``).
+            answer: Whether to open the assistant's next turn at the end (``add_generation_prompt``).
 
         Raises:
             DataError: the template does not accept the chat.
@@ -183,7 +187,7 @@ class JinjaChat(ChatFormat):
                 tools=None,
                 documents=None,
             )
-        except Exception as error:  # a template is a program of the model's publisher: it can fail in any way
+        except Exception as error:  # a template is a program of the model's publisher and can fail in any way
             raise DataError(
                 f"the model's chat template refused the chat ({_short(error)})", where=self.where
             ) from error
@@ -225,7 +229,7 @@ def _short(error: Exception) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own escapes for HTML, which no model has seen.
+    # Jinja's own filter escapes HTML, which models have not seen in training.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -236,7 +240,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _unused(*texts: str) -> str:
-    """A character that is in none of the texts: a noncharacter of Unicode, else one of private use."""
+    """Character that is in none of the texts: a noncharacter of Unicode, else one of private use."""
     for code in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)):
         if not any(chr(code) in text for text in texts):
             return chr(code)
@@ -244,7 +248,7 @@ def _unused(*texts: str) -> str:
 
 
 def guess_format(special_tokens: Iterable[str]) -> ChatFormat | None:
-    """The format that a tokenizer without a template has the special tokens for, if any."""
+    """Return the chat format whose special tokens a tokenizer without a template has, or None."""
     names = set(special_tokens)
     if {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= names:
         return Llama3Chat()

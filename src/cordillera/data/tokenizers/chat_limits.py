@@ -1,4 +1,4 @@
-"""Jinja for chat templates with bounded work.
+"""Jinja environment for chat templates with bounded work.
 
 A chat template is a program that comes with a model from elsewhere. Jinja's sandbox denies it access to the machine,
 but does not limit its time and memory. The environment of this module counts every turn of a loop, call, filter and
@@ -34,7 +34,7 @@ SECONDS = 1.0
 _MOST_NUMBER = 100_000
 _PRODUCT = 1 << 28
 _WIDTH = re.compile(r"\d{5}|\*")
-# Filters that take a list as it is; all others use its text.
+# Filters that take a list as a list; all others use its text.
 _OF_LISTS = {
     "length",
     "count",
@@ -52,7 +52,7 @@ _OF_LISTS |= {"sort", "unique", "batch", "slice", "items", "dictsort", "groupby"
 
 
 class _Meter(threading.local):
-    """Steps and characters that the rendering of this thread has left."""
+    """Steps and characters that the rendering in this thread has left."""
 
     def __init__(self) -> None:
         self.begin("")
@@ -63,7 +63,6 @@ class _Meter(threading.local):
         self.look, self.written, self.end = self.steps, 0, time.thread_time() + SECONDS + 2e-6 * len(chat)
 
     def step(self, count: int = 1) -> None:
-        """Count steps."""
         self.steps -= count
         if self.steps < 0:
             _stop(f"takes more than {STEPS:,} steps")
@@ -124,7 +123,7 @@ def _stop(what: str) -> NoReturn:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits for the work of one rendering."""
+    """Jinja's sandbox with limits on the work of one rendering."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -137,19 +136,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"-turns": self._turns, "-joined": self._joined, "-weighed": self._weighed}
 
     def add_filter(self, name: str, work: Callable[..., Any]) -> None:
-        """Define a filter that is subject to the limits.
-
-        Args:
-            name: Name of the filter in templates.
-            work: Function of a value and further arguments that returns the filtered value.
-        """
+        """Define a filter, subject to the limits, from a function of a value and further arguments."""
         self.filters[name] = self._bounded(name, work)
 
     def compiled(self, source: str) -> Template:
         """Compile a template whose loops are counted.
-
-        Args:
-            source: Jinja source.
 
         Raises:
             TemplateError: the source is not valid, or a loop is recursive.
@@ -170,14 +161,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(_Joins().visit(tree)), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator whose result may be larger than its operands.
-
-        Args:
-            context: Context of the template.
-            operator: One of ``intercepted_binops``.
-            left: First operand.
-            right: Second operand.
-        """
+        """Compute one of ``intercepted_binops``, whose result may be larger than its operands."""
         if operator == "%" and isinstance(left, str):
             self._format(left)
             self.meter.weigh(right)
@@ -194,14 +178,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.meter.made(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, called: Any, /, *args: Any, **options: Any) -> Any:
-        """Call a function, a macro or a method.
-
-        Args:
-            context: Context of the template.
-            called: Function, macro or method.
-            args: Positional arguments.
-            options: Keyword arguments.
-        """
+        """Call a function, a macro or a method, within the limits."""
         subject = getattr(getattr(called, "__wrapped__", called), "__self__", None)
         if isinstance(called, Macro | type):
             self.meter.step()
@@ -239,7 +216,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _stop("formats a text to a width of five digits or more")
 
     def _turns(self, entries: Any, cost: int) -> Any:
-        """Entries of a loop, counted as they are taken; a value that is not a sequence is returned unchanged."""
+        """Entries of a loop, counted as they are taken; the empty text is returned unchanged."""
         if entries == "":
             self.meter.step(cost)
             self.meter.write(64 * (cost - 1))

@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and the vocabulary in it."""
+"""GGUF files: metadata, places of tensors, and vocabularies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cordillera.data.tokenizers.byte_pairs import LLAMA3_WORDS, BytePairs
 from cordillera.data.tokenizers.tokenizer import Tokenizer
 from cordillera.errors import DataError
 
-# Rules of splitting by the names that GGUF gives them (llama.cpp, llama-vocab.cpp).
+# Rules of splitting, by their names in GGUF (llama.cpp, llama-vocab.cpp).
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _AS_GPT2 = ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais")
 _QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -25,7 +25,7 @@ _PATTERNS = {
     "deepseek-r1-qwen": _QWEN2_WORDS,
 }
 _HEAD = struct.Struct("<4sIQQ")
-# Kinds of value and of token (ggml, gguf.h).
+# Formats of numbers, by the kind of a value (ggml, gguf.h).
 _NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT, _MOST_DIMENSIONS = 32, 4
@@ -39,12 +39,12 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor lies in a GGUF file.
+    """Location of a tensor in a GGUF file.
 
     Attributes:
-        shape: Of its values, as torch has it: the last dimension's values are neighbours.
-        kind: Number of its quantisation (ggml, ggml.h).
-        begin: Its first byte in the file.
+        shape: Shape in torch's order: values of the last dimension are adjacent.
+        kind: Number of the quantisation (ggml, ggml.h).
+        begin: Position of the first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -53,23 +53,18 @@ class GGUFTensor(NamedTuple):
 
 
 def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, Any]:
-    """The metadata of a GGUF file; arguments and errors are those of :func:`gguf_header`.
-
-    Args:
-        path: Path of the file.
-        prefix: Prefix, or prefixes, of the keys to return.
-    """
+    """Return the metadata of a GGUF file; arguments and errors are those of :func:`gguf_header`."""
     return gguf_header(path, prefix)[0]
 
 
 def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Metadata of a GGUF file (version 2 or 3, little-endian), and the places of its tensors, by name.
+    """Read the metadata of a GGUF file (version 2 or 3, little-endian), and the places of its tensors by name.
 
     The ``gguf`` library makes an array of every entry of a list, which is slow for a vocabulary's tokens and merges.
 
     Args:
         path: Path of the file.
-        prefix: Prefix, or prefixes, of the keys to return.
+        prefix: Prefix, or prefixes, of the metadata keys to return.
 
     Raises:
         DataError: the file is damaged or truncated: a count, a length or a shape exceeds the file or the limits of such
@@ -136,7 +131,7 @@ def _check_places(places: Mapping[str, GGUFTensor], alignment: int, size: int) -
 
 
 class _Reader:
-    """Reads typed values one after another; never beyond the end."""
+    """Reads typed values one after another, never beyond the end."""
 
     def __init__(self, content: mmap.mmap, position: int) -> None:
         self.content, self.position, self.entries = content, position, 0
@@ -159,7 +154,7 @@ class _Reader:
             return self.content[begin : self.position].decode("utf-8")
         if kind == _ARRAY:
             kind, size = self.number("<I"), self.number("<Q")
-            if size > len(self.content) - self.position:  # every entry takes a byte at least
+            if size > len(self.content) - self.position:  # every entry takes at least a byte
                 raise EOFError("a list reaches beyond the end")
             self.entries += size
             if self.entries > _MOST_ENTRIES:
@@ -184,7 +179,7 @@ _KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_t
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
-    """The vocabulary of a GGUF model.
+    """Read the tokenizer of a GGUF model.
 
     Raises:
         DataError: the file is damaged, or its vocabulary is not a byte-level byte-pair encoding of a known kind.
@@ -242,7 +237,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 
 
 def _splitter(name: str, path: Path) -> dict[str, Any]:
-    """The pre-tokenizer, in the terms of ``tokenizer.json``, that a GGUF file names."""
+    """Pre-tokenizer, in the terms of ``tokenizer.json``, that a GGUF file names."""
     plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name in _AS_GPT2:
         return plain

@@ -1,4 +1,4 @@
-"""Hugging Face's ``tokenizer.json``, with the files that a model keeps beside it."""
+"""Reader of Hugging Face's ``tokenizer.json`` and the model's files beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_json_tokenizer(path: Path) -> Tokenizer:
     """Read ``tokenizer.json`` and, beside it, configuration and chat template.
 
     Raises:
-        DataError: it is damaged, or not a byte-level byte-pair encoding.
+        DataError: the file is damaged, or not a byte-level byte-pair encoding.
     """
     content = read_json_object(path, remedy=REMEDY)
     model = content.get("model")

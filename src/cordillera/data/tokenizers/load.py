@@ -1,4 +1,4 @@
-"""Which kind of file a vocabulary came in; and Llama 3's own, ``tokenizer.model``."""
+"""Loading of tokenizers from any kind of file, and Llama 3's own file, ``tokenizer.model``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from cordillera.errors import DataError
 from cordillera.files import JSON_BYTES
 
 MAX_CHARACTERS = 400_000
-"""Llama 3 tokenises longer texts in blocks of so many characters (llama-models, ``llama3/tokenizer.py``)."""
+"""Number of characters of the blocks into which Llama 3 cuts longer texts (llama-models, ``llama3/tokenizer.py``)."""
 
 MAX_RUN = 25_000
-"""And cuts longer runs of white space, or of anything else, into such pieces."""
+"""Number of characters at which Llama 3 cuts runs of white space, or of anything else."""
 
 LLAMA3_BASE_TOKENS = 128_000
 
@@ -46,7 +46,7 @@ _LLAMA3_SPECIAL_TOKENS = 256
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """What :func:`cordillera.data.tokenizers.tokenizer.load_tokenizer` does; see there."""
+    """Read a tokenizer from a file or folder; see :func:`load_tokenizer`."""
     try:
         if not path.exists():
             raise DataError("there is no such file or folder", where=str(path))
@@ -88,7 +88,7 @@ def _in_folder(folder: Path) -> Path:
 def pieces(text: str) -> Iterator[str]:
     """Cut a text as Llama 3 does before it tokenises: blocks of 400,000 characters, runs of at most 25,000.
 
-    Tokens never reach over a cut, so the cuts decide about ids.
+    Tokens never cross a cut, so the cuts affect ids.
     """
     for start in range(0, len(text), MAX_CHARACTERS):
         block = text[start : start + MAX_CHARACTERS]
@@ -139,7 +139,7 @@ def _read_tiktoken(path: Path) -> Tokenizer:
 
 
 def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Bytes to rank, in order of rank."""
+    """Ranks by the bytes of tokens, in order of rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -164,10 +164,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path: Llama 3's ``tokenizer.model``, a Hugging Face ``tokenizer.json``, a ``.gguf`` file, or a folder that holds
             one of them. Beside a ``tokenizer.json``, ``tokenizer_config.json``, ``generation_config.json`` and
             ``chat_template.jinja`` are read too. Or a name: ``bytes``, whose 256 tokens are the bytes, or that of an
-            asset that was fetched, as ``smollm2`` and ``llama3-tokenizer`` (a folder so called is ``./smollm2``).
+            asset that was fetched, such as ``smollm2`` and ``llama3-tokenizer`` (a folder of that name is
+            ``./smollm2``).
 
     Raises:
-        DataError: there is none, or it is damaged, or of a kind that cannot write every text; an asset was not fetched.
+        DataError: there is no tokenizer, it is damaged, or of a kind that cannot encode every text; an asset was not
+            fetched.
     """
     if path == BYTES:
         return byte_tokenizer()
@@ -177,10 +179,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def asset_facts(path: Path) -> dict[str, Any]:
-    """What the files of an asset say of themselves: a tokenizer's sizes and tokens, and a GGUF model's shape.
-
-    Args:
-        path: As :func:`fetch_asset` gives it.
+    """Return what the file of an asset says of itself: a tokenizer's sizes and tokens, and a GGUF model's shape.
 
     Raises:
         DataError: the file is damaged.

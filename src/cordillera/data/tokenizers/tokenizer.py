@@ -1,7 +1,7 @@
-"""Text to token ids and back, whatever file the vocabulary came in.
+"""Conversion of text to token ids and back, for vocabularies from every kind of file.
 
-All three kinds of file hold the same thing, a byte-level byte-pair encoding; without a file, bytes are tokens. So every
-text can be written, every token stands for bytes, and text that a person typed never becomes a special token.
+All three kinds of file hold a byte-level byte-pair encoding; without a file, bytes are tokens. Every text can therefore
+be encoded, every token stands for bytes, and text that a person typed never becomes a special token.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from cordillera.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """One vocabulary. Made by :func:`load_tokenizer`.
+    """One vocabulary, as :func:`cordillera.data.tokenizers.load.load_tokenizer` returns it.
 
     Attributes:
-        kind: Which library encodes: ``tiktoken``, ``tokenizers``, ``gguf`` (``tokenizers`` on a GGUF's vocabulary), or
+        kind: Library that encodes: ``tiktoken``, ``tokenizers``, ``gguf`` (``tokenizers`` on a GGUF's vocabulary), or
             none for ``bytes``.
-        path: The file, or the name where there is none.
-        encode_plain: Texts to ids, no special tokens.
+        path: Path of the file, or the name of a tokenizer without a file.
+        encode_plain: Function from texts to ids without special tokens.
         token_bytes: Bytes of each id; None for ids without a token.
-        special_tokens: Name to id.
-        bos_id: Begin of a text, if there is such a token.
-        eos_id: End of a text.
+        special_tokens: Ids by name of special token.
+        bos_id: Id of the begin-of-text token, or None.
+        eos_id: Id of the end-of-text token, or None.
         stop_ids: Ids at which generation ends: end of text, of turn, of message.
         adds_bos: Whether the model expects texts to begin with ``bos_id``.
         chat_format: Format of chats; None for a model that does not chat.
-        fingerprint: SHA-256 of all that decides about ids.
+        fingerprint: SHA-256 of everything that determines ids.
     """
 
     kind: Literal["tiktoken", "tokenizers", "gguf", "bytes"]
@@ -50,7 +50,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id: the least rows of an embedding table."""
+        """One more than the highest id: the smallest number of rows of an embedding table."""
         return len(self.token_bytes)
 
     @property
@@ -64,24 +64,24 @@ class Tokenizer:
 
         Args:
             text: Any Unicode text.
-            bos: Whether ``bos_id`` comes first.
-            eos: Whether ``eos_id`` comes last.
+            bos: Whether to put ``bos_id`` first.
+            eos: Whether to put ``eos_id`` last.
 
         Raises:
-            DataError: a lone surrogate (half a character), or a token is asked for that the vocabulary lacks.
+            DataError: the text holds a lone surrogate (half a character), or the vocabulary lacks a requested token.
         """
         return self.encode_batch([text], bos=bos, eos=eos)[0]
 
     def encode_batch(self, texts: Sequence[str], *, bos: bool = False, eos: bool = False) -> list[list[int]]:
-        """Tokenise many texts: the same as :meth:`encode` on each.
+        """Tokenise many texts, each as :meth:`encode` does.
 
         Args:
             texts: Unicode texts.
-            bos: Whether ``bos_id`` comes first in each.
-            eos: Whether ``eos_id`` comes last in each.
+            bos: Whether to put ``bos_id`` first in each.
+            eos: Whether to put ``eos_id`` last in each.
 
         Raises:
-            DataError: as :meth:`encode`.
+            DataError: a text holds a lone surrogate (half a character), or the vocabulary lacks a requested token.
         """
         for index, text in enumerate(texts):
             check_text(text, f"text {index}" if len(texts) > 1 else "text")
@@ -95,10 +95,10 @@ class Tokenizer:
 
         Args:
             messages: The turns.
-            answer: Whether the assistant's next turn is opened at the end, for the model to write.
+            answer: Whether to open the assistant's next turn at the end, for the model to write.
 
         Raises:
-            DataError: the tokenizer has no chat format, or it does not accept the chat.
+            DataError: the tokenizer has no chat format, or the format does not accept the chat.
         """
         if self.chat_format is None:
             raise DataError(
@@ -115,26 +115,26 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
 
         Args:
             ids: Token ids.
-            skip_special: Leave special tokens out instead of writing their names.
+            skip_special: Whether to leave special tokens out instead of writing their names.
 
         Raises:
-            DataError: an id that the vocabulary lacks.
+            DataError: the vocabulary lacks an id.
         """
         return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = False) -> bytes:
-        """Bytes of ids.
+        """Return the bytes of ids.
 
         Args:
             ids: Token ids.
-            skip_special: Leave special tokens out instead of writing their names.
+            skip_special: Whether to leave special tokens out instead of writing their names.
 
         Raises:
-            DataError: an id that the vocabulary lacks.
+            DataError: the vocabulary lacks an id.
         """
         skipped = self._special_ids if skip_special else frozenset()
         parts = []
@@ -159,11 +159,11 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids one by one as a model writes them; holds back bytes that end inside a character.
+    """Decoder of ids that come one by one; it holds back bytes that end inside a character.
 
     Args:
-        tokenizer: Whose ids.
-        skip_special: Leave special tokens out instead of writing their names.
+        tokenizer: Tokenizer of the ids.
+        skip_special: Whether to leave special tokens out instead of writing their names.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -171,11 +171,11 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that has become certain with one more token; may be empty."""
+        """Return the text that one more token completes; may be empty."""
         return self._utf8.decode(self.tokenizer.decode_bytes([token], skip_special=self.skip_special))
 
     def finish(self) -> str:
-        """What is still held back: U+FFFD for half a character, else nothing."""
+        """Return the text still held back: U+FFFD for half a character, otherwise nothing."""
         return self._utf8.decode(b"", final=True)
 
 

@@ -19,36 +19,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-# It loads torch's compiler, which takes a second: a build that cannot run it does without.
+# The import loads torch's compiler, which takes a second; builds that cannot run the kernel skip it.
 varlen: Any = None
 if torch.backends.cuda.is_built():
     with suppress(ImportError):
         from torch.nn.attention import varlen
 
-# Older versions want as many heads of keys as of queries.
+# Older versions need as many heads of keys as of queries.
 _VARLEN_GROUPS = varlen is not None and "enable_gqa" in signature(varlen.varlen_attn).parameters
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
-# Where our kernel on CPUs is faster than torch's.
+# Dtypes, shortest length and divisor of the width for which our kernel on CPUs is faster than torch's.
 _OWN_DTYPES = (torch.float32, torch.bfloat16)
 _OWN_LENGTH, _OWN_WIDTH = 64, 16
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Each token attends to itself and to the earlier tokens of its document, scores scaled by ``1 / sqrt(D)``.
+    """Compute causal attention within each document, scores scaled by ``1 / sqrt(D)``, with the shape of ``q``.
 
     On a CPU, torch's fused attention runs over documents, neighbours of equal length in one batch, and our own
-    (:mod:`cordillera.kernels.attention.numba_kernels`) where there will be gradients; on a GPU, 16-bit tensors go to
+    (:mod:`cordillera.kernels.attention.numba_kernels`) where gradients are needed; on a GPU, 16-bit tensors go to
     flash attention over all documents at once.
 
     Args:
         q: ``[T, H, D]``.
         k: ``[T, G, D]``; ``G`` divides ``H``.
-        v: As ``k``.
-        offsets: ``int32`` or ``int64 [B + 1]``, where documents begin, and ``T``. Kept on the CPU beside tensors on a
-            GPU, it spares each call a wait for the GPU.
-
-    Returns:
-        ``[T, H, D]``.
+        v: Values in the shape of ``k``.
+        offsets: Begin of each document, and ``T``; ``int32`` or ``int64 [B + 1]``. On the CPU beside tensors on a GPU,
+            it saves each call a wait for the GPU.
     """
     if q.is_cuda and q.dtype in _FLASH_DTYPES and varlen is not None:
         longest = int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
@@ -71,7 +68,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; what is trained on a CPU goes through our own kernel."""
+    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; training on a CPU uses our own kernel."""
     is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (
         is_trained
@@ -87,7 +84,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Our own on CPUs."""
+    """Our own attention on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,7 +106,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring documents of equal length: where they start, how many, how long. Empty ones are left out."""
+    """Start, number and length of neighbouring documents of equal length, without empty ones."""
     start, count, length = 0, 0, 0
     for a, b in pairwise(offsets):
         if b - a == length and count:
@@ -123,14 +120,14 @@ def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last ``n`` tokens of sequences to all ``m`` of them: the mask's corner is bottom right.
+    """Compute causal attention of the last ``n`` tokens of sequences to all ``m``, aligned at the bottom right.
 
     Query heads that share a key head are stacked as rows of one product, so that keys and values are read once.
 
     Args:
-        q: ``[B, n, H, D]``, of the last ``n`` tokens.
-        k: ``[B, G, m, D]``, of all tokens; ``m >= n``, ``G`` divides ``H``.
-        v: As ``k``.
+        q: Queries of the last ``n`` tokens, ``[B, n, H, D]``.
+        k: Keys of all tokens, ``[B, G, m, D]``; ``m >= n``, ``G`` divides ``H``.
+        v: Values in the shape of ``k``.
 
     Returns:
         ``[B, n, H, D]``.
@@ -142,7 +139,7 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return out.transpose(1, 2)
     rows = q.view(batch, n, groups, heads // groups, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G n, D]
     mask = None
-    if n > 1:  # torch's own causal mask starts top left when lengths differ
+    if n > 1:  # torch's own causal mask is aligned at the top left when lengths differ
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril_(m - n).repeat(heads // groups, 1)
     out = scaled_dot_product_attention(rows, k, v, attn_mask=mask)
     return out.unflatten(2, (heads // groups, n)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,9 +1,9 @@
-"""Attention pieces by torch's flash kernel for CPUs, which knows less than they need.
+"""Attention pieces by torch's flash kernel for CPUs, with workarounds for its limits.
 
-Its causal mask is aligned at the top left, so a causal block becomes a rectangle and a square. It ends the process on
-empty lists, so it gets none. It gives rows without a key a log-sum-exp of 0, so only masks have such rows and they are
-put right. It computes whole tiles of 512 keys, so backwards small squares are cut into smaller ones along the
-diagonal and rectangles below it. Calls of one shape at regular distances become one call.
+The kernel's causal mask is aligned at the top left, so a causal block becomes a rectangle and a square. The kernel ends
+the process on empty lists, so it gets none. It gives rows without a key a log-sum-exp of 0; only masks have such rows,
+and they are corrected. It computes whole tiles of 512 keys, so in the backward pass small squares are cut into smaller
+ones along the diagonal and rectangles below it. Calls of one shape at regular distances become one call.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from torch import Tensor
 from cordillera.kernels.attention.merge import merge
 from cordillera.kernels.attention.relation import Positions, Relation, RowBlock, as_blocks
 
-_MASK_ROWS = 1024  # of queries whose mask is made at a time
-# Backwards, squares up to the larger are halved down to the smaller, in which the kernel's own mask saves nothing.
-# Forwards, merging what the halves give takes longer than they save.
+_MASK_ROWS = 1024  # queries whose mask is made at a time
+# Backward, squares up to the larger size are halved down to the smaller, in which the kernel's own mask saves nothing.
+# Forward, merging the results of halves takes longer than they save.
 _SMALLEST, _LARGEST = 128, 4096
 
 
 class _Piece(NamedTuple):
     """One call of the kernel: a batch of equal rectangles at regular distances."""
 
-    queries: int  # of each
+    queries: int  # of each rectangle
     keys: int
     causal: bool  # square
     batch: int
-    q_start: int  # of the first
+    q_start: int  # of the first rectangle
     k_start: int
-    q_step: int  # from one to the next
+    q_step: int  # from one rectangle to the next
     k_step: int
     mask: Tensor | None  # bool [queries, keys]
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Their rows of a tensor, ``[batch, queries, ...]``, a view."""
+        """View of the queries' rows of a tensor, ``[batch, queries, ...]``."""
         return _rows(x, self.q_start, self.q_step, self.batch, self.queries)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Likewise for keys."""
+        """View of the keys' rows of a tensor, ``[batch, keys, ...]``."""
         return _rows(x, self.k_start, self.k_step, self.batch, self.keys)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
+    """Compute outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
 
     Args:
         q: ``[Tq, H, D]``.
         k: ``[Tk, KV, D]``.
         v: ``[Tk, KV, D]``.
-        relation: Which keys a query sees.
-        scale: Of the scores.
+        relation: Keys that each query sees.
+        scale: Factor of the scores.
 
     Returns:
         Both in float32, or float64 if ``q`` is.
@@ -83,22 +83,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, relation: Relation, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, in float32, or float64 if ``q`` is.
+    """Compute gradients of queries, keys and values, in float32, or float64 if ``q`` is.
 
     Args:
-        dout: ``[Tq, H, D]``, of ``out``.
-        q: As in :func:`forward`.
-        k: Likewise.
-        v: Likewise.
-        out: ``[Tq, H, D]``, over all keys that a query sees anywhere.
-        lse: ``[Tq, H]`` likewise.
-        relation: As in :func:`forward`.
-        scale: Likewise.
+        dout: Gradient of ``out``, ``[Tq, H, D]``.
+        q: Argument of :func:`forward`, like ``k``, ``v``, ``relation`` and ``scale``.
+        out: Output over all keys that a query sees anywhere, ``[Tq, H, D]``.
+        lse: Log-sum-exp over all keys that a query sees anywhere, ``[Tq, H]``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     dout, out, q, k, v = _side_by_side(dout.to(q.dtype), out.to(q.dtype), q, k, v)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # the kernel's own for a row without keys, in a mask
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # as the kernel gives for a row of a mask without keys
     for piece in _pieces(relation, len(q), len(k), halve=True):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             piece.of_queries(dout).transpose(1, 2),
@@ -119,7 +115,7 @@ def backward(
 
 
 def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Entries of a head next to one another: the kernel takes them so without looking."""
+    """Make entries of a head adjacent: the kernel assumes it without a check."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
@@ -130,7 +126,7 @@ def _rows(x: Tensor, start: int, step: int, batch: int, length: int) -> Tensor:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as what is added to scores."""
+    """Mask as values to add to scores."""
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)[None, None]
@@ -147,9 +143,9 @@ def _pieces(relation: Relation, queries: int, keys: int, halve: bool) -> Sequenc
     return [_Piece(len(mask), keys, False, 1, start, 0, 0, 0, mask) for start, mask in zip(starts, masks, strict=True)]
 
 
-@lru_cache(maxsize=64)  # every layer asks for the same
+@lru_cache(maxsize=64)  # every layer needs the same
 def _batches(blocks: tuple[RowBlock, ...], halve: bool) -> list[_Piece]:
-    """Rectangles and squares of the same shape, as few calls; no row comes twice in one."""
+    """Group rectangles and squares of one shape into few calls; no row occurs twice in a call."""
     places: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
     for block in blocks:
         for q_start, q_stop, k_start, k_stop, causal in _parts(block, halve):
@@ -171,7 +167,7 @@ def _batches(blocks: tuple[RowBlock, ...], halve: bool) -> list[_Piece]:
 def _parts(block: RowBlock, halve: bool) -> Iterator[RowBlock]:
     """Squares on the diagonal and rectangles beside them."""
     q_start, q_stop, k_start, k_stop, causal = block
-    square = k_stop - (q_stop - q_start) if causal else k_stop  # from here on a query does not see all
+    square = k_stop - (q_stop - q_start) if causal else k_stop  # first key that not every query sees
     if k_start < square:
         yield RowBlock(q_start, q_stop, k_start, square, False)
     size = k_stop - square
@@ -213,7 +209,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scale: float, finit
 
 
 def _poisoned(queries: Tensor, keys: Tensor, piece: _Piece) -> Tensor:
-    """``bool [batch, queries, H]``: who sees a score that is not finite, of which the kernel may make a number."""
+    """Rows that see a score that is not finite, ``bool [batch, queries, H]``; the kernel may give them numbers."""
     bad_queries, bad_keys = (~x.isfinite().all(-1) for x in (queries, keys))
     bad_keys = bad_keys.repeat_interleave(queries.shape[2] // keys.shape[2], 2)  # [batch, keys, H]
     if piece.causal:

@@ -1,4 +1,4 @@
-"""Attention pieces by dense matrices in float64: slow, everywhere, and what the other back ends are held to."""
+"""Attention pieces by dense matrices in float64: slow, on every device, and the reference of the other back ends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cordillera.kernels.attention.relation import Relation, dense_mask
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
+    """Compute outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
 
     Args:
         q: ``[Tq, H, D]``.
         k: ``[Tk, KV, D]``.
         v: ``[Tk, KV, D]``.
-        relation: Which keys a query sees.
-        scale: Of the scores.
+        relation: Keys that each query sees.
+        scale: Factor of the scores.
 
     Returns:
         Both in float32, or float64 if ``q`` is.
@@ -31,17 +31,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, relation: Relation, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, in float32, or float64 if ``q`` is.
+    """Compute gradients of queries, keys and values, in float32, or float64 if ``q`` is.
 
     Args:
-        dout: ``[Tq, H, D]``, of ``out``.
-        q: As in :func:`forward`.
-        k: Likewise.
-        v: Likewise.
-        out: ``[Tq, H, D]``, over all keys that a query sees anywhere.
-        lse: ``[Tq, H]`` likewise.
-        relation: As in :func:`forward`.
-        scale: Likewise.
+        dout: Gradient of ``out``, ``[Tq, H, D]``.
+        q: Argument of :func:`forward`, like ``k``, ``v``, ``relation`` and ``scale``.
+        out: Output over all keys that a query sees anywhere, ``[Tq, H, D]``.
+        lse: Log-sum-exp over all keys that a query sees anywhere, ``[Tq, H]``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = _grouped(q, k)
@@ -58,7 +54,7 @@ def backward(
 
 
 def _grouped(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    """Of queries, by the heads of keys that theirs use."""
+    """Shape of queries, grouped by the heads of keys that they use."""
     return len(q), k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
 
 
@@ -70,5 +66,5 @@ def _scores(q: Tensor, k: Tensor, relation: Relation, scale: float) -> Tensor:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """The softmax, with zeros for a query without keys."""
+    """Softmax, with zeros for a query without keys."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

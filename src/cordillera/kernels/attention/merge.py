@@ -1,4 +1,4 @@
-"""Attention over all keys from that over disjoint sets of them."""
+"""Merging of attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from cordillera.errors import PlanError
 
 
 def merge(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from that over disjoint sets of them. Differentiable.
+    """Merge attention over disjoint sets of keys into attention over all of them. Differentiable.
 
     Args:
         pieces: Outputs ``[T, H, D]`` with log-sum-exps ``[T, H]``; a log-sum-exp of -inf marks a query that has no keys
             in this piece. NaN stays NaN.
 
     Returns:
-        The same of all of them, in the dtype of the log-sum-exps.
+        Merged output and log-sum-exps, in the dtype of the log-sum-exps.
 
     Raises:
-        PlanError: If there is no piece.
+        PlanError: There is no piece.
     """
     if not pieces:
         raise PlanError("there is no piece to merge", where="pieces")
     lses = torch.stack([lse for _, lse in pieces])
-    # the result does not depend on it, so neither do gradients
+    # the result does not depend on the largest, so it needs no gradient
     largest = lses.detach().amax(0)
     without = largest == -torch.inf
     largest = largest.masked_fill(without, 0.0)

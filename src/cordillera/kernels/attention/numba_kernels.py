@@ -254,7 +254,10 @@ def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any,
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
-    """``q``, ``gradient``, ``dq [n, D]``; ``keys``, ``values``, ``dk``, ``dv [blocks, D, m]``; ``rows`` transposed."""
+    """``q``, ``gradient``, ``dq [n, D]``; ``keys``, ``values``, ``dk``, ``dv [blocks, D, m]``.
+
+    ``rows [blocks, m, D]`` holds the keys, not transposed.
+    """
     queries, width = q.shape
     blocks, _, block = keys.shape
     scores, slopes = np.empty((ROWS, block), np.float32), np.empty((ROWS, block), np.float32)

@@ -1,8 +1,8 @@
 """Attention to some of the keys, such that the results for others can be merged in later.
 
 A piece is an output with the log-sum-exp of its scores. Context parallelism, split caches and trees compute pieces
-where the keys are and put them together with one :func:`merge`; backwards, each piece needs only the merged output and
-log-sum-exp.
+where the keys are and combine them with one :func:`merge`; in the backward pass, each piece needs only the merged
+output and log-sum-exp.
 
 Source: the log-sum-exp and its backward as in Dao 2023 (arXiv 2307.08691), sections 3.1 and 3.2; merging as in Yang et
 al. 2024 (arXiv 2411.01783), equation 4.
@@ -26,7 +26,7 @@ from cordillera.kernels.attention.relation import Positions, Relation
 AttentionBackend = Literal["auto", "math", "flash", "varlen"]
 
 _BACKENDS = {"math": math_attention, "flash": flash_attention_cpu, "varlen": varlen_attention}
-_PADDING = 8  # of head dimensions, which kernels want in such steps
+_PADDING = 8  # kernels need head dimensions that are multiples of it
 
 
 def partial_attention(
@@ -38,26 +38,26 @@ def partial_attention(
     scale: float | None = None,
     backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention to the keys that are here, with what it takes to merge other keys in. Differentiable.
+    """Compute softmax attention to some of the keys, with the log-sum-exp for merging other keys in. Differentiable.
 
     Args:
-        q: ``[Tq, H, D]``, floating point.
-        k: ``[Tk, KV, D]``, where ``KV`` divides ``H``: query head ``h`` uses key head ``h // (H // KV)``.
-        v: ``[Tk, KV, D]``.
-        relation: Which keys a query sees: ``"full"``, ``"causal"`` (aligned at the bottom right), ``"empty"``, blocks
+        q: Queries, ``[Tq, H, D]``, floating point.
+        k: Keys, ``[Tk, KV, D]``, where ``KV`` divides ``H``: query head ``h`` uses key head ``h // (H // KV)``.
+        v: Values, ``[Tk, KV, D]``.
+        relation: Keys that each query sees: ``"full"``, ``"causal"`` (aligned at the bottom right), ``"empty"``, blocks
             of rows, or positions. Blocks may share queries or keys, but no pair of both.
-        scale: Of the scores; None for ``1 / sqrt(D)``.
+        scale: Factor of the scores; None for ``1 / sqrt(D)``.
         backend: ``"math"`` anywhere, dense and in float64; ``"flash"`` on CPUs; ``"varlen"`` on CUDA, for blocks in
             half precision; ``"auto"`` for the fastest of these.
 
     Returns:
         The output ``[Tq, H, D]`` in the dtype of ``q``, and the natural log-sum-exp of the scores ``[Tq, H]`` in
         float32, or float64 if ``q`` is. A query without keys gets an output of 0 and a log-sum-exp of -inf. Queries and
-        keys that are not finite give NaN to whoever sees them.
+        keys that are not finite give NaN in all rows that see them.
 
     Raises:
-        PlanError: If shapes, dtypes and relation do not fit together.
-        DependencyError: If the back end cannot do it here.
+        PlanError: Shapes, dtypes and relation do not fit together.
+        DependencyError: The back end cannot run the call on this device.
     """
     _check(q, k, v, relation)
     chosen = choose_backend(q, relation, backend)
@@ -78,24 +78,28 @@ def attention_backward(
     scale: float | None = None,
     backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one piece, given the output and log-sum-exp over all pieces.
+    """Compute the gradients of one piece, given the output and log-sum-exp over all pieces.
 
-    What the pieces of a query contribute to ``dq`` adds up to its gradient.
+    The contributions of a query's pieces to ``dq`` add up to its gradient.
 
     Args:
-        dout: ``[Tq, H, D]``, the gradient of the merged output.
-        q: As in :func:`partial_attention`, like all that are not described here.
-        k: The keys of this piece.
-        v: Their values.
-        out: ``[Tq, H, D]``, merged.
-        lse: ``[Tq, H]``, merged.
-        relation: Of this piece.
-        dlse: ``[Tq, H]``, the gradient of the merged log-sum-exp; None for zeros.
-        scale: Of the scores.
-        backend: As in :func:`partial_attention`.
+        dout: Gradient of the merged output, ``[Tq, H, D]``.
+        q: Queries, ``[Tq, H, D]``, as in :func:`partial_attention`.
+        k: Keys of this piece, ``[Tk, KV, D]``.
+        v: Values of this piece, ``[Tk, KV, D]``.
+        out: Merged output, ``[Tq, H, D]``.
+        lse: Merged log-sum-exp, ``[Tq, H]``.
+        relation: Keys of this piece that each query sees.
+        dlse: Gradient of the merged log-sum-exp, ``[Tq, H]``; None for zeros.
+        scale: Factor of the scores; None for ``1 / sqrt(D)``.
+        backend: Back end, as in :func:`partial_attention`.
 
     Returns:
         ``dq``, ``dk`` and ``dv`` in float32, or float64 if ``q`` is, to be added up in that precision.
+
+    Raises:
+        PlanError: Shapes, dtypes and relation do not fit together.
+        DependencyError: The back end cannot run the call on this device.
     """
     _check(q, k, v, relation)
     chosen, scale = choose_backend(q, relation, backend), _scale(q, scale)
@@ -113,15 +117,15 @@ def attention_backward(
 
 
 def choose_backend(q: Tensor, relation: Relation, backend: AttentionBackend = "auto") -> AttentionBackend:
-    """The back end that runs a call.
+    """Return the back end that runs a call.
 
     Args:
-        q: Its queries.
-        relation: Its relation.
-        backend: What was asked for.
+        q: Queries of the call.
+        relation: Relation of the call.
+        backend: Requested back end.
 
     Raises:
-        DependencyError: If that cannot run it.
+        DependencyError: The requested back end is unknown or cannot run the call.
     """
     kind = q.device.type
     fits_varlen = kind == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and not isinstance(relation, Positions)

@@ -1,4 +1,4 @@
-"""Which queries attend to which keys: blocks of consecutive rows in plain integers, or positions where need be.
+"""Relations between queries and the keys that they attend to: blocks of consecutive rows, or positions where needed.
 
 A causal block is aligned at its bottom right, as in FlashAttention: its last query sees all of its keys, the query
 before all but the last. Positions describe anything else (keys that were written one by one while decoding, padding).
@@ -22,10 +22,10 @@ class RowBlock(NamedTuple):
 
     Attributes:
         q_start: First row of the queries.
-        q_stop: One past the last.
+        q_stop: End of the queries (exclusive).
         k_start: First row of the keys.
-        k_stop: One past the last.
-        causal: Query ``i`` of ``n`` sees all keys but the last ``n - 1 - i``; False for all keys.
+        k_stop: End of the keys (exclusive).
+        causal: Whether query ``i`` of ``n`` sees all keys but the last ``n - 1 - i``; False for all keys.
     """
 
     q_start: int
@@ -40,10 +40,10 @@ class Positions:
     """A query attends to the keys of its own document whose position is not after its own.
 
     Attributes:
-        q_documents: ``int64 [Tq]``; a negative number for a query that attends to nothing.
-        q_positions: ``int64 [Tq]``, counted from the document's start.
-        k_documents: ``int64 [Tk]``; a negative number for padding.
-        k_positions: ``int64 [Tk]``.
+        q_documents: Document of each query, ``int64 [Tq]``; a negative number for a query that attends to nothing.
+        q_positions: Position of each query in its document, from 0, ``int64 [Tq]``.
+        k_documents: Document of each key, ``int64 [Tk]``; a negative number for padding.
+        k_positions: Position of each key in its document, from 0, ``int64 [Tk]``.
     """
 
     q_documents: Tensor
@@ -52,11 +52,11 @@ class Positions:
     k_positions: Tensor
 
     def mask(self, first: int = 0, last: int | None = None) -> Tensor:
-        """``bool [last - first, Tk]``: which keys some of the queries see.
+        """Return the keys that some of the queries see, ``bool [last - first, Tk]``.
 
         Args:
-            first: First of the queries.
-            last: One past the last of them; None for all.
+            first: First query.
+            last: End of the queries (exclusive); None for all.
         """
         documents, positions = self.q_documents[first:last, None], self.q_positions[first:last, None]
         return (documents == self.k_documents) & (documents >= 0) & (positions >= self.k_positions)
@@ -66,11 +66,12 @@ Relation = Literal["full", "causal", "empty"] | Sequence[RowBlock] | Positions
 
 
 def document_blocks(q_offsets: Sequence[int], k_offsets: Sequence[int] | None = None) -> list[RowBlock]:
-    """Packed documents, each causal in itself and blind to the others.
+    """Make the blocks of packed documents, each causal in itself and blind to the others.
 
     Args:
         q_offsets: ``B + 1`` numbers; document ``b`` owns the queries from ``q_offsets[b]`` to ``q_offsets[b + 1]``.
-        k_offsets: Likewise of the keys, whose last ones belong to the queries; None for the same.
+        k_offsets: Offsets of the keys; a document's queries are the last of its keys. None for the offsets of the
+            queries.
     """
     k_offsets = q_offsets if k_offsets is None else k_offsets
     pairs = zip(pairwise(q_offsets), pairwise(k_offsets), strict=True)
@@ -78,11 +79,11 @@ def document_blocks(q_offsets: Sequence[int], k_offsets: Sequence[int] | None = 
 
 
 def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple[int, int, int]]) -> list[RowBlock]:
-    """How pieces of documents attend to pieces of documents, causally within each document.
+    """Make the blocks in which pieces of documents attend to pieces of documents, causally within each document.
 
     Args:
-        queries: ``(document, start, stop)`` of each piece, in the order in which their rows lie one after another.
-        keys: Likewise. No token is in two pieces.
+        queries: ``(document, start, stop)`` of each piece, in the order of their rows.
+        keys: ``(document, start, stop)`` of each piece of keys, in the order of their rows. No token is in two pieces.
 
     Returns:
         Blocks over those rows; no pair of query and key is in two of them.
@@ -96,7 +97,7 @@ def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple
     row = 0
     for document, start, stop in queries:
         for first, last, k_row in of_document.get(document, ()):
-            # queries within the keys' range of positions see them up to their own, those behind it all of them
+            # queries within the keys' range of positions see keys up to their own position, queries after it all keys
             low, high = max(start, first), min(stop, last)
             if low < high:
                 blocks.append(RowBlock(row + low - start, row + high - start, k_row, k_row + high - first, True))
@@ -108,15 +109,15 @@ def blocks_between(queries: Sequence[tuple[int, int, int]], keys: Sequence[tuple
 
 
 def as_blocks(relation: Relation, queries: int, keys: int) -> list[RowBlock]:
-    """The blocks of a relation in which every query sees a key.
+    """Return the blocks of a relation in which every query sees a key.
 
     Args:
-        relation: Any but :class:`Positions`.
-        queries: How many there are.
-        keys: Likewise.
+        relation: Any relation but :class:`Positions`.
+        queries: Number of queries.
+        keys: Number of keys.
 
     Raises:
-        PlanError: If a block is not within the queries and keys, or the relation is not known.
+        PlanError: A block is not within the queries and keys, or the relation is unknown.
     """
     if isinstance(relation, str):
         if relation not in ("full", "causal", "empty"):
@@ -127,7 +128,7 @@ def as_blocks(relation: Relation, queries: int, keys: int) -> list[RowBlock]:
     for block in relation:
         if not (0 <= block.q_start <= block.q_stop <= queries and 0 <= block.k_start <= block.k_stop <= keys):
             raise PlanError(f"{block} does not fit {queries} queries and {keys} keys", where="relation")
-        if block.causal:  # the first queries see nothing where there are more of them than keys
+        if block.causal:  # with more queries than keys the first queries see nothing
             size = min(block.q_stop - block.q_start, block.k_stop - block.k_start)
             block = block._replace(q_start=block.q_stop - size)
         if block.q_start < block.q_stop and block.k_start < block.k_stop:
@@ -136,13 +137,13 @@ def as_blocks(relation: Relation, queries: int, keys: int) -> list[RowBlock]:
 
 
 def dense_mask(relation: Relation, queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """A relation as ``bool [queries, keys]``, True where a query sees a key.
+    """Return a relation as ``bool [queries, keys]``, True where a query sees a key.
 
     Args:
-        relation: Any.
-        queries: How many there are.
-        keys: Likewise.
-        device: Of the mask.
+        relation: Any relation.
+        queries: Number of queries.
+        keys: Number of keys.
+        device: Device of the mask.
     """
     if isinstance(relation, Positions):
         return relation.mask().to(device)

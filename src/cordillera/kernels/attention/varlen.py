@@ -1,8 +1,8 @@
 """Attention pieces by the FlashAttention kernels of CUDA builds of torch: many blocks in one call.
 
 These are the kernels under :mod:`torch.nn.attention.varlen`, called such that the log-sum-exp of all pieces can be
-given to the backward of one. Blocks are dealt to calls in which no row of queries or keys comes twice, so that results
-are put together in one order, without atomics.
+given to the backward pass of one. Blocks are distributed over calls in which no row of queries or keys occurs twice, so
+that results are combined in one order, without atomics.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Layer(NamedTuple):
     """Blocks of one kind that share no row."""
 
     causal: bool
-    rows: NDArray[np.bool_]  # of queries: which are taken
-    keys: NDArray[np.bool_]
+    rows: NDArray[np.bool_]  # queries that are taken
+    keys: NDArray[np.bool_]  # keys that are taken
     blocks: list[RowBlock]
 
     def has_room(self, block: RowBlock) -> bool:
@@ -39,25 +39,25 @@ class _Layer(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Blocks of one kind, their rows one block after another."""
+    """Blocks of one kind, with their rows one block after another."""
 
-    rows: Tensor  # int64, of queries
-    keys: Tensor  # int64
+    rows: Tensor  # int64, rows of queries
+    keys: Tensor  # int64, rows of keys
     q_offsets: Tensor  # int32
     k_offsets: Tensor  # int32
-    longest: tuple[int, int]  # of the queries and keys of a block
+    longest: tuple[int, int]  # most queries and keys of a block
     causal: bool
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
+    """Compute outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
 
     Args:
         q: ``[Tq, H, D]``.
         k: ``[Tk, KV, D]``.
         v: ``[Tk, KV, D]``.
         relation: Blocks.
-        scale: Of the scores.
+        scale: Factor of the scores.
 
     Returns:
         Both in float32.
@@ -67,7 +67,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
     for call in _calls(relation, len(q), len(k), q.device):
         part, part_lse = _kernel(q[call.rows], k[call.keys], v[call.keys], call, scale)
         part_lse = part_lse.t()
-        broken = ~part_lse.isfinite()  # every query has a key, so its scores were not finite
+        broken = ~part_lse.isfinite()  # every query has a key, so the scores were not finite
         piece = part.masked_fill(broken[..., None], torch.nan), part_lse.masked_fill(broken, torch.nan)
         out[call.rows], lse[call.rows] = merge([(out[call.rows], lse[call.rows]), piece])
     return out, lse
@@ -76,17 +76,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, relation: Relation, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, in float32.
+    """Compute gradients of queries, keys and values, in float32.
 
     Args:
-        dout: ``[Tq, H, D]``, of ``out``.
-        q: As in :func:`forward`.
-        k: Likewise.
-        v: Likewise.
-        out: ``[Tq, H, D]``, over all keys that a query sees anywhere.
-        lse: ``[Tq, H]`` likewise.
-        relation: As in :func:`forward`.
-        scale: Likewise.
+        dout: Gradient of ``out``, ``[Tq, H, D]``.
+        q: Argument of :func:`forward`, like ``k``, ``v``, ``relation`` and ``scale``.
+        out: Output over all keys that a query sees anywhere, ``[Tq, H, D]``.
+        lse: Log-sum-exp over all keys that a query sees anywhere, ``[Tq, H]``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
@@ -118,7 +114,7 @@ def _kernel_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: _Call, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, given log-sum-exps ``[H, Tq]``."""
-    # the state of the random numbers of dropout, of which there is none
+    # state of dropout's random numbers, which are not used
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         dout,

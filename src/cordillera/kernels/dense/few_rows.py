@@ -1,7 +1,7 @@
-"""Linear layers of a few rows, as when text is generated: bfloat16 weights are read once, at the speed of memory.
+"""Linear layers of a few rows, as in text generation: bfloat16 weights are read once, at the speed of memory.
 
 Torch's product of one row with a bfloat16 matrix on CPUs reads the matrix at a third of that speed. Here products are
-summed in float32 and rounded once. Each sum is made by one thread in an order that its length alone decides, so results
+summed in float32 and rounded once. One thread makes each sum, in an order that depends on its length alone, so results
 are the same, bit for bit, for any number of threads and of rows.
 """
 
@@ -19,15 +19,15 @@ from cordillera.kernels.compiling import compiled
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 
 MOST_ROWS = 4
-"""With more rows torch's product of matrices is the faster one."""
+"""Largest number of rows for which this product is faster than torch's."""
 
 
-# Sums in several lanes need the right to reorder. Nothing is stored among them, so code does not depend on addresses.
+# Sums in several lanes need permission to reorder. The loop stores nothing, so the code does not depend on addresses.
 @compiled(parallel=True, fastmath={"reassoc", "contract"})
 def _products(x: Any, weight: Any, out: Any, threads: int) -> None:
     rows, inner = x.shape
     outputs = weight.shape[0]
-    zero = np.uint16(0)  # the type of results
+    zero = np.uint16(0)  # has the type of the results
     for chunk in numba.prange(threads):
         for i in range(outputs * chunk // threads, outputs * (chunk + 1) // threads):
             for row in range(rows):
@@ -38,11 +38,11 @@ def _products(x: Any, weight: Any, out: Any, threads: int) -> None:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x weight^T`` for few rows on a CPU; no gradient.
+    """Compute ``x weight^T`` for few rows on a CPU, without gradients.
 
     Args:
-        x: ``bfloat16 [n, inner]``.
-        weight: ``bfloat16 [outputs, inner]``, contiguous.
+        x: Input, ``bfloat16 [n, inner]``.
+        weight: Weight, ``bfloat16 [outputs, inner]``, contiguous.
 
     Returns:
         ``bfloat16 [n, outputs]``.
@@ -56,10 +56,10 @@ def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class FewRowsLinear(nn.Linear):
-    """A linear layer without bias over a weight that is there already; few rows go to :func:`few_rows_linear`.
+    """Linear layer without bias over an existing weight; few rows are computed by :func:`few_rows_linear`.
 
     Args:
-        weight: A parameter, ``[outputs, inner]``, shared.
+        weight: Parameter ``[outputs, inner]`` that the layer shares.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -67,7 +67,7 @@ class FewRowsLinear(nn.Linear):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        # Gradients, other dtypes and devices, and matrices of many rows are torch's.
+        # torch computes gradients, other dtypes and devices, and matrices of many rows.
         few = x.dtype == torch.bfloat16 == self.weight.dtype and x.dim() == 2 and len(x) <= MOST_ROWS
         if few and x.device.type == "cpu" and not torch.is_grad_enabled():
             return few_rows_linear(x, self.weight)

@@ -1,7 +1,7 @@
-"""Parts of dense layers that torch's own operators leave slow on CPUs, each with its gradient.
+"""Parts of dense layers that are slow in torch's own operators on CPUs, each with its gradient.
 
-Our own kernels run on CPUs, in float32 and bfloat16; elsewhere, inside ``torch.compile`` and under ``torch.vmap``
-torch's operators do the same. Second derivatives go through torch's operators everywhere.
+The kernels here run on CPUs, in float32 and bfloat16; elsewhere, inside ``torch.compile`` and under ``torch.vmap``
+torch's operators compute the same. Second derivatives use torch's operators everywhere.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 _SINGLE = (torch.float32, torch.bfloat16)
 
-# Whether this CPU has instructions for products of bfloat16; a constant, so that compiled graphs can read it.
+# Whether this CPU has instructions for products of bfloat16. A constant, so that compiled graphs can read it.
 MULTIPLIES_BFLOAT16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _transformed() -> bool:
-    """Whether only torch's operators will do: they can be compiled and run under ``torch.vmap``."""
+    """Whether only torch's operators work: the code is being compiled or runs under ``torch.vmap``."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
@@ -37,14 +37,14 @@ def _computed_in(x: Tensor) -> torch.dtype:
 def _differentiable_gradients(
     forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor], ctx: Any
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a forward made of torch's operators, for a backward that is differentiated itself."""
+    """Gradients of a forward made of torch's operators, for a backward pass that is itself differentiated."""
     wanted = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
     found = iter(torch.autograd.grad(forward(*inputs), [inputs[i] for i in wanted], grads, create_graph=True))
     return tuple(next(found) if i in wanted else None for i in range(len(ctx.needs_input_grad)))
 
 
 def for_batched_matmul(x: Tensor) -> Tensor:
-    """``x`` in the precision in which products of many small matrices are fastest.
+    """Return ``x`` in the precision in which products of many small matrices are fastest.
 
     A CPU without instructions for bfloat16 takes several times as long for such a product as in float32, which is used
     there instead and rounded once at the end. With these instructions bfloat16 takes a third of the time.
@@ -53,7 +53,7 @@ def for_batched_matmul(x: Tensor) -> Tensor:
 
 
 def batched_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` for many small matrices, ``[B, n, d] @ [B, d, m]``, in the wider of their dtypes."""
+    """Compute ``left @ right`` for many small matrices, ``[B, n, d] @ [B, d, m]``, in the wider of their dtypes."""
     if left.device.type != "cpu":
         return torch.bmm(left, right)
     dtype = torch.promote_types(left.dtype, right.dtype)
@@ -62,19 +62,14 @@ def batched_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def left_product(weight: Tensor, x: Tensor) -> Tensor:
-    """Linear combinations of the embeddings, ``W X``, in the autocast dtype where there is one.
+    """Compute ``W X`` of ``weight [m, n]`` and ``x [B, n, d]``, in the autocast dtype where there is one.
 
-    Args:
-        weight: ``W [m, n]``.
-        x: ``X [B, n, d]``.
-
-    Returns:
-        ``[B, m, d]``; its memory lies as ``[B, d, m]``.
+    The result ``[B, m, d]`` is stored as ``[B, d, m]``.
     """
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
         x = for_batched_matmul(x.to(dtype))
-        # each sample's X^T as rows of one matrix: one large product, and a batched one would copy W for every sample
+        # each sample's X^T as rows of one matrix: one large product, where a batched one copies W for every sample
         return F.linear(x.mT.contiguous(), weight.to(x.dtype)).mT.to(dtype)
 
 
@@ -85,7 +80,7 @@ def _products_and_combinations(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[
 
 
 class _FactorizationMachine(torch.autograd.Function):
-    """Products and combinations of the embeddings, which share one transposed copy and one gradient of ``X``."""
+    """Products and combinations of the embeddings that share one transposed copy and one gradient of ``X``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -112,9 +107,9 @@ class _FactorizationMachine(torch.autograd.Function):
 
 
 def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Products of the embeddings with learned combinations of them, ``X (X^T Y)``, and other combinations ``W X``.
+    """Multiply embeddings with learned combinations of them, ``X (X^T Y)``, and compute further combinations ``W X``.
 
-    In the autocast dtype where there is one.
+    The computation runs in the autocast dtype where there is one.
 
     Args:
         x: ``X [B, n, d]``.
@@ -122,7 +117,7 @@ def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tenso
         weights: Any number of ``W [m, n]``.
 
     Returns:
-        ``[B, n, k]``, and for each of the weights ``[B, m, d]``, whose memory lies as ``[B, d, m]``.
+        ``[B, n, k]``, and for each of the weights ``[B, m, d]``, stored as ``[B, d, m]``.
     """
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -136,7 +131,7 @@ def _linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _LinearReLU(torch.autograd.Function):
-    """The ReLU's gradient and the bias's in one pass."""
+    """Linear layer and ReLU, with the gradients of the ReLU and of the bias in one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -157,15 +152,12 @@ class _LinearReLU(torch.autograd.Function):
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``relu(x W^T + b)``, in the autocast dtype where there is one.
+    """Compute ``relu(x W^T + b)``, in the autocast dtype where there is one.
 
     Args:
         x: ``[..., inputs]``.
         weight: ``[outputs, inputs]``.
         bias: ``[outputs]`` or None.
-
-    Returns:
-        ``[..., outputs]``.
     """
     dtype = _computed_in(x)
     if not _own(x) or dtype not in _SINGLE or x.ndim != 2:
@@ -181,7 +173,7 @@ def _stacked_layer_norm(
 
 
 class _StackedLayerNorm(torch.autograd.Function):
-    """Stack, sum and norm in one pass over embeddings that lie transposed in memory."""
+    """Stack, sum and norm in one pass over embeddings that are stored transposed."""
 
     @staticmethod
     def forward(
@@ -211,18 +203,18 @@ class _StackedLayerNorm(torch.autograd.Function):
 def stacked_layer_norm(
     first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> Tensor:
-    """Layer norm over the last dimension of ``concat(first, second) + residual``, in float32 inside.
+    """Apply layer norm over the last dimension of ``concat(first, second) + residual``, in float32 inside.
 
     Args:
         first: ``[B, f, d]``.
-        second: ``[B, s, d]``; best where its memory lies as ``[B, d, s]``.
-        residual: ``[B, f + s, d]``; best where its memory lies as ``[B, d, f + s]``.
+        second: ``[B, s, d]``; fastest if stored as ``[B, d, s]``.
+        residual: ``[B, f + s, d]``; fastest if stored as ``[B, d, f + s]``.
         weight: ``[d]``.
         bias: ``[d]``.
-        eps: Added to the variance.
+        eps: Value added to the variance.
 
     Returns:
-        ``[B, f + s, d]``, in the widest dtype of the three, on CPUs with memory that lies as ``[B, d, f + s]``.
+        ``[B, f + s, d]``, in the widest dtype of the three; on CPUs stored as ``[B, d, f + s]``.
     """
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), residual.dtype)
     first, second, residual = (x.to(dtype) for x in (first, second, residual))
@@ -241,7 +233,7 @@ def _block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> Ten
     normed = []
     for part in parts:  # [..., blocks, width of a block]
         mean = part.square().mean(-1, keepdim=True)
-        # squares that are too large for the format would make zeros of everything else
+        # squares that overflow would turn all other values into zeros
         scale = torch.where(mean.isinf(), torch.nan, (mean + eps).rsqrt())
         normed.append((part * scale).flatten(-2))
     output = torch.cat(normed, -1) if len(normed) > 1 else normed[0]
@@ -249,7 +241,7 @@ def _block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> Ten
 
 
 class _BlockNorm(torch.autograd.Function):
-    """Squares, scale and activation in one pass over a row; nothing but the input and the scales is kept."""
+    """Squares, scale and activation in one pass over a row; only the input and the scales are kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block_size: int, eps: float, hard_swish: bool) -> Tensor:
@@ -273,20 +265,20 @@ class _BlockNorm(torch.autograd.Function):
 
 
 def block_norm(x: Tensor, block_size: int = 256, eps: float = 1e-5, *, hard_swish: bool = False) -> Tensor:
-    """Each block of features divided by its root mean square, in float32 inside, then perhaps the hard Swish.
+    """Divide each block of features by its root mean square, in float32 inside, and optionally apply the hard Swish.
 
     ``y / sqrt(mean(y^2) + eps)``, without weights, over fixed blocks (LoKA, arXiv 2605.10886, BlockNorm): no block
     waits for another, so a matrix product can do it on the part of a row that it holds. A block that holds NaN or
-    infinity, or numbers whose squares overflow, comes out as NaN, unlike the other blocks of its row.
+    infinity, or numbers whose squares overflow, becomes NaN; the other blocks of its row do not.
 
     Args:
         x: ``[..., width]``.
-        block_size: Features of a block; where the width is no multiple the last block is smaller.
-        eps: Added to the mean square; above zero, so that a block of zeros stays zero.
-        hard_swish: Whether ``z min(max(z + 3, 0), 6) / 6`` is taken of the result ``z``.
+        block_size: Number of features in a block; the last block is smaller if the width is not a multiple.
+        eps: Value added to the mean square; above zero, so that a block of zeros stays zero.
+        hard_swish: Whether to apply ``z min(max(z + 3, 0), 6) / 6`` to the result ``z``.
 
     Returns:
-        Shape and dtype of ``x``.
+        Tensor of the shape and dtype of ``x``.
     """
     if _own(x) and x.dtype in _SINGLE:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -295,11 +287,11 @@ def block_norm(x: Tensor, block_size: int = 256, eps: float = 1e-5, *, hard_swis
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """Selected entries of ``X X^T``, with a backward that scatters by a gather.
+    """Selected entries of ``X X^T``, with a backward pass that gathers instead of scattering.
 
-    Autograd's own backward of a column selection adds into zeros entry by entry, which on CPUs costs several times the
-    rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column, so it
-    can be gathered instead, and one batched product then gives the whole gradient of ``X``.
+    Autograd's own backward pass of a column selection adds into zeros entry by entry, which on CPUs costs several times
+    the rest of the interaction. Both ``(i, j)`` and ``(j, i)`` of the symmetric gradient come from one known column, so
+    the gradient can be gathered, and one batched product then gives the whole gradient of ``X``.
     """
 
     @staticmethod
@@ -314,7 +306,7 @@ class _PairwiseDots(torch.autograd.Function):
         n = rows.shape[1]
         symmetric = _select_columns(grad, column_of).unflatten(1, (n, n))  # [B, n, n]
         diagonal = symmetric.diagonal(dim1=1, dim2=2)
-        # x_i . x_i depends on x_i twice; without the diagonal, what was gathered there belongs to another pair
+        # x_i . x_i depends on x_i twice; without the diagonal, the gathered entries there belong to other pairs
         if ctx.include_diagonal:
             diagonal.mul_(2)
         else:
@@ -323,7 +315,7 @@ class _PairwiseDots(torch.autograd.Function):
 
 
 def _select_columns(source: Tensor, columns: Tensor) -> Tensor:
-    if source.device.type != "cpu" or torch.is_grad_enabled():  # in a backward: second derivatives are wanted
+    if source.device.type != "cpu" or torch.is_grad_enabled():  # grad enabled in a backward pass: second derivatives are needed
         return source.gather(1, columns.expand(source.shape[0], -1))
     from cordillera.kernels.dense.numba_layers import select_columns
 
@@ -331,12 +323,13 @@ def _select_columns(source: Tensor, columns: Tensor) -> Tensor:
 
 
 def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
-    """Selected dot products of the embeddings of a sample.
+    """Compute selected dot products of the embeddings of each sample.
 
     Args:
         x: ``X [B, n, d]``.
         pairs: ``int64 [p]``, positions in the flattened ``X X^T``.
-        column_of: ``int64 [n * n]``, for each such position the column of the result that holds it or its mirror image.
+        column_of: Column of the result that holds each position of the flattened ``X X^T`` or its mirror image,
+            ``int64 [n * n]``.
         include_diagonal: Whether ``pairs`` holds the diagonal.
 
     Returns:

@@ -1,6 +1,6 @@
 """Root-mean-square norm over blocks of features, on the cores of a CPU, compiled by Numba at first use.
 
-As in :mod:`.numba_dense`: each kernel reads its inputs once and writes its results once, arithmetic is in float32 and
+As in :mod:`.numba_layers`: each kernel reads its inputs once and writes its results once, arithmetic is in float32 and
 strict, and rows are independent, so results do not depend on the number of threads.
 """
 
@@ -21,7 +21,7 @@ _LANES = 64  # partial sums, so that strict arithmetic still fills a vector
 
 @compiled()
 def _sum_of(lanes: Any) -> Any:
-    """The lanes' sum, in halves: in order it would lose what small ones add to a large one."""
+    """Sum of the lanes, by halves: a sum in order would lose small lanes beside a large one."""
     width = len(lanes)
     while width > 1:
         width //= 2
@@ -32,7 +32,7 @@ def _sum_of(lanes: Any) -> Any:
 
 @compiled()
 def _scale_of(source: Any, lanes: Any, eps: Any) -> Any:
-    """The reciprocal root of the mean square of a block."""
+    """Reciprocal root of the mean square of a block."""
     count, whole = len(source), len(source) // _LANES * _LANES
     lanes[:] = np.float32(0.0)
     for begin in range(0, whole, _LANES):
@@ -98,16 +98,17 @@ def _normalise_backward(grad: Any, x: Any, scales: Any, grad_x: Any, size: int, 
 
 
 def block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> tuple[Tensor, Tensor]:
-    """Each block of features divided by its root mean square.
+    """Divide each block of features by its root mean square.
 
     Args:
         x: ``float32`` or ``bfloat16 [rows, width]``, contiguous.
-        block_size: Features of a block; the last one may be smaller.
-        eps: Added to the mean square.
-        hard_swish: Whether the hard Swish is taken of the result.
+        block_size: Number of features in a block; the last one may be smaller.
+        eps: Value added to the mean square.
+        hard_swish: Whether to apply the hard Swish to the result.
 
     Returns:
-        As ``x``, and ``float32 [rows, blocks]`` reciprocal roots; NaN where the mean square is infinite.
+        Output in shape and dtype of ``x``, and ``float32 [rows, blocks]`` reciprocal roots; NaN where the mean square
+        is infinite.
     """
     size = min(block_size, max(1, x.shape[1]))
     output, scales = torch.empty_like(x), torch.empty(x.shape[0], -(-x.shape[1] // size))
@@ -119,14 +120,12 @@ def block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> tupl
 
 
 def block_norm_backward(grad: Tensor, x: Tensor, scales: Tensor, block_size: int, hard_swish: bool) -> Tensor:
-    """The gradient of :func:`block_norm`'s input.
+    """Compute the gradient of :func:`block_norm`'s input.
 
     Args:
-        grad: Of the output; shape and dtype of ``x``, contiguous.
-        x: As given.
-        scales: As returned.
-        block_size: As given.
-        hard_swish: As given.
+        grad: Gradient of the output; shape and dtype of ``x``, contiguous.
+        x: Input of the forward pass, like ``block_size`` and ``hard_swish``.
+        scales: Reciprocal roots returned by the forward pass.
     """
     grad_x, size = torch.empty_like(x), min(block_size, max(1, x.shape[1]))
     if x.numel():

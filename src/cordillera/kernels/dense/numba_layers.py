@@ -1,6 +1,6 @@
 """Memory-bound parts of dense layers on the cores of a CPU, compiled by Numba at first use.
 
-Each kernel reads its inputs once and writes its results once. Arithmetic is in float32, ``bfloat16`` tensors are read
+Each kernel reads its inputs once and writes its results once. Arithmetic is in float32; ``bfloat16`` tensors are read
 and written as their bits and rounded once. Sums over samples are made in blocks of fixed size, whose sums are added in
 order in float64, so results do not depend on the number of threads. Arithmetic is strict: a compiler that may reorder
 it takes other paths for other addresses, and the same training would end in other bits.
@@ -18,7 +18,7 @@ from torch import Tensor
 from cordillera.kernels.compiling import compiled
 from cordillera.kernels.numba_support import array, narrow, pool, threads_for, widen_to_single
 
-_BLOCK_VALUES = 2**16  # values whose column sums are made by one thread, in float32
+_BLOCK_VALUES = 2**16  # values whose column sums one thread makes, in float32
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -164,13 +164,13 @@ def _select(source: Any, columns: Any, output: Any, threads: int) -> None:
 
 
 def _rows_per_block(rows: int, width: int) -> tuple[int, int]:
-    """Rows of a block and number of blocks."""
+    """Number of rows in a block, and number of blocks."""
     block = max(1, _BLOCK_VALUES // max(1, width))
     return block, -(-rows // block)
 
 
 def _sum_blocks(sums: Tensor) -> Tensor:
-    """``[blocks, w]`` or ``[blocks, w, c]`` to ``[w]``."""
+    """Sum ``[blocks, w]`` or ``[blocks, w, c]`` to ``[w]``."""
     return sums.sum([0, *range(2, sums.ndim)], dtype=torch.float64).float()
 
 
@@ -185,10 +185,10 @@ def stacked_layer_norm(
         residual: ``[B, w, c]`` of the same dtype, contiguous.
         weight: ``float32 [w]``.
         bias: ``float32 [w]``.
-        eps: Added to the variance.
+        eps: Value added to the variance.
 
     Returns:
-        As ``residual``, and ``float32 [B, c]`` means and reciprocal standard deviations.
+        Output with shape and dtype of ``residual``, and ``float32 [B, c]`` means and reciprocal standard deviations.
     """
     output = torch.empty_like(residual)
     means, scales = (torch.empty(residual.shape[0], residual.shape[2]) for _ in range(2))
@@ -213,19 +213,17 @@ def stacked_layer_norm(
 def stacked_layer_norm_backward(
     grad: Tensor, first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`stacked_layer_norm`.
+    """Compute gradients of :func:`stacked_layer_norm`.
 
     Args:
-        grad: Of the output; shape, dtype and layout of ``residual``.
-        first: As given.
-        second: As given.
-        residual: As given.
-        weight: As given.
-        means: As returned.
-        scales: As returned.
+        grad: Gradient of the output; shape, dtype and layout of ``residual``.
+        first: Argument of the forward pass, like ``second``, ``residual`` and ``weight``.
+        means: Means returned by the forward pass.
+        scales: Reciprocal standard deviations returned by the forward pass.
 
     Returns:
-        Of ``first``, ``second`` and ``residual``, in their dtype; of ``weight`` and ``bias``, ``float32 [w]``.
+        Gradients of ``first``, ``second`` and ``residual``, in their dtype; of ``weight`` and ``bias``, ``float32
+        [w]``.
     """
     grad_first, grad_second, grad_residual = (torch.empty_like(x) for x in (first, second, residual))
     block, blocks = _rows_per_block(residual.shape[0], residual[:1].numel())
@@ -253,11 +251,11 @@ def stacked_layer_norm_backward(
 
 
 def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """What passes back through a ReLU, and its sum over samples (the gradient of a bias before it).
+    """Compute the gradient of a ReLU, and its sum over samples (the gradient of a bias before it).
 
     Args:
-        grad: ``float32`` or ``bfloat16 [B, w]``, contiguous, of the output.
-        output: ``[B, w]`` of the same dtype, contiguous, what the ReLU returned.
+        grad: Gradient of the output, ``float32`` or ``bfloat16 [B, w]``, contiguous.
+        output: Output of the ReLU, ``[B, w]`` of the same dtype, contiguous.
 
     Returns:
         ``[B, w]``, zero where the output is not positive; ``float32 [w]``.
@@ -273,7 +271,7 @@ def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def select_columns(source: Tensor, columns: Tensor) -> Tensor:
-    """``source[:, columns]`` as contiguous memory.
+    """Return ``source[:, columns]`` as contiguous memory.
 
     Args:
         source: ``[B, w]``, contiguous, of any dtype of 2, 4 or 8 bytes.

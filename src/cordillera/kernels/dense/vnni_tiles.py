@@ -1,7 +1,8 @@
 """Tiles of sums of products of uint8 with int8, by the VNNI instructions of AVX-512.
 
 A register holds sixteen sums. ``vpdpbusd`` adds to each four products of uint8 with int8, without saturation. Weights
-lie in the order in which they are read: blocks of sixteen outputs, in a block four inputs after another of each output.
+are stored in the order in which they are read: blocks of sixteen outputs; in a block, for each group of four inputs,
+the four weights of each output.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from cordillera.kernels.compiling import compiled
 _LANES = 16  # sums in a register
 _BLOCKS = 4  # registers of weights that are read in turn
 WIDTH = _LANES * _BLOCKS  # outputs of a tile
-ROWS = 6  # of a tile: 24 of 32 registers hold sums
+ROWS = 6  # rows of a tile: 24 of 32 registers hold sums
 
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether this processor has the instructions; elsewhere nothing of this file may be compiled."""
+    """Return whether this processor has the instructions; elsewhere nothing of this file may be compiled."""
     try:
         features = llvmlite.binding.get_host_cpu_features()
     except RuntimeError:
@@ -104,14 +105,14 @@ _tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_tile(rows) for rows in 
 
 @compiled()
 def sums_of_tile(rows: Any, codes: Any, stride: Any, weights: Any, groups: Any, sums: Any) -> None:
-    """Sums of up to six rows with 64 outputs.
+    """Compute the sums of up to six rows with 64 outputs.
 
     Args:
         rows: From 1 to 6.
-        codes: Address of the first row's, ``uint8``.
+        codes: Address of the first row's codes, ``uint8``.
         stride: Bytes from row to row.
         weights: Address of the first block, ``int8 [4, groups, 16, 4]``.
-        groups: Of four inputs.
+        groups: Number of groups of four inputs.
         sums: Address of ``int32 [rows, 64]``.
     """
     if rows == 6:
@@ -129,14 +130,7 @@ def sums_of_tile(rows: Any, codes: Any, stride: Any, weights: Any, groups: Any, 
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Weights in the order in which the kernel reads them.
-
-    Args:
-        codes: ``int8 [N, K]``.
-
-    Returns:
-        ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]``, filled up with zeros.
-    """
+    """Reorder weights ``int8 [N, K]`` for the kernel: ``int8 [ceil(N / 64) 4, ceil(K / 4), 16, 4]``, zero-padded."""
     outputs, inner = codes.shape
     groups, blocks = -(-inner // 4), -(-outputs // WIDTH) * _BLOCKS
     padded = torch.zeros(blocks * _LANES, groups * 4, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""What describes rows in few bits behind a cache, for those who keep them and for the kernels that work on them."""
+"""Description of rows in few bits behind a cache, for the tables that own them and the kernels that work on them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ FINE, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Where rows lie, and how they are kept.
+    """Memory and format of rows behind a cache.
 
     Attributes:
         kind: A key of ``FORMATS``.
         rounding: A key of ``ROUNDINGS``.
         policy: A key of ``POLICIES``.
-        dim: ``D``.
-        payload: ``uint8 [R, row bytes]``, all rows as they were last encoded.
-        lines: ``float32 [slots, D]``, rows in the cache. Slots ``set * WAYS`` to ``set * WAYS + WAYS - 1`` are a set.
-        tags: ``int32 [slots]``, which row a line holds, or ``EMPTY``.
-        ranks: ``int32 [slots]``: the update that used a line last (``lru``), or how many have used its row (``lfu``).
-        states: ``uint8 [slots]``, 1 where a line differs from what is encoded.
-        counts: ``uint8 [R]``, updates that used a row outside the cache, 255 standing for more (``lfu``; else empty).
-        events: ``int64 [5]``, running sums of ``EVENTS`` over distinct rows of updates.
-        first_rows: ``int64 [tables]``, where each table begins, ascending.
-        seed: Of stochastic rounding.
+        dim: Width ``D`` of a row.
+        payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.
+        lines: Rows in the cache, ``float32 [slots, D]``. Slots ``set * WAYS`` to ``set * WAYS + WAYS - 1`` are a set.
+        tags: Row that a line holds, or ``EMPTY``, ``int32 [slots]``.
+        ranks: Last update that used a line (``lru``), or number of updates that used its row (``lfu``),
+            ``int32 [slots]``.
+        states: 1 where a line differs from its encoded row, ``uint8 [slots]``.
+        counts: Number of updates that used a row outside the cache, at most 255, ``uint8 [R]`` (``lfu``; else empty).
+        events: Running sums of ``EVENTS`` over distinct rows of updates, ``int64 [5]``.
+        first_rows: Begin of each table, ascending, ``int64 [tables]``.
+        seed: Seed of stochastic rounding.
     """
 
     kind: str
@@ -52,11 +53,11 @@ class CachedRows:
 
 
 class BadRow(NamedTuple):
-    """The first row that an update could not be applied to.
+    """First row that an update could not be applied to.
 
     Attributes:
-        row: Of all tables together.
-        gradient: Whether its gradient is not finite; else its new numbers are not, or do not fit the format.
+        row: Number of the row in all tables together.
+        gradient: Whether its gradient is not finite; otherwise its new numbers are not finite or do not fit the format.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""Lookup and update by FBGEMM's table-batched CPU kernels, driven directly, without its modules or its autograd.
+"""Lookup and update by FBGEMM's table-batched CPU kernels, called directly, without its modules or its autograd.
 
 The kernels take the sizes of tables as tensors; here the whole flat weight is one table for updates, so that features
 may share tables in any order. FBGEMM sorts a batch's ids with a parallel radix sort that is stable, sums duplicates in
@@ -19,12 +19,12 @@ from cordillera.kernels.embeddings.lookup import Lookup, linearise
 if TYPE_CHECKING:
     from cordillera.kernels.embeddings.update import Update
 
-_TORCH_OF = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13"}  # which torch a release of FBGEMM is built for
+_TORCH_OF = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13"}  # torch version of each release of FBGEMM
 _RULES = {"sgd": "sgd", "adagrad": "adagrad", "rowwise_adagrad": "rowwise_adagrad"}
 
 
 def unavailable() -> str | None:
-    """Why FBGEMM cannot be used here, or None if it can."""
+    """Return why FBGEMM cannot be used here, or None if it can."""
     installed = None
     for name in ("fbgemm-gpu-cpu", "fbgemm-gpu"):
         try:
@@ -54,13 +54,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why a table cannot be updated by this back end, or None if it can.
-
-    Args:
-        optimizer: Name of the rule.
-        dtype: Of the table.
-        device: Kind of device that it is on.
-    """
+    """Return why a table cannot be updated by this back end, or None if it can."""
     if device != "cpu":
         return f"the fbgemm back end runs on CPUs, the tables are on {device!r}"
     if dtype != torch.float32:
@@ -79,20 +73,7 @@ def lookup(
     num_rows: Tensor,
     dtype: torch.dtype,
 ) -> Lookup:
-    """Look up and sum bags (:func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
-
-    Args:
-        weight: ``[R, D]``.
-        values: ``int64 [T]``, ids within their table.
-        offsets: ``[F * B + 1]``, or None for one value a bag.
-        value_weights: ``[T]`` factors, or None.
-        first_row: ``int64 [F]``.
-        num_rows: ``int64 [F]``.
-        dtype: Of the output.
-
-    Returns:
-        Output, rows, and the first misplaced position.
-    """
+    """Look up and sum bags (:func:`cordillera.kernels.embeddings.lookup.embedding_bag`)."""
     features, dim = first_row.numel(), weight.shape[1]
     bags = values.numel() if offsets is None else offsets.numel() - 1
     rows, misplaced = linearise(values, offsets, first_row, num_rows)
@@ -116,11 +97,7 @@ def lookup(
 
 
 def update(call: Update) -> None:
-    """Run one update (:func:`cordillera.kernels.embeddings.update.sparse_update`).
-
-    Args:
-        call: What to do, checked.
-    """
+    """Run one update, already checked (:func:`cordillera.kernels.embeddings.update.sparse_update`)."""
     weight, rows, grad, value_weights = call.weight, call.rows, call.grad, call.value_weights
     batch, features, dim = grad.shape
     offsets = torch.arange(rows.numel() + 1) if call.offsets is None else call.offsets

@@ -1,4 +1,4 @@
-"""The lookup: bags of table rows, checked, gathered and summed into ``[B, F, D]`` for all tables at once."""
+"""Lookup of embedding tables: bags of rows, checked, gathered and summed into ``[B, F, D]`` for all tables at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 
 class Lookup(NamedTuple):
-    """What :func:`embedding_bag` returns.
+    """Result of :func:`embedding_bag`.
 
     Attributes:
-        output: ``[B, F, D]``, the sums. Not to be used if ``misplaced`` is not -1.
-        rows: ``int64 [T]``, the values as rows of the flat weight.
-        misplaced: The first position of ``values`` whose id does not lie in its table, or -1 if all do.
+        output: Sums, ``[B, F, D]``; undefined unless ``misplaced`` is -1.
+        rows: The values as rows of the flat weight, ``int64 [T]``.
+        misplaced: First position of ``values`` whose id does not lie in its table, or -1 if all do.
     """
 
     output: Tensor
@@ -43,9 +43,9 @@ def embedding_bag(
         offsets: ``int32`` or ``int64 [F * B + 1]``; bag ``f * B + b`` is sample ``b`` of feature ``f``. None promises
             one value a bag.
         value_weights: ``[T]`` factors, or None for ones.
-        first_row: ``int64 [F]``, where each feature's table begins in ``weight``.
-        num_rows: ``int64 [F]``, how many rows it has.
-        dtype: Of the output; sums are made at least in the precision of ``weight``, then rounded to nearest even.
+        first_row: Begin of each feature's table in ``weight``, ``int64 [F]``.
+        num_rows: Number of rows of each feature's table, ``int64 [F]``.
+        dtype: Dtype of the output; sums are made at least in the precision of ``weight``, then rounded to nearest even.
         backend: ``torch``, ``numba`` or ``fbgemm``; others look up with ``torch``.
 
     Returns:
@@ -60,13 +60,7 @@ def embedding_bag(
 
 
 def linearise(values: Tensor, offsets: Tensor | None, first_row: Tensor, num_rows: Tensor) -> tuple[Tensor, int]:
-    """Turn table-local ids into rows of the flat weight.
-
-    Args:
-        values: As in :func:`embedding_bag`, as all others.
-        offsets: As there.
-        first_row: As there.
-        num_rows: As there.
+    """Convert table-local ids to rows of the flat weight; arguments are those of :func:`embedding_bag`.
 
     Returns:
         The rows ``int64 [T]``, and the position of the first id that does not lie in its table, or -1. On a GPU

@@ -1,7 +1,7 @@
-"""Lookup of rows in few bits through a cache of float32 rows; it changes nothing.
+"""Lookup of rows in few bits through a cache of float32 rows, which stays unchanged.
 
-A first pass finds where every value's row lies, a second one reads and sums; both ask for memory ahead of its use.
-Scales and numbers that are NaN or infinite come out as such.
+A first pass finds the location of every value's row, a second one reads and sums; both prefetch memory. Scales and
+numbers that are NaN or infinite give NaN or infinite results.
 """
 
 from __future__ import annotations
@@ -26,26 +26,15 @@ SOON = 8  # rows to look ahead
 
 @compiled()
 def set_of(row: int, sets: int) -> Any:
-    """The set of a row: a hash, so that neither neighbours nor rows with a common divisor crowd into few sets.
-
-    Args:
-        row: Of all tables together.
-        sets: At least 1.
-    """
+    """Return the set of a row: a hash, so that neighbours and rows with a common divisor do not crowd into few sets."""
     return np.int64(((mix(np.uint64(row)) >> np.uint64(33)) * np.uint64(sets)) >> np.uint64(31))
 
 
 @compiled()
 def find(tags: Any, home: int, row: int) -> Any:
-    """The slot that holds a row, or -1.
-
-    Args:
-        tags: ``int32 [sets, WAYS]``.
-        home: The row's set.
-        row: Of all tables together.
-    """
+    """Return the slot that holds a row, or -1, by ``tags``, ``int32 [sets, WAYS]``, and the row's set ``home``."""
     ways, wanted, found = tags[home], np.int32(row), np.int32(-1)
-    for way in range(WAYS):  # to the end, so that it is done several ways at a time
+    for way in range(WAYS):  # no early exit, so that the loop vectorises
         found = max(found, np.int32(way) if ways[way] == wanted else np.int32(-1))
     return home * WAYS + found if found >= 0 else -1
 
@@ -63,7 +52,7 @@ def _locate(
     slots: Any,
     threads: int,
 ) -> int:
-    """Note every value's row and, if the cache holds it, its slot, else -1; returns the first misplaced position."""
+    """Store every value's row, and its slot if the cache holds it, else -1; return the first misplaced position."""
     total, sets = values.size, tags.shape[0]
     tags_at = tags.ctypes.data
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
@@ -80,7 +69,7 @@ def _locate(
                     continue
                 rows[p] = first_row[f] + value
                 if sets > 0:
-                    if p + SOON < end:  # of an id that is misplaced this is harmless too
+                    if p + SOON < end:  # prefetching is harmless for misplaced ids too
                         home = tags_at + set_of(first_row[f] + values[p + SOON], sets) * WAYS * 4
                         prefetch(home)
                         prefetch(home + LINE)
@@ -90,15 +79,9 @@ def _locate(
 
 @compiled()
 def ask_for(payload_at: int, row_bytes: int, lines_at: int, line_bytes: int, row: int, slot: int) -> None:
-    """Prefetch a row from where it lies.
+    """Prefetch a row from the cache line of its ``slot``, or from the encoded rows if that is -1.
 
-    Args:
-        payload_at: Address of the encoded rows.
-        row_bytes: Of one of them.
-        lines_at: Address of the cache's lines.
-        line_bytes: Of one of them.
-        row: Which row.
-        slot: Its slot, or -1.
+    Addresses and sizes are in bytes.
     """
     begin, size = payload_at + row * row_bytes, row_bytes
     if slot >= 0:
@@ -162,17 +145,7 @@ def _pool(
 
 @compiled(parallel=True)
 def read_rows(kind: int, payload: Any, lines: Any, tags: Any, first: int, target: Any, threads: int) -> None:
-    """Read rows that lie one after another, through the cache.
-
-    Args:
-        kind: A value of ``FORMATS``.
-        payload: As in :class:`CachedRows`, like the one that follows.
-        lines: As there.
-        tags: ``int32 [sets, WAYS]``.
-        first: The first row.
-        target: ``float32 [N, D]``.
-        threads: To share the work.
-    """
+    """Read neighbouring rows from ``first`` on, through the cache, into ``target``, ``float32 [N, D]``."""
     count, sets = target.shape[0], tags.shape[0]
     for chunk in numba.prange(threads):
         for i in range(count * chunk // threads, count * (chunk + 1) // threads):
@@ -192,20 +165,7 @@ def lookup(
     num_rows: Tensor,
     dtype: torch.dtype,
 ) -> Lookup:
-    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
-
-    Args:
-        store: The rows.
-        values: ``int64 [T]``, ids within their table.
-        offsets: ``[F * B + 1]``, or None for one value a bag.
-        value_weights: ``[T]`` factors, or None.
-        first_row: ``int64 [F]``.
-        num_rows: ``int64 [F]``.
-        dtype: Of the output.
-
-    Returns:
-        Output, rows, and the first misplaced position.
-    """
+    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`)."""
     features = first_row.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32

@@ -1,15 +1,15 @@
 """Update of tables whose rows are kept in few bits behind a set-associative cache of float32 rows.
 
-It takes a batch's distinct rows, once each:
+The distinct rows of a batch are processed once each:
 
     1. placement, by set: rows in the cache are marked as in use; every other row asks its set for a line and gets an
        empty one, or that of the least valuable row which this batch does not use, or none.
     2. by row: a changed row that lost its line is encoded, the row that gets the line is decoded into it, and the
        optimizer runs on the line. A row without a line is decoded, updated and encoded on the spot.
 
-A row is encoded only when its numbers have changed since it was last encoded; one whose scale is NaN or infinite is
-refused. Sets are dealt out to threads whole, and
-so are rows; with random numbers keyed by row and update, results are the same, bit for bit, for any number of threads.
+A row is encoded only if its numbers have changed since it was last encoded; a row whose scale is NaN or infinite is
+refused. Each set and each row belongs to one thread, and random numbers are keyed by row and update, so results are
+the same, bit for bit, for any number of threads.
 
 Source: Yang et al. 2020 (arXiv 2010.11305).
 """
@@ -43,14 +43,14 @@ from cordillera.kernels.numba_support import pool, prefetch, threads_for, widen
 
 _LRU = POLICIES["lru"]
 _DIRTY, _IN_USE = np.uint8(1), np.uint8(2)
-_MOST = 255  # what a row's counter outside the cache holds at most
+_MOST = 255  # largest count of a row outside the cache
 _GRADIENT, _ROW = 1, 2
 _MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF0000000000000)  # of float64
 
 
 @compiled()
 def _begins(keys: Any, position_bits: int) -> Any:
-    """Where each distinct row's keys begin, and their end."""
+    """Begin of each distinct row's keys, and the end of all keys."""
     begins = np.empty(keys.size + 1, np.int64)
     count, before = 0, np.int64(-1)
     for p in range(keys.size):
@@ -64,7 +64,7 @@ def _begins(keys: Any, position_bits: int) -> Any:
 
 @compiled()
 def _victim(tags: Any, ranks: Any, states: Any, home: int) -> int:
-    """The slot of a set to give away: an empty one, else that of the lowest rank which is not in use, else -1."""
+    """Slot of a set to give away: an empty one, else that of the lowest rank which is not in use, else -1."""
     ways, values, marks = tags[home], ranks[home], states[home]
     chosen = -1
     for way in range(WAYS):
@@ -82,8 +82,7 @@ def _place(
 ) -> Any:  # fmt: skip
     """Give the distinct rows of a batch their slots.
 
-    Returns:
-        Each row's slot or -1; whether it is new there; the row that it drove out or ``EMPTY``.
+    Returns each row's slot or -1, whether the row is new there, and the row that it displaced or ``EMPTY``.
     """
     distinct, sets = begins.size - 1, tags.shape[0]
     by_set, ranks_by_set, states_by_set = tags, ranks, states
@@ -273,7 +272,7 @@ def _apply(
     for chunk in range(threads):
         for event in range(events.size):
             events[event] += happened[chunk, event]
-    for chunk in range(threads):  # in the order of rows
+    for chunk in range(threads):  # chunks are in the order of rows
         if bad[chunk] >= 0:
             return bad[chunk], why[chunk]
     return np.int64(-1), np.int64(0)
@@ -283,12 +282,12 @@ def update(store: CachedRows, call: Update) -> BadRow | None:
     """Update, in place, the rows that a batch looked up: exactly once each, with their whole gradient.
 
     Args:
-        store: The rows.
-        call: As :func:`cordillera.kernels.embeddings.update.sparse_update` makes it; its ``weight`` is not read.
+        store: The rows and their cache.
+        call: Call of :func:`cordillera.kernels.embeddings.update.sparse_update`; its ``weight`` is not read.
 
     Returns:
-        None, or the first row that was left as it was, because its gradient or its new numbers are not finite or do
-        not fit the format; all others are updated then.
+        None, or the first row that was left unchanged because its gradient or its new numbers are not finite or do
+        not fit the format; all other rows are updated in that case.
     """
     if not call.rows.numel():
         return None

@@ -1,6 +1,6 @@
 """Lookup of tables that each keep their rows in a format of their own, of 2 to 32 bits, for scoring.
 
-Scales and numbers that are NaN or infinite come out as such.
+Scales and numbers that are NaN or infinite give NaN or infinite results.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from cordillera.kernels.embeddings.numba_backend import LINE, factors, whole
 from cordillera.kernels.embeddings.numba_rows import decode_row
 from cordillera.kernels.numba_support import array, narrow, pool, prefetch, threads_for, widen
 
-_SOON = 8  # positions that a lookup looks ahead
+_SOON = 8  # positions to prefetch ahead
 
 
 class MixedRows(NamedTuple):
-    """Where each feature's rows lie, and what they are.
+    """Location and format of each feature's rows.
 
     Attributes:
-        payload: ``uint8 [bytes]``, all tables.
-        kinds: ``int64 [F]``, values of :data:`cordillera.kernels.embeddings.cached_rows.FORMATS`.
-        first_byte: ``int64 [F]``, where the table begins.
-        row_bytes: ``int64 [F]``.
+        payload: Memory of all tables, ``uint8 [bytes]``.
+        kinds: Formats, ``int64 [F]``, values of :data:`cordillera.kernels.embeddings.cached_rows.FORMATS`.
+        first_byte: Begin of each feature's table, ``int64 [F]``.
+        row_bytes: Bytes of a row, ``int64 [F]``.
         num_rows: ``int64 [F]``.
-        dim: ``D``.
+        dim: Width ``D`` of a row.
     """
 
     payload: Tensor
@@ -102,18 +102,7 @@ def _lookup(
 def lookup(
     rows: MixedRows, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
 ) -> Lookup:
-    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
-
-    Args:
-        rows: Of the tables.
-        values: ``int64 [T]``, ids within their table.
-        offsets: ``[F * B + 1]``, or None for one value a bag.
-        value_weights: ``[T]`` factors, or None.
-        dtype: Of the output.
-
-    Returns:
-        Output, the values as they came, and the first misplaced position.
-    """
+    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`); ``rows`` are the values."""
     features = rows.kinds.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32

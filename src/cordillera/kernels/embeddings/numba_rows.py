@@ -10,9 +10,9 @@ A row of ``D`` numbers is kept as
 
 and a code means ``code * scale + bias``. With nearest rounding the bytes are those of FBGEMM and of
 ``torch.ops.quantized.embedding_bag_byte_prepack`` and ``_4bit_prepack``. Stochastic rounding takes ``floor(x + u)``
-with ``u`` uniform in [0, 1), so a row that is encoded and decoded is on average what it was (Zhang et al. 2018,
-"Training with low-precision embedding tables"). To leave nothing to be clamped, which would not be unbiased, it rounds
-the float16 bias down and the float16 scale up.
+with ``u`` uniform in [0, 1), so the mean of a row that is encoded and decoded is the row (Zhang et al. 2018,
+"Training with low-precision embedding tables"). It rounds the float16 bias down and the float16 scale up, so that no
+code needs clamping, which would not be unbiased.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST_HALF = np.float32(65504.0)
 _WORD, _SINGLE, _DOUBLE = np.int32(0), np.float32(0), np.float64(0)
 _ONE, _ZERO = np.float32(1), np.float32(0)
-# FBGEMM adds 1e-8 to a row's range. From this range on that costs no more than 0.3 % of a step, below it does harm.
+# FBGEMM adds 1e-8 to a row's range. From this range on that costs at most 0.3 % of a step; below, it does harm.
 _SMALLEST_GUARDED = np.float32(2.0**-10)
 _GUARD = np.float32(1e-8)
 
 
 @compiled()
 def _half_bits(value: Any, direction: int, u: Any) -> Any:
-    """The bits of a float16 beside ``value``, a float32 of at most 65504; ``u`` is for stochastic rounding."""
+    """Bits of a float16 next to ``value``, a float32 of at most 65504; ``u`` is for stochastic rounding."""
     word = reinterpret(value, _WORD)
     exponent = max(((word >> 23) & 255) - 127, -14)
     # float64 holds the size in units of float16's last place, exactly
@@ -60,10 +60,10 @@ def _half_bits(value: Any, direction: int, u: Any) -> Any:
 
 @compiled()
 def _half(bits: Any) -> Any:
-    """The float32 of a float16's bits: its fields, moved, are that number times 2 ** -112."""
+    """Float32 of a float16's bits: its fields, shifted, are that number times 2 ** -112."""
     word = np.int32(bits)
     size = reinterpret(np.int32((word & 0x7FFF) << 13), _SINGLE) * np.float32(2.0**112)
-    # Infinity and NaN came out as finite numbers from 65536 on; the largest exponent makes them what they are.
+    # So far infinity and NaN are finite numbers of 65536 or more; the largest exponent restores them.
     beyond = _INFINITY if (word & 0x7C00) == 0x7C00 else _WORD
     size = reinterpret(np.int32(reinterpret(size, _WORD) | beyond), _SINGLE)
     return -size if word & 0x8000 else size
@@ -96,13 +96,7 @@ def _write_half(target: Any, at: int, bits: Any) -> None:
 
 @compiled()
 def decode_row(kind: int, source: Any, target: Any) -> None:
-    """Decode one row.
-
-    Args:
-        kind: A value of ``FORMATS``.
-        source: ``uint8 [row bytes]``.
-        target: ``float32 [D]``.
-    """
+    """Decode one row of format ``kind`` from ``source``, ``uint8 [row bytes]``, to ``target``, ``float32 [D]``."""
     dim = target.size
     if kind == _FP32:
         values = source.view(np.float32)
@@ -133,17 +127,13 @@ def decode_row(kind: int, source: Any, target: Any) -> None:
 
 @compiled()
 def extent(row: Any) -> Any:
-    """The smallest and largest number of a row and whether all are finite.
+    """Return the smallest and largest number of a row ``float32 [D]``, and whether all are finite.
 
-    Args:
-        row: ``float32 [D]``.
-
-    Returns:
-        Two float32, and a truth value; without it the two mean nothing.
+    If not all are finite, the two numbers are meaningless.
     """
     words = row.view(np.int32)
     lowest, highest = _MAGNITUDE, np.int32(-_MAGNITUDE - 1)
-    for d in range(words.size):  # as integers in the order of the numbers: this alone is done several at a time
+    for d in range(words.size):  # as integers in the order of the numbers: only these comparisons vectorise
         word = words[d]
         key = np.int32(word ^ ((word >> np.int32(31)) & _MAGNITUDE))
         lowest, highest = min(lowest, key), max(highest, key)
@@ -154,17 +144,7 @@ def extent(row: Any) -> Any:
 
 @compiled()
 def fits(kind: int, low: Any, high: Any, finite: bool) -> int:
-    """Whether a format can hold a row.
-
-    Args:
-        kind: A value of ``FORMATS``.
-        low: The row's smallest number.
-        high: Its largest.
-        finite: Whether all are.
-
-    Returns:
-        ``FINE``, ``NOT_FINITE`` or ``TOO_LARGE``.
-    """
+    """Return ``FINE``, ``NOT_FINITE`` or ``TOO_LARGE`` for a row in the format ``kind``."""
     if not finite:
         return NOT_FINITE
     if kind == _FP32:
@@ -200,18 +180,18 @@ def _codes(
 def encode_row(
     kind: int, rounding: int, source: Any, low: Any, high: Any, target: Any, codes: Any, state: Any, update: int
 ) -> None:
-    """Encode one row that fits.
+    """Encode one row that fits its format.
 
     Args:
         kind: A value of ``FORMATS``.
         rounding: A value of ``ROUNDINGS``.
         source: ``float32 [D]``.
-        low: Its smallest number.
-        high: Its largest.
+        low: Smallest number of the row.
+        high: Largest number of the row.
         target: ``uint8 [row bytes]``.
-        codes: ``uint8 [D]``, overwritten.
-        state: Of the random numbers, after seed, table and row.
-        update: Their last key.
+        codes: Scratch memory, ``uint8 [D]``.
+        state: State of the random numbers, after seed, table and row.
+        update: Number of the update, the last key of the random numbers.
     """
     dim = source.size
     if kind == _FP32:
@@ -227,7 +207,7 @@ def encode_row(
         span = high - low
         guard = _GUARD if rounding == _NEAREST and span >= _SMALLEST_GUARDED else _ZERO
         scale, inverse = span / np.float32(255), np.float32(255) / (span + guard)
-        if not inverse < np.inf:  # one number, or numbers that differ by less than 1e-36
+        if not inverse < np.inf:  # all numbers equal, or different by less than 1e-36
             scale = inverse = _ZERO
         _codes(source, target[:dim], low, inverse, np.float32(255), rounding, state, update)
         _write_single(target, dim, scale)
@@ -253,21 +233,21 @@ def encode_row(
 def encode_block(
     kind: int, rounding: int, source: Any, target: Any, seed: int, table: int, first_row: int, update: int, threads: int
 ) -> Any:
-    """Encode rows that lie one after another in a table; a row that does not fit is left out.
+    """Encode neighbouring rows of a table; a row that does not fit is skipped.
 
     Args:
         kind: A value of ``FORMATS``.
         rounding: A value of ``ROUNDINGS``.
         source: ``float32 [N, D]``.
         target: ``uint8 [N, row bytes]``.
-        seed: Of the random numbers, as all that follow.
+        seed: Seed of the random numbers, whose further keys are ``table``, row and ``update``.
         table: Number of the table.
-        first_row: Where in the table the first row lies.
+        first_row: Position of the first row in the table.
         update: Number of the update.
-        threads: To share the work.
+        threads: Number of threads.
 
     Returns:
-        The first row that does not fit, or -1, and why.
+        The first row that does not fit, or -1, and the verdict of :func:`fits`.
     """
     count, dim = source.shape
     bad, why = np.full(threads, -1, np.int64), np.zeros(threads, np.int64)
@@ -290,14 +270,7 @@ def encode_block(
 
 @compiled(parallel=True)
 def decode_block(kind: int, source: Any, target: Any, threads: int) -> None:
-    """Decode rows.
-
-    Args:
-        kind: A value of ``FORMATS``.
-        source: ``uint8 [N, row bytes]``.
-        target: ``float32 [N, D]``.
-        threads: To share the work.
-    """
+    """Decode rows of format ``kind`` from ``source``, ``uint8 [N, row bytes]``, to ``target``, ``float32 [N, D]``."""
     count = source.shape[0]
     for chunk in numba.prange(threads):
         for i in range(count * chunk // threads, count * (chunk + 1) // threads):

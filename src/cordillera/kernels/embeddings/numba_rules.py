@@ -30,22 +30,16 @@ def step_row(
     correction1: float,
     correction2: float,
 ) -> None:
-    """One step of the optimizer on one row, in float64, rounded at the end.
+    """Run one step of the optimizer on one row, in float64, rounded at the end.
 
     Args:
         rule: A value of ``RULES``.
-        row: Its number, by which its state is found.
-        target: ``[D]``, the row's weights.
-        reduced: ``float64 [D]``, its gradient; overwritten.
-        first_state: The first of ``init_state``'s tensors, flat.
-        second_state: The second, flat.
-        learning_rate: Step size, as all that follow in the words of ``SparseOptimizer``.
-        eps: As there.
-        weight_decay: As there.
-        beta1: As there.
-        beta2: As there.
-        correction1: As in ``Update.corrections``.
-        correction2: As there.
+        row: Number of the row, which locates its state.
+        target: Weights of the row, ``[D]``.
+        reduced: Gradient of the row, ``float64 [D]``; overwritten.
+        first_state: First tensor of ``init_state``, flat.
+        second_state: Second tensor of ``init_state``, flat.
+        learning_rate: Step size; further numbers are those of ``SparseOptimizer`` and ``Update.corrections``.
     """
     dim, zero = target.size, target[0]
     if weight_decay != 0.0:
@@ -62,7 +56,7 @@ def step_row(
             change = reduced[d] / (np.sqrt(square) + eps)
             target[d] = narrow(widen(target[d]) - learning_rate * change, zero)
     elif rule == 2:
-        sum0 = sum1 = sum2 = sum3 = 0.0  # one sum would wait for each addition in turn
+        sum0 = sum1 = sum2 = sum3 = 0.0  # four sums, as a single one would wait for each addition
         for d in range(0, dim - 3, 4):
             sum0 += reduced[d] * reduced[d]
             sum1 += reduced[d + 1] * reduced[d + 1]
@@ -89,11 +83,6 @@ def step_row(
 
 
 def state_arrays(state: dict[str, Tensor], dtype: torch.dtype) -> list[Any]:
-    """An optimizer's state as two flat arrays.
-
-    Args:
-        state: As ``init_state`` made it.
-        dtype: Of the arrays, empty ones, that stand for tensors which it does not have.
-    """
+    """Return an optimizer's state as two flat arrays, with empty ones of ``dtype`` for missing tensors."""
     stored = [tensor.view(-1).numpy() for tensor in state.values()]
     return stored + [torch.empty(0, dtype=dtype).numpy()] * (2 - len(stored))

@@ -1,8 +1,7 @@
 """Exact sparse update on GPUs, in Triton: torch sorts the ids, then one program reduces and updates one distinct row.
 
-No atomics: a row's gradients are summed by one program in ascending position, in float64, so results repeat bit for
-bit.
-Numbers such as ``beta2`` travel in a float64 tensor, because Triton would round a Python float to float32.
+No atomics: one program sums a row's gradients in ascending position, in float64, so results repeat bit for bit.
+Numbers such as ``beta2`` are passed in a float64 tensor, because Triton would round a Python float to float32.
 """
 
 from __future__ import annotations
@@ -26,18 +25,12 @@ def _interpreted() -> bool:
 
 
 def unavailable() -> str | None:
-    """Why Triton cannot be used here, or None if it can."""
+    """Return why Triton cannot be used here, or None if it can."""
     return None if torch.cuda.is_available() or _interpreted() else "triton needs a GPU, and torch sees none"
 
 
 def unsupported(optimizer: str, dtype: torch.dtype, device: str) -> str | None:
-    """Why a table cannot be updated by this back end, or None if it can.
-
-    Args:
-        optimizer: Name of the rule.
-        dtype: Of the table.
-        device: Kind of device that it is on.
-    """
+    """Return why a table cannot be updated by this back end, or None if it can."""
     if dtype != torch.float32:
         return f"the triton back end updates float32 tables, these are {dtype}"
     if device == "cuda" or _interpreted():
@@ -109,11 +102,7 @@ def _update(
 
 
 def update(call: Update) -> None:
-    """Run one update (:func:`cordillera.kernels.embeddings.update.sparse_update`).
-
-    Args:
-        call: What to do, checked.
-    """
+    """Run one update, already checked (:func:`cordillera.kernels.embeddings.update.sparse_update`)."""
     optimizer, weight, rows, offsets = call.optimizer, call.weight, call.rows, call.offsets
     grad, value_weights = call.grad, call.value_weights
     batch, _, dim = grad.shape

@@ -1,7 +1,7 @@
-"""The exact sparse update: one optimizer step a distinct row, fused from the gradient of the pooled output.
+"""The exact sparse update: one optimizer step per distinct row, fused from the gradient of the pooled output.
 
-The gradient of a large embedding table is zero almost everywhere, so it is never made. Bags of rows were summed on the
-way forward; their output gradients are what is at hand. For every row ``r`` that the batch looked up,
+The gradient of a large embedding table is zero almost everywhere, so it is never made. The forward pass sums bags of
+rows; the backward pass gives the gradients of these sums. For every row ``r`` that the batch looked up,
 
     G_r = sum over positions p with rows[p] = r of value_weights[p] * grad[bag of p]
 
@@ -32,23 +32,23 @@ EmbeddingBackend = Literal["auto", "torch", "numba", "fbgemm", "triton"]
 
 
 class SparseOptimizer(BaseModel):
-    """How rows are updated. ``G`` is a row's reduced gradient, ``t`` the number of updates so far, this one included.
+    """Update rule of rows. ``G`` is a row's reduced gradient, ``t`` the number of updates so far, this one included.
 
     ``sgd``: ``w -= lr * G``.
     ``adagrad``: ``s += G**2; w -= lr * G / (sqrt(s) + eps)``, as ``torch.optim.Adagrad``.
-    ``rowwise_adagrad``: one ``s`` a row, ``s += mean(G**2)``, else as ``adagrad``.
+    ``rowwise_adagrad``: one ``s`` per row, ``s += mean(G**2)``, otherwise as ``adagrad``.
     ``adam``: ``torch.optim.Adam`` on the rows that were looked up, and only on those: a row's moments do not decay
     while it is not looked up, and bias correction uses the global ``t`` (as in ``torch.optim.SparseAdam``, which
     however adds ``eps`` before the correction). A row that is first seen late, when the corrections are close to one,
     therefore begins with a step of ``(1 - beta1) / sqrt(1 - beta2)``, about three, learning rates.
 
     Attributes:
-        name: The rule.
+        name: Name of the rule.
         learning_rate: Step size, before schedules.
-        eps: Added to the denominator (not used by ``sgd``).
+        eps: Value added to the denominator (not used by ``sgd``).
         beta1: Decay of Adam's first moment.
         beta2: Decay of Adam's second moment.
-        initial_accumulator: What Adagrad's sums of squares start from.
+        initial_accumulator: Initial value of Adagrad's sums of squares.
         weight_decay: L2 regularisation, ``G += weight_decay * w`` before the rule, on the rows that were looked up and
             only on those, so that frequent rows decay more often than rare ones.
     """
@@ -66,18 +66,18 @@ class SparseOptimizer(BaseModel):
 
 @dataclass(frozen=True)
 class Update:
-    """One call of :func:`sparse_update`, checked, as back ends get it.
+    """Checked arguments of one call of :func:`sparse_update`, for back ends.
 
     Attributes:
-        optimizer: As given, like all that follow.
-        weight: ``[R, D]``.
-        state: By name, in the order of :func:`init_state`.
+        optimizer: The rule.
+        weight: Table, ``[R, D]``.
+        state: State by name, in the order of :func:`init_state`.
         rows: ``int64 [T]``.
         offsets: ``[N + 1]`` or None.
         grad: ``[B, F, D]``; ``F`` is 1 if two dimensions were given.
         value_weights: ``[T]`` or None.
         learning_rate: Step size.
-        step: From 1.
+        step: Number of the update, from 1.
     """
 
     optimizer: SparseOptimizer
@@ -114,7 +114,7 @@ def init_state(optimizer: SparseOptimizer, weight: Tensor) -> dict[str, Tensor]:
 
     def filled(*shape: int, value: float = 0.0) -> Tensor:
         state = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        return state.fill_(value) if value else state  # zeros come from the system untouched, and cost nothing
+        return state.fill_(value) if value else state  # the system provides pages of zeros lazily, at no cost
 
     if optimizer.name == "adagrad":
         return {"sum": filled(rows, dim, value=optimizer.initial_accumulator)}
@@ -144,14 +144,14 @@ def sparse_update(
 
     Args:
         optimizer: The rule; its ``learning_rate`` is not read.
-        weight: ``float32`` or ``float64 [R, D]``, contiguous.
-        state: From :func:`init_state`.
-        rows: ``int64 [T]`` in ``[0, R)``, trusted.
+        weight: Table, ``float32`` or ``float64 [R, D]``, contiguous.
+        state: Result of :func:`init_state`.
+        rows: ``int64 [T]`` in ``[0, R)``, not checked.
         offsets: ``int32`` or ``int64 [N + 1]``: bag ``n`` owns ``rows[offsets[n]:offsets[n + 1]]``. None if bag ``n``
             owns ``rows[n]`` alone.
         grad: Gradient of the bags' sums, any float dtype: ``[N, D]``, or ``[B, F, D]`` where bag ``f * B + b`` is
-            ``grad[b, f]`` (feature-major bags, sample-major gradients; read where they lie).
-        value_weights: ``[T]``, what each row was multiplied by on the way forward, or None for ones.
+            ``grad[b, f]`` (feature-major bags, sample-major gradients; read in place).
+        value_weights: Factor of each row in the forward pass, ``[T]``, or None for ones.
         learning_rate: Step size of this update.
         step: Number of updates of this table, this one included (from 1; read by ``adam``).
         backend: ``auto`` takes, on a GPU, ``triton``, else ``torch``; on a CPU ``numba``, else ``fbgemm``, else
@@ -159,7 +159,7 @@ def sparse_update(
             choice depends on what is installed, never on timing.
 
     Raises:
-        DependencyError: the back end that was asked for is absent, or does not support what was asked for.
+        DependencyError: the requested back end is absent, or does not support the optimizer, dtype or device.
         TrainingError: shapes do not fit together.
     """
     if grad.dim() == 2:
@@ -175,10 +175,10 @@ def sparse_update(
 
 
 def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight: Tensor) -> str:
-    """The back end that ``backend`` means for this optimizer and this table.
+    """Resolve ``backend`` for an optimizer and a table.
 
     Args:
-        backend: As given to :func:`sparse_update`.
+        backend: Name of a back end, or ``auto``, as in :func:`sparse_update`.
         optimizer: The rule.
         weight: The table; only its dtype and device are read.
 
@@ -186,7 +186,7 @@ def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight
         ``torch``, ``numba``, ``fbgemm`` or ``triton``.
 
     Raises:
-        DependencyError: a back end was asked for by name that cannot do it.
+        DependencyError: the named back end cannot update this table by this rule.
     """
     if backend == "auto":
         candidates = ("triton",) if weight.device.type == "cuda" else ("numba", "fbgemm")
@@ -200,7 +200,7 @@ def choose_backend(backend: EmbeddingBackend, optimizer: SparseOptimizer, weight
 
 
 def available_backends() -> dict[str, str | None]:
-    """Say which back ends work here.
+    """Return, for each back end, why it cannot be used.
 
     Returns:
         For each of ``torch``, ``numba``, ``fbgemm`` and ``triton``: None if it can be used, else the reason why not.
@@ -220,7 +220,7 @@ def _unavailable(name: str) -> str | None:
 
 
 def _obstacle(name: str, optimizer: SparseOptimizer, weight: Tensor) -> str | None:
-    """Why a back end cannot do this optimizer on this table, or None if it can."""
+    """Why a back end cannot run this optimizer on this table, or None if it can."""
     if name == "fbgemm" and optimizer.weight_decay:
         return "FBGEMM's exact updates on CPUs know no weight decay"
     return _misfit(name, optimizer.name, weight.dtype, weight.device.type)
@@ -272,7 +272,7 @@ def _update_torch(update: Update) -> None:
     sources = bags % batch * features + bags // batch  # the row of grad, seen as [B * F, D], that holds bag f * B + b
     starts = torch.zeros_like(counts)
     torch.cumsum(counts[:-1], 0, out=starts[1:])
-    # a distinct row is a bag of gradient rows: gathered and summed in one pass, a bag by one thread in order
+    # a distinct row is a bag of gradient rows: gathered and summed in one pass; one thread sums a bag, in order
     reduced = F.embedding_bag(
         sources,
         grad.reshape(batch * features, dim).to(torch.float64),

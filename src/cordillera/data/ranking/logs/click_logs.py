@@ -1,4 +1,4 @@
-"""Logs of clicks as chunks of rows: CSV, TSV and Parquet files of any size, and the layouts of Criteo and Avazu."""
+"""Click logs as chunks of rows: CSV, TSV and Parquet files of any size, and the layouts of Criteo and Avazu."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cordillera.data.ranking.logs.delimited import DelimitedFile
 from cordillera.errors import DataError
 
 CHUNK_ROWS = 262_144
-"""Rows of a Parquet or in-memory chunk."""
+"""Number of rows in a chunk of Parquet or of a frame in memory."""
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, MemoryError, PolarsError)
 
@@ -30,12 +30,12 @@ RowChunk = tuple[pl.DataFrame, RowPlace]
 
 
 class ClickLog(Protocol):
-    """Rows that can be read again and again, chunk by chunk.
+    """Rows that can be read repeatedly, chunk by chunk.
 
     Attributes:
-        schema: Which column is what.
+        schema: Roles of the columns.
         facts: Facts known in advance, such as source and terms.
-        probability: Column of the true probability of the first label, in made data; not part of the schema.
+        probability: Column of the true probability of the first label, in synthetic data; not part of the schema.
     """
 
     schema: Schema
@@ -43,17 +43,30 @@ class ClickLog(Protocol):
     probability: str | None
 
     def fingerprint(self) -> str:
-        """Text that changes when the rows change."""
+        """Return text that changes when the rows change."""
         ...
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
-        """Frames in order, with their places; at least the given columns."""
+        """Iterate over frames in order, with their places.
+
+        Args:
+            columns: Columns to read; a log may give more. None for all.
+        """
         ...
 
 
 @dataclass
 class FrameLog:
-    """Rows that are in memory."""
+    """Rows in memory.
+
+    Attributes:
+        schema: Roles of the columns.
+        frame: The rows.
+        name: Name of the log, for errors and the fingerprint.
+        facts: Facts known in advance, such as source and terms.
+        version: Version of the rows, for the fingerprint.
+        probability: Column of the true probability of the first label, if known.
+    """
 
     schema: Schema
     frame: pl.DataFrame
@@ -63,11 +76,11 @@ class FrameLog:
     probability: str | None = None
 
     def fingerprint(self) -> str:
-        """The name and version."""
+        """Return the name and version."""
         return f"{self.name} {self.version}"
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
-        """Slices of the frame."""
+        """Iterate over slices of the frame, with the given columns; None for all."""
         frame = self.frame if columns is None else self.frame.select(columns)
         for start in range(0, len(frame), CHUNK_ROWS):
             yield frame.slice(start, CHUNK_ROWS), RowPlace(self.name, start + 1)
@@ -86,6 +99,8 @@ class FileLog:
         format: Format of all files.
         header: Column names of files without a header; None if the first line names them.
         prepare: Function applied to every frame before anything else reads it.
+        facts: Facts known in advance, such as source and terms.
+        probability: Column of the true probability of the first label, if known.
     """
 
     schema: Schema
@@ -114,7 +129,7 @@ class FileLog:
                 raise DataError("the file is empty", where=str(path), remedy="give a file that holds rows")
 
     def fingerprint(self) -> str:
-        """Names, sizes, modification times and the first and last megabyte of the files."""
+        """Return a hash of the files' names, sizes, modification times, and first and last megabytes."""
         digest = hashlib.sha256()
         for path in self.paths:
             state = path.stat()
@@ -126,13 +141,16 @@ class FileLog:
         return digest.hexdigest()
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
-        """Frames in the order of the files.
+        """Iterate over frames in the order of the files.
+
+        Args:
+            columns: Columns to read; None for all. With ``prepare`` every column is read.
 
         Raises:
             DataError: a file is not of the format, a row has too many or too few fields, a quotation mark is not closed
                 in its line, or a column is missing or of a type that cannot be read.
         """
-        # What prepare makes of other columns is not known here, so with it every column is read.
+        # prepare may compute a column from others, so with it every column is read.
         wanted = None if self.prepare is not None or columns is None else list(columns)
         for path in self.paths:
             any_rows = False
@@ -204,7 +222,7 @@ class FileLog:
         return wanted if wanted is not None else [name for name in names if _is_readable(kinds[name])]
 
     def _text(self, path: Path, wanted: list[str] | None) -> Iterator[RowChunk]:
-        # Published logs without a header hold raw text, in which a quotation mark means itself.
+        # Published logs without a header hold raw text, in which a quotation mark is an ordinary character.
         file = DelimitedFile(path, "\t" if self.format == "tsv" else ",", quoted=self.header is None, names=self.header)
         self._missing(path, wanted or (), file.names)
         yield from file.frames(wanted)
@@ -236,10 +254,10 @@ def _is_readable(kind: pa.DataType) -> bool:
 
 
 def guess_format(path: Path) -> Format:
-    """The format that a file's name tells.
+    """Return the format that a file's name implies.
 
     Raises:
-        DataError: it tells none.
+        DataError: the name implies no format.
     """
     name = path.name.lower()
     for suffix in (".gz", ".zst"):
@@ -259,10 +277,12 @@ CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 
 
 def criteo_schema(min_count: int = 10) -> Schema:
-    """The Criteo log: 13 counts, 26 hashed ids, a click label; rows are in time order, but carry no time.
+    """Return the schema of the Criteo log: 13 counts, 26 hashed ids and a click label.
+
+    Rows are in time order, but carry no time.
 
     Args:
-        min_count: Values seen less often in training share the row for the unseen.
+        min_count: Number of training rows below which a value shares the row for unseen values.
     """
     return Schema(
         dense=tuple(DenseFeature(name=name, transform="log") for name in CRITEO_DENSE),
@@ -292,10 +312,10 @@ AVAZU_COLUMNS = ("id", "click", "hour", *AVAZU_CATEGORICAL)
 
 
 def avazu_schema(min_count: int = 5) -> Schema:
-    """The Avazu log: 21 ids, hour of day and weekday, a click label, hours as timestamps.
+    """Return the schema of the Avazu log: 21 ids, hour of day and weekday, a click label, hours as timestamps.
 
     Args:
-        min_count: Values seen less often in training share the row for the unseen.
+        min_count: Number of training rows below which a value shares the row for unseen values.
     """
     return Schema(
         categorical=(
@@ -335,10 +355,10 @@ def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
 
 
 def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
-    """A list column.
+    """Make a list column.
 
     Args:
-        values: ``[T]``.
+        values: Entries of all lists, ``[T]``.
         offsets: ``int64 [N + 1]``; list ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
     """
     series = pl.from_arrow(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
@@ -347,7 +367,7 @@ def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
 
 
 def log_times(log: ClickLog) -> Iterator[tuple[pl.Series, RowPlace]]:
-    """The timestamps of a log, chunk by chunk, as ``int64`` seconds."""
+    """Iterate over the timestamps of a log, chunk by chunk, as ``int64`` seconds."""
     name = log.schema.timestamp
     assert name is not None
     for frame, place in log.chunks([name]):

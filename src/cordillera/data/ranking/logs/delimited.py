@@ -1,4 +1,4 @@
-"""Reader of CSV and TSV files with one row a line; errors name the line."""
+"""Reader of CSV and TSV files with one row per line; errors name the line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_BYTES = 32 << 20
 """Size of a block that is parsed at a time, and of the longest line, in bytes."""
 
 _HEADER_BYTES = 4 << 20
-_PIECE_BYTES = 1 << 17  # fits into a processor's second cache
+_PIECE_BYTES = 1 << 17  # fits into a processor's second-level cache
 _BREAK, _QUOTE, _RETURN = b'\n"\r'
 _REMEDY = (
     "close the quotation mark in its line: a field cannot hold a line break, and a quotation mark inside a quoted "
@@ -80,7 +80,7 @@ class DelimitedFile:
             line += lines
 
     def _blocks(self, most: int) -> Iterator[tuple[bytearray, int]]:
-        """Buffers, with the number of leading bytes in whole lines, at most ``most``; each overwrites the last."""
+        """Buffers and the number of leading bytes in whole lines, at most ``most``; each buffer overwrites the last."""
         filled, first = 0, True
         try:
             packed = self.path.suffix.lower() in (".gz", ".bz2", ".zst", ".lz4", ".br")

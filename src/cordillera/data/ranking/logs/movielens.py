@@ -1,4 +1,4 @@
-"""MovieLens-100K (Harper and Konstan 2015) as a log of likes, with what was known before each of them."""
+"""MovieLens-100K (Harper and Konstan 2015) as a log of likes, with features of the ratings before each like."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TERMS = (
 )
 SOURCE = "MovieLens-100K of GroupLens; out of the wheel recbole 1.2.1"
 HISTORY = 50
-"""Entries that a history keeps."""
+"""Number of latest entries that a history keeps."""
 
 _PRIOR_RATING = 3.5
 _SHRINKAGE = 5.0
@@ -49,11 +49,11 @@ PAST = (
     "genre_affinity",
     "expected",
 )
-"""Dense features that are made of strictly earlier ratings."""
+"""Dense features computed from strictly earlier ratings."""
 
 
 def schema() -> Schema:
-    """Features and the one task, ``like``: a rating of 4 or 5."""
+    """Return the features and the one task, ``like``: a rating of 4 or 5."""
     item = {"min_count": 5, "table": "item_id"}
     shape = {"user_events": "log", "user_days": "log", "user_gap": "log", "item_events": "log", "item_days": "log"}
     return Schema(
@@ -88,7 +88,7 @@ def schema() -> Schema:
 
 
 def _atomic(path: Path) -> pl.DataFrame:
-    """A tab-separated file whose header reads ``name:type``, all columns as text."""
+    """Read a tab-separated file whose header reads ``name:type``, all columns as text."""
     frame = pl.concat([frame for frame, _ in DelimitedFile(path, "\t", quoted=False).frames()])
     return frame.rename(lambda name: name.split(":")[0])
 
@@ -96,9 +96,10 @@ def _atomic(path: Path) -> pl.DataFrame:
 def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFrame:
     """Add what was known before each rating: histories and the features of ``PAST``.
 
-    Everything of a row is made of ratings with a strictly earlier timestamp. Means are shrunk towards the mean of all
-    earlier ratings; a bias is the shrunk mean of rating minus expectation at its time; the affinity to a film's genres
-    is the mean of the user's shrunk biases in them; ``expected`` adds the mean so far and the three.
+    Everything in a row is computed from ratings with a strictly earlier timestamp. Means are shrunk towards the mean of
+    all earlier ratings; a bias is the shrunk mean of rating minus expectation at its time; the affinity to a film's
+    genres is the mean of the user's shrunk biases in them; ``expected`` is the mean so far plus the two biases and the
+    affinity.
 
     Args:
         ratings: Columns ``user_id``, ``item_id``, ``rating`` and ``timestamp`` (whole numbers), in time order.
@@ -129,7 +130,7 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
         now = int(times[start])
         mean = (total + _SHRINKAGE * _PRIOR_RATING) / (count + _SHRINKAGE)
         residuals = []
-        # First all rows of this second are described, then all of them are learnt from.
+        # All rows of this second are described before any of them is added to the past.
         for row in range(start, end):
             user, item = users[row], items[row]
             events, ratings_sum, residual_sum = user_sum[user]
@@ -175,7 +176,7 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
 
 
 def _histories(name: str, seen: dict[int, list[int]], users: list[int], known: np.ndarray) -> pl.Series:
-    """For every row the last entries of what its user had when ``known`` entries were known."""
+    """Last entries of each row's user, of the ``known`` first entries that had been seen."""
     begins: dict[int, int] = {}
     items: list[int] = []
     for user, entries in seen.items():
@@ -188,15 +189,15 @@ def _histories(name: str, seen: dict[int, list[int]], users: list[int], known: n
 
 
 def described() -> FrameLog:
-    """The log without its rows: what tells whether a prepared copy is still good."""
+    """Return the log without its rows, to check whether a prepared copy is up to date."""
     return FrameLog(schema(), pl.DataFrame(), NAME, {"source": SOURCE, "terms": TERMS}, version="1")
 
 
 def load(cache: Path) -> FrameLog:
-    """Fetch the data and describe every rating by what was known before it.
+    """Fetch the data and add what was known before each rating.
 
     Raises:
-        DataError: no network and no file.
+        DataError: neither the network nor the cached file is available.
     """
     paths = fetch_members(WHEEL, cache)
     ratings = _atomic(paths["ml-100k.inter"]).select(
@@ -240,6 +241,6 @@ def load(cache: Path) -> FrameLog:
         weekday=time.dt.weekday(),
         like=(pl.col("rating") >= 4).cast(pl.UInt8),
     )
-    # The rating is the label in another form.
+    # The rating would reveal the label.
     frame = frame.drop("rating")
     return replace(described(), frame=frame)

@@ -1,10 +1,10 @@
-"""A made click log whose true probabilities are known.
+"""Synthetic click log whose true probabilities are known.
 
-Every feature has a latent vector. Their weighted sums form a few slots; a factorisation machine over the slots gives
-the logit its second-order part, and a factorisation machine over products of slots its fourth-order part, as in a stack
-of two interaction layers (Zhang et al. 2024, section 3). A linear part is what logistic regression can learn. Labels
-are drawn from the probabilities, so the normalised entropy of the probabilities themselves is the best that any model
-reaches.
+Every feature has a latent vector. Weighted sums of these vectors form a few slots; a factorisation machine over the
+slots gives the logit its second-order part, and a factorisation machine over products of slots its fourth-order part,
+as in a stack of two interaction layers (Zhang et al. 2024, section 3). A linear part is what logistic regression can
+learn. Labels are drawn from the probabilities, so no model reaches a better normalised entropy than the probabilities
+themselves.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _SECONDS = 1_600_000_000
 
 
 class SyntheticConfig(BaseModel):
-    """A made click log.
+    """Settings of a synthetic click log.
 
     Attributes:
         rows: Number of rows of all splits together.
         seed: Seed of the teacher and of the rows. Equal settings give equal rows, whatever the size of chunks.
-        dense: Dense features, standard normal.
-        categorical: Categorical features.
-        lists: List features, of 0 to ``list_length`` entries.
-        list_length: Longest list.
-        smallest_vocabulary: Ids of the smallest categorical feature.
-        largest_vocabulary: Ids of the largest; sizes between grow geometrically. List features have this many too.
+        dense: Number of dense features, standard normal.
+        categorical: Number of categorical features.
+        lists: Number of list features, of 0 to ``list_length`` entries.
+        list_length: Number of entries of the longest list.
+        smallest_vocabulary: Number of ids of the smallest categorical feature.
+        largest_vocabulary: Number of ids of the largest categorical feature and of every list feature; sizes between
+            grow geometrically.
         zipf: Exponent of the ids' popularity.
-        concentration: How much stronger features with few ids are: a feature of ``n`` ids counts
-            ``n ** -concentration``.
+        concentration: Strength of features with few ids: a feature of ``n`` ids has strength ``n ** -concentration``.
         rank: Width of the latent vectors.
-        slots: Weighted sums of latent vectors that interact.
+        slots: Number of weighted sums of latent vectors that interact.
         linear: Standard deviation of the first-order part of the logit.
         second: Standard deviation of the second-order part of the logit.
         fourth: Standard deviation of the fourth-order part of the logit.
@@ -73,12 +73,12 @@ class SyntheticConfig(BaseModel):
     bias: float = Field(-1.0, ge=-100, le=100)
 
     def vocabularies(self) -> list[int]:
-        """Ids of every categorical feature."""
+        """Return the number of ids of every categorical feature."""
         sizes = np.geomspace(self.smallest_vocabulary, self.largest_vocabulary, self.categorical)
         return [int(size) for size in np.maximum(2, np.round(sizes))]
 
     def log_schema(self) -> Schema:
-        """Features and the one task, ``click``; ids are rows already, dense values need no transform."""
+        """Return the features and the one task, ``click``; ids are rows already, dense values need no transform."""
         return Schema(
             dense=tuple(DenseFeature(name=f"I{i + 1}", transform="none", missing="refuse") for i in range(self.dense)),
             categorical=tuple(
@@ -100,7 +100,7 @@ class SyntheticConfig(BaseModel):
 
 
 def _popularity(size: int, exponent: float) -> np.ndarray:
-    """A table of 2^17 or more slots in which every id stands as often as Zipf's law says, at least once."""
+    """Make a table of 2^17 or more slots in which ids occur by Zipf's law, each at least once."""
     slots = 1 << max(_SLOT_BITS, (8 * size - 1).bit_length())
     shares = np.arange(1, size + 1, dtype=np.float64) ** -exponent
     counts = np.maximum(1, np.floor(shares / shares.sum() * (slots - size)).astype(np.int64))
@@ -109,7 +109,7 @@ def _popularity(size: int, exponent: float) -> np.ndarray:
 
 
 class Teacher:
-    """The true click probability of a row of features."""
+    """True click probability of a row of features."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
@@ -117,12 +117,12 @@ class Teacher:
         sizes = [*config.vocabularies(), *([config.largest_vocabulary] * config.lists)]
         fields = len(sizes) + config.dense
         width = config.slots * config.rank
-        # Popular logs have few strong fields and many weak ones; here those with few ids are the strong ones, since a
-        # vector for every one of many ids cannot be learnt from the rows of one pass.
+        # Popular logs have few strong fields and many weak ones. Here the fields with few ids are strong, since vectors
+        # of many ids cannot be learnt from the rows of one pass.
         strength = np.array([*sizes, *([self.config.smallest_vocabulary] * config.dense)]) ** -config.concentration
         mix = random.standard_normal((fields, config.slots)) * (strength / np.linalg.norm(strength))[:, None]
         tables = []
-        # Ids of a very large feature take turns in a bounded number of vectors.
+        # Ids of a very large feature share a bounded number of vectors.
         rows = [min(size, _LATENT_ROWS) for size in sizes]
         for index, size in enumerate(rows):
             latent = random.standard_normal((size, config.rank))
@@ -181,7 +181,7 @@ class Teacher:
         return (parts - self.means) / self.scales
 
     def block(self, number: int, rows: int = _BLOCK) -> pl.DataFrame:
-        """The first ``rows`` of block ``number``: features, true ``probability``, drawn label."""
+        """Return the first ``rows`` of block ``number``: features, true ``probability``, drawn label."""
         config = self.config
         random = np.random.default_rng([config.seed, 2, number])
         dense, ids, lists = self._features(random, _BLOCK)
@@ -201,7 +201,7 @@ class Teacher:
 
 @dataclass
 class SyntheticLog:
-    """The rows of a :class:`SyntheticConfig`."""
+    """Rows of a :class:`SyntheticConfig`."""
 
     config: SyntheticConfig
     facts: dict[str, Any] = field(default_factory=lambda: {"source": "made", "terms": "none: the rows are made"})
@@ -211,11 +211,11 @@ class SyntheticLog:
         self.schema = self.config.log_schema()
 
     def fingerprint(self) -> str:
-        """The settings."""
+        """Return the settings as text."""
         return f"synthetic 1 {self.config.model_dump_json()}"
 
     def chunks(self, columns: Sequence[str] | None = None, *, chunk_rows: int = _CHUNK) -> Iterator[RowChunk]:
-        """Frames in order, with at least the named ``columns``. The rows are the same for every ``chunk_rows``."""
+        """Iterate over frames in order, with at least the named ``columns``; rows do not depend on ``chunk_rows``."""
         if columns is not None and set(columns) == {"timestamp"}:
             for start in range(0, self.config.rows, _CHUNK):
                 times = np.arange(start, min(start + _CHUNK, self.config.rows)) + _SECONDS
