@@ -39,9 +39,7 @@ class RowCache(nn.Module):
 
     Args:
         rows: Number of rows of all tables together.
-        dim: Width ``D`` of a row.
         share: Number of lines as a share of the rows; rounded up to whole sets. 0 for no cache.
-        policy: ``lru`` or ``lfu``.
 
     Raises:
         CheckpointError: a loaded state is one that no cache of these rows can be in.

@@ -36,23 +36,17 @@ class CachedEmbeddingTables(EmbeddingTables):
     There is no ``weight``. Lookups read through the cache and change nothing; ``update`` admits rows, evicts others and
     rounds. With ``rows = "fp32"`` results are those of ``EmbeddingTables`` with the ``numba`` back end, bit for bit,
     whatever the cache. Stochastic rounding depends on the seed of ``generator`` and on table, row, column and step
-    alone. ``state_dict`` holds everything that results depend on, the cache included.
+    alone. ``state_dict`` holds everything that results depend on, the cache included. Arguments are those of
+    :class:`EmbeddingTables`; initial rows are drawn and then encoded.
 
     Attributes:
         payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.
         cache: Lines, tags and counters.
         anchor: An empty parameter that stands for the rows in autograd's graph; ``requires_grad_(False)`` freezes them.
 
-    Args:
-        features: Names, tables and pooling of the sparse features.
-        embedding_dim: Width ``D`` of a row; even for ``int4``.
-        config: Optimizer, format, rounding and cache.
-        init: Distribution of the initial rows, as in :class:`EmbeddingTables`; rows are drawn and then encoded.
-        generator: Source of random numbers. Default: the global one.
-
     Raises:
         DataError: a feature names an unknown table, or a table has no rows.
-        NumericsError: the format has no rows of this width, or there are too many rows.
+        NumericsError: the format has no rows of this width (``int4`` needs an even one), or there are too many rows.
         DependencyError: Numba cannot be used here.
     """
 
@@ -107,13 +101,7 @@ class CachedEmbeddingTables(EmbeddingTables):
         return self.anchor
 
     def table(self, name: str) -> Tensor:
-        """Return a copy of one table, read through the cache.
-
-        Args:
-            name: A key of ``features.tables``.
-
-        Returns:
-            ``float32 [rows, D]``; writing to it does not change the table.
+        """Return a copy of one table, ``float32 [rows, D]``, read through the cache; writing to it changes nothing.
 
         Raises:
             DataError: there is no such table.
@@ -284,19 +272,6 @@ def make_tables(
     init: float | Literal["uniform_by_rows"] = "uniform_by_rows",
     generator: torch.Generator | None = None,
 ) -> EmbeddingTables:
-    """Make the tables that a configuration describes.
-
-    Args:
-        features: Names, tables and pooling of the sparse features.
-        embedding_dim: Width ``D`` of a row.
-        config: Optimizer, back end, and storage of rows.
-        init: Distribution of the initial rows, as in :class:`EmbeddingTables`.
-        generator: Source of random numbers. Default: the global one.
-
-    Raises:
-        DataError: a feature names an unknown table, or a table has no rows.
-        DependencyError: the requested back end cannot be used.
-        NumericsError: the format has no rows of this width.
-    """
+    """Make the tables that a configuration describes; arguments and errors are those of their classes."""
     kind = CachedEmbeddingTables if config.are_encoded else EmbeddingTables
     return kind(features, embedding_dim, config, init=init, generator=generator)

@@ -30,11 +30,6 @@ class QuantizedTables(EmbeddingTables):
         payload: Memory of all tables, ``uint8 [bytes]``.
         kinds: Format of each table.
 
-    Args:
-        features: Names, tables and pooling of the sparse features.
-        embedding_dim: Width ``D`` of a row.
-        kinds: Format of every table.
-
     Raises:
         NumericsError: a table has no format, or one in which rows of this width cannot be kept.
     """
@@ -145,16 +140,13 @@ class QuantizedTables(EmbeddingTables):
 
 
 def encoded(rows: Tensor, kind: str, name: str, method: Literal["minmax", "greedy"] = "greedy") -> Tensor:
-    """Encode rows in a format, as bytes.
+    """Encode rows ``float32 [R, D]`` as ``uint8 [R, row bytes]``.
 
     Args:
-        rows: ``float32 [R, D]``.
+        rows: Rows of a table.
         kind: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
         name: Name of the table in errors.
         method: Choice of ranges for rows of 4 and 2 bits.
-
-    Returns:
-        ``uint8 [R, row bytes]``.
 
     Raises:
         NumericsError: a row holds NaN, infinity, or a number that the format cannot keep, or has an unsuitable width.

@@ -81,7 +81,7 @@ def encode_rows(
     update: int = 0,
     name: str = "rows",
 ) -> Tensor:
-    """Encode neighbouring rows of a table.
+    """Encode neighbouring rows of a table as ``uint8 [N, form.row_bytes(D)]``.
 
     Random numbers depend on ``seed`` and on table, row, column and update alone
     (:mod:`cordillera.kernels.embeddings.numba_random`).
@@ -95,9 +95,6 @@ def encode_rows(
         first_row: Number of the first row in the table.
         update: Number of the update.
         name: Name of the table in errors.
-
-    Returns:
-        ``uint8 [N, form.row_bytes(D)]``.
 
     Raises:
         NumericsError: a row holds NaN, infinity or numbers that the format cannot hold; the message names it.

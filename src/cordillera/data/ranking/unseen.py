@@ -36,10 +36,8 @@ class UnseenCount:
     def warn(self, where: str) -> None:
         """Warn of every feature whose share of unseen ids exceeds that of the validation rows.
 
-        The excess must be more than :data:`MARGIN`, and more than :data:`DEVIATIONS` standard deviations.
-
-        Args:
-            where: Name of the file whose rows were counted.
+        The excess must be more than :data:`MARGIN`, and more than :data:`DEVIATIONS` standard deviations. Warnings name
+        the rows by ``where``.
         """
         for name, (count, total) in self._counts.items():
             if total:
@@ -49,9 +47,7 @@ class UnseenCount:
 def warn_of_split(facts: dict[str, Any], split: str) -> None:
     """Warn of features whose share of unseen ids in a split is far above that of the validation rows.
 
-    Args:
-        facts: Facts of a data set, as in :class:`~cordillera.data.ranking.cache.Splits`.
-        split: Name of the split: ``train``, ``validation`` or ``test``.
+    ``facts`` are those of :class:`~cordillera.data.ranking.cache.Splits`.
     """
     for name, share in facts["unseen"][split].items():
         if share is not None:

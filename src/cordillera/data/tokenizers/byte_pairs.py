@@ -108,8 +108,8 @@ class BytePairs:
 
         Args:
             kind: Kind of file that the tokenizer comes from.
-            bos: Begin-of-text token.
-            eos: End-of-text token.
+            bos: Name of the begin-of-text token.
+            eos: Name of the end-of-text token.
             stops: Ids at which generation ends, besides the usual ones.
             adds_bos: Whether texts begin with ``bos``.
             template: Chat template in Jinja.

@@ -35,11 +35,7 @@ _CLASS_OR_LETTER = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)|\(\?(?:[a-z-]*[:)]|[=!>]
 
 
 def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
-    """Check that ids are dense enough for a list that holds all of them.
-
-    Args:
-        path: Path of the file, for errors.
-        names: Pairs of a token and its id.
+    """Check that the ids of pairs of token and id are dense enough for a list that holds all of them.
 
     Raises:
         DataError: an id is not a whole number or far exceeds the number of tokens, or there are too many tokens.
@@ -63,11 +59,6 @@ def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
 
 def check_rules(path: object, normalizer: Any, pre_tokenizer: Any) -> None:
     """Check that the rules of ``tokenizer.json`` are of known kinds and take bounded time and memory.
-
-    Args:
-        path: Path of the file, for errors.
-        normalizer: Value of the section ``normalizer``, or None.
-        pre_tokenizer: Value of the section ``pre_tokenizer``, or None.
 
     Raises:
         DataError: a rule is of another kind, or could take far more time or memory than the length of a text warrants.

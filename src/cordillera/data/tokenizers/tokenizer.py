@@ -55,7 +55,7 @@ class Tokenizer:
 
     @property
     def document_end_id(self) -> int | None:
-        """What ends a document in pretraining: the end-of-text token, which a chat model's ``eos_id`` need not be."""
+        """Id that ends a document in pretraining: end of text, which may differ from a chat model's ``eos_id``."""
         names = ("<|end_of_text|>", "<|endoftext|>", "</s>")
         return next((self.special_tokens[name] for name in names if name in self.special_tokens), self.eos_id)
 

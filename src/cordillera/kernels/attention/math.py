@@ -9,18 +9,7 @@ from cordillera.kernels.attention.relation import Relation, dense_mask
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
-
-    Args:
-        q: ``[Tq, H, D]``.
-        k: ``[Tk, KV, D]``.
-        v: ``[Tk, KV, D]``.
-        relation: Keys that each query sees.
-        scale: Factor of the scores.
-
-    Returns:
-        Both in float32, or float64 if ``q`` is.
-    """
+    """Compute outputs and log-sum-exps, in float32 or float64, as described in ``partial.partial_attention``."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _scores(q, k, relation, scale)
     lse = scores.logsumexp(-1)  # [KV, H / KV, Tq], -inf without keys
@@ -31,14 +20,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, relation: Relation, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of queries, keys and values, in float32, or float64 if ``q`` is.
-
-    Args:
-        dout: Gradient of ``out``, ``[Tq, H, D]``.
-        q: Argument of :func:`forward`, like ``k``, ``v``, ``relation`` and ``scale``.
-        out: Output over all keys that a query sees anywhere, ``[Tq, H, D]``.
-        lse: Log-sum-exp over all keys that a query sees anywhere, ``[Tq, H]``.
-    """
+    """Compute gradients in float32 or float64, as described in ``partial.attention_backward``."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = _grouped(q, k)
     heads = lse.double().reshape(grouped[:3]).permute(1, 2, 0)

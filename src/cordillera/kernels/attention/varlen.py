@@ -50,18 +50,7 @@ class _Call(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute outputs and log-sum-exps (:func:`cordillera.kernels.attention.partial.partial_attention`).
-
-    Args:
-        q: ``[Tq, H, D]``.
-        k: ``[Tk, KV, D]``.
-        v: ``[Tk, KV, D]``.
-        relation: Blocks.
-        scale: Factor of the scores.
-
-    Returns:
-        Both in float32.
-    """
+    """Compute outputs and log-sum-exps, in float32, as described in ``partial.partial_attention``."""
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=out.dtype, device=q.device)
     for call in _calls(relation, len(q), len(k), q.device):
@@ -76,14 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, relation: Relation, scale: float) -
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, relation: Relation, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of queries, keys and values, in float32.
-
-    Args:
-        dout: Gradient of ``out``, ``[Tq, H, D]``.
-        q: Argument of :func:`forward`, like ``k``, ``v``, ``relation`` and ``scale``.
-        out: Output over all keys that a query sees anywhere, ``[Tq, H, D]``.
-        lse: Log-sum-exp over all keys that a query sees anywhere, ``[Tq, H]``.
-    """
+    """Compute gradients in float32, as described in ``partial.attention_backward``."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for call in _calls(relation, len(q), len(k), q.device):

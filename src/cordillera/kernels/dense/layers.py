@@ -152,13 +152,7 @@ class _LinearReLU(torch.autograd.Function):
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``relu(x W^T + b)``, in the autocast dtype where there is one.
-
-    Args:
-        x: ``[..., inputs]``.
-        weight: ``[outputs, inputs]``.
-        bias: ``[outputs]`` or None.
-    """
+    """Compute ``relu(x W^T + b)``, for any number of leading dimensions, in the autocast dtype where there is one."""
     dtype = _computed_in(x)
     if not _own(x) or dtype not in _SINGLE or x.ndim != 2:
         return _linear_relu(x, weight, bias)
@@ -209,9 +203,6 @@ def stacked_layer_norm(
         first: ``[B, f, d]``.
         second: ``[B, s, d]``; fastest if stored as ``[B, d, s]``.
         residual: ``[B, f + s, d]``; fastest if stored as ``[B, d, f + s]``.
-        weight: ``[d]``.
-        bias: ``[d]``.
-        eps: Value added to the variance.
 
     Returns:
         ``[B, f + s, d]``, in the widest dtype of the three; on CPUs stored as ``[B, d, f + s]``.
@@ -276,9 +267,6 @@ def block_norm(x: Tensor, block_size: int = 256, eps: float = 1e-5, *, hard_swis
         block_size: Number of features in a block; the last block is smaller if the width is not a multiple.
         eps: Value added to the mean square; above zero, so that a block of zeros stays zero.
         hard_swish: Whether to apply ``z min(max(z + 3, 0), 6) / 6`` to the result ``z``.
-
-    Returns:
-        Tensor of the shape and dtype of ``x``.
     """
     if _own(x) and x.dtype in _SINGLE:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -315,7 +303,7 @@ class _PairwiseDots(torch.autograd.Function):
 
 
 def _select_columns(source: Tensor, columns: Tensor) -> Tensor:
-    if source.device.type != "cpu" or torch.is_grad_enabled():  # grad enabled in a backward pass: second derivatives are needed
+    if source.device.type != "cpu" or torch.is_grad_enabled():  # grad in a backward pass: second derivatives
         return source.gather(1, columns.expand(source.shape[0], -1))
     from cordillera.kernels.dense.numba_layers import select_columns
 
@@ -323,7 +311,7 @@ def _select_columns(source: Tensor, columns: Tensor) -> Tensor:
 
 
 def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal: bool) -> Tensor:
-    """Compute selected dot products of the embeddings of each sample.
+    """Compute selected dot products of the embeddings of each sample, ``[B, p]``, in the dtype of ``x``.
 
     Args:
         x: ``X [B, n, d]``.
@@ -331,9 +319,6 @@ def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal:
         column_of: Column of the result that holds each position of the flattened ``X X^T`` or its mirror image,
             ``int64 [n * n]``.
         include_diagonal: Whether ``pairs`` holds the diagonal.
-
-    Returns:
-        ``[B, p]``, in the dtype of ``x``.
     """
     if _transformed():
         return batched_matmul(x, x.mT).flatten(1)[:, pairs]

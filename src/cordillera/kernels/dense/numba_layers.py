@@ -183,9 +183,7 @@ def stacked_layer_norm(
         first: ``float32`` or ``bfloat16 [B, f, w]``, contiguous; ``f`` may be 0.
         second: ``[B, w, s]`` of the same dtype, contiguous; ``s`` may be 0, ``f + s <= c``.
         residual: ``[B, w, c]`` of the same dtype, contiguous.
-        weight: ``float32 [w]``.
-        bias: ``float32 [w]``.
-        eps: Value added to the variance.
+        weight: ``float32 [w]``, like ``bias``.
 
     Returns:
         Output with shape and dtype of ``residual``, and ``float32 [B, c]`` means and reciprocal standard deviations.
@@ -215,11 +213,7 @@ def stacked_layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute gradients of :func:`stacked_layer_norm`.
 
-    Args:
-        grad: Gradient of the output; shape, dtype and layout of ``residual``.
-        first: Argument of the forward pass, like ``second``, ``residual`` and ``weight``.
-        means: Means returned by the forward pass.
-        scales: Reciprocal standard deviations returned by the forward pass.
+    ``grad`` has the shape, dtype and layout of ``residual``; the forward pass returned ``means`` and ``scales``.
 
     Returns:
         Gradients of ``first``, ``second`` and ``residual``, in their dtype; of ``weight`` and ``bias``, ``float32
@@ -251,14 +245,11 @@ def stacked_layer_norm_backward(
 
 
 def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of a ReLU, and its sum over samples (the gradient of a bias before it).
+    """Compute the gradient of a ReLU, and its sum over samples ``float32 [w]`` (the gradient of a bias before it).
 
     Args:
         grad: Gradient of the output, ``float32`` or ``bfloat16 [B, w]``, contiguous.
         output: Output of the ReLU, ``[B, w]`` of the same dtype, contiguous.
-
-    Returns:
-        ``[B, w]``, zero where the output is not positive; ``float32 [w]``.
     """
     grad_x = torch.empty_like(grad)
     block, blocks = _rows_per_block(*grad.shape)

@@ -311,14 +311,9 @@ class Layer:
         return out if self._run(x, True, scale, reciprocal, zero_point, out, -1.0, 0.0 if relu else -np.inf) else None
 
     def dynamic(self, x: Tensor, *, relu: bool) -> Tensor | None:
-        """Compute :meth:`values` with scale and zero point of the batch's own smallest and largest value.
+        """Compute :meth:`values` with scale and zero point of the range of ``x``, which must not be empty.
 
-        Args:
-            x: ``float32 [M, K]``, contiguous, not empty.
-            relu: Whether to clamp the outputs at zero.
-
-        Returns:
-            ``float32 [M, N]``; None if ``x`` is not finite or its range overflows float32.
+        Returns None if ``x`` is not finite or its range overflows float32.
         """
         self._check(x, self.inner)
         count = x.numel()
@@ -370,13 +365,8 @@ def _quantize_rows(x: Any, rows: Any, inner: Any, reciprocal: Any, zero_point: A
 def quantize(x: Tensor, reciprocal: float, zero_point: int) -> Tensor | None:
     """Compute codes ``clamp(round(x * reciprocal + zero_point))``, the sum rounded once to float32, then ties to even.
 
-    Args:
-        x: ``float32 [M, K]``, contiguous.
-        reciprocal: Reciprocal of the scale.
-        zero_point: From 0 to 255.
-
-    Returns:
-        ``uint8 [M, ceil(K / 4) 4]``, padded with zeros; None if ``x`` is not finite.
+    Converts contiguous ``float32 [M, K]`` to ``uint8 [M, ceil(K / 4) 4]``, padded with zeros; None if ``x`` is not
+    finite.
     """
     rows, inner = x.shape
     out = torch.empty(rows, (inner + 3) // 4 * 4, dtype=torch.uint8)

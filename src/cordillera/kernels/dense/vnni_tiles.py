@@ -105,12 +105,10 @@ _tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_tile(rows) for rows in 
 
 @compiled()
 def sums_of_tile(rows: Any, codes: Any, stride: Any, weights: Any, groups: Any, sums: Any) -> None:
-    """Compute the sums of up to six rows with 64 outputs.
+    """Compute the sums of 1 to 6 rows with 64 outputs; ``codes``, ``weights`` and ``sums`` are addresses.
 
     Args:
-        rows: From 1 to 6.
-        codes: Address of the first row's codes, ``uint8``.
-        stride: Bytes from row to row.
+        stride: Bytes from row to row of the codes, ``uint8``.
         weights: Address of the first block, ``int8 [4, groups, 16, 4]``.
         groups: Number of groups of four inputs.
         sums: Address of ``int32 [rows, 64]``.

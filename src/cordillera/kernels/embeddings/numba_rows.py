@@ -180,15 +180,13 @@ def _codes(
 def encode_row(
     kind: int, rounding: int, source: Any, low: Any, high: Any, target: Any, codes: Any, state: Any, update: int
 ) -> None:
-    """Encode one row that fits its format.
+    """Encode one row that fits its format, from ``source``, ``float32 [D]``, to ``target``, ``uint8 [row bytes]``.
 
     Args:
         kind: A value of ``FORMATS``.
         rounding: A value of ``ROUNDINGS``.
-        source: ``float32 [D]``.
         low: Smallest number of the row.
         high: Largest number of the row.
-        target: ``uint8 [row bytes]``.
         codes: Scratch memory, ``uint8 [D]``.
         state: State of the random numbers, after seed, table and row.
         update: Number of the update, the last key of the random numbers.
@@ -233,18 +231,9 @@ def encode_row(
 def encode_block(
     kind: int, rounding: int, source: Any, target: Any, seed: int, table: int, first_row: int, update: int, threads: int
 ) -> Any:
-    """Encode neighbouring rows of a table; a row that does not fit is skipped.
+    """Encode neighbouring rows of a table, ``float32 [N, D]``, to ``uint8 [N, row bytes]``.
 
-    Args:
-        kind: A value of ``FORMATS``.
-        rounding: A value of ``ROUNDINGS``.
-        source: ``float32 [N, D]``.
-        target: ``uint8 [N, row bytes]``.
-        seed: Seed of the random numbers, whose further keys are ``table``, row and ``update``.
-        table: Number of the table.
-        first_row: Position of the first row in the table.
-        update: Number of the update.
-        threads: Number of threads.
+    Rows that do not fit are skipped. Random numbers have the keys ``seed``, ``table``, row and ``update``.
 
     Returns:
         The first row that does not fit, or -1, and the verdict of :func:`fits`.

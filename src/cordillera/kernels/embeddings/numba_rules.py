@@ -37,8 +37,7 @@ def step_row(
         row: Number of the row, which locates its state.
         target: Weights of the row, ``[D]``.
         reduced: Gradient of the row, ``float64 [D]``; overwritten.
-        first_state: First tensor of ``init_state``, flat.
-        second_state: Second tensor of ``init_state``, flat.
+        first_state: First tensor of ``init_state``, flat, as ``second_state`` is the second.
         learning_rate: Step size; further numbers are those of ``SparseOptimizer`` and ``Update.corrections``.
     """
     dim, zero = target.size, target[0]
