@@ -123,12 +123,7 @@ class CachedEmbeddingTables(EmbeddingTables):
             self._encode(name, start, block)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of each part.
-
-        Returns:
-            ``payload`` (codes), ``row_parameters`` (scales and biases), the parts of :meth:`RowCache.memory_bytes`,
-            each prefixed with ``cache_``, and ``optimizer``.
-        """
+        """Return the bytes of ``payload`` (codes), ``row_parameters`` (scales, biases), the cache and ``optimizer``."""
         parameters = self.num_rows * self.form.row_parameters
         return {
             "payload": self.payload.numel() - parameters,

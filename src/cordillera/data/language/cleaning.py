@@ -288,7 +288,7 @@ class Cleaner:
     the configuration asks for it.
 
     Args:
-        config: Rules of what is dropped.
+        config: Rules by which documents and lines are dropped.
         language: Function that names the language of a text; required for ``languages``.
         quality: Function that scores a text; required for ``min_quality``.
 
@@ -324,7 +324,8 @@ class Cleaner:
             documents: Function that reads the corpus from its beginning at every call.
 
         Raises:
-            DataError: the corpus changes while it is read, no document has an address, or dates are of different types.
+            DataError: the corpus grows while it is read, no document has an address, dates of a page differ in type, or
+                the quality function returns NaN.
         """
         self._counts, self._dropped = _CleaningCounts(), dict.fromkeys(REASONS, 0)
         reasons = ("", *REASONS)

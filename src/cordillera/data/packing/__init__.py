@@ -1,1 +1,1 @@
-"""Packing of documents into micro-batches."""
+"""Packing of documents into microbatches."""

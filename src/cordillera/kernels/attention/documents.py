@@ -68,7 +68,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``[B, H, n, D]``, of ``k`` and ``v [B, G, n, D]``; training on a CPU uses our own kernel."""
+    """Causal attention ``[B, H, n, D]`` to ``k`` and ``v [B, G, n, D]``; training on a CPU uses our own kernel."""
     is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if (
         is_trained

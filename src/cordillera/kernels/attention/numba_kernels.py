@@ -30,8 +30,8 @@ _IS_WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 _LANES = 16 if _IS_WIDE else 8
 ROWS = 8 if _IS_WIDE else 4  # queries at a time
 COLUMNS = 2 * _LANES  # keys at a time
-_BLOCK = 256  # keys, whose scores stay in the cache
-WIDTH = 16  # the width of a head is a multiple
+_BLOCK = 256  # keys whose scores stay in the cache
+WIDTH = 16  # divisor of the widths of heads
 
 _BYTES = 4
 _FAST = {"contract"}  # a product and a sum may be one instruction; nothing is reordered
@@ -202,7 +202,7 @@ def _add_columns(queries: Any, width: Any, scores: Any, block: Any, count: Any, 
 
 @compiled(fastmath=_FAST)
 def _one_head_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any) -> None:
-    """``q`` and ``out [n, D]``; ``keys [blocks, D, m]`` and ``values [blocks, m, D]``; scores to base 2."""
+    """Forward of one head: ``q``, ``out [n, D]``, ``keys [blocks, D, m]``, ``values [blocks, m, D]``; base 2."""
     queries, width = q.shape
     blocks, _, block = keys.shape
     scores = np.empty((ROWS, block), np.float32)
@@ -254,7 +254,7 @@ def _all_heads_forward(q: Any, keys: Any, values: Any, out: Any, logsumexp: Any,
 def _one_head(
     q: Any, gradient: Any, logsumexp: Any, along: Any, keys: Any, values: Any, rows: Any, dq: Any, dk: Any, dv: Any
 ) -> None:
-    """``q``, ``gradient``, ``dq [n, D]``; ``keys``, ``values``, ``dk``, ``dv [blocks, D, m]``.
+    """Backward of one head: ``q``, ``gradient``, ``dq [n, D]``; ``keys``, ``values``, ``dk``, ``dv [blocks, D, m]``.
 
     ``rows [blocks, m, D]`` holds the keys, not transposed.
     """

@@ -120,13 +120,7 @@ def block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> tupl
 
 
 def block_norm_backward(grad: Tensor, x: Tensor, scales: Tensor, block_size: int, hard_swish: bool) -> Tensor:
-    """Compute the gradient of :func:`block_norm`'s input.
-
-    Args:
-        grad: Gradient of the output; shape and dtype of ``x``, contiguous.
-        x: Input of the forward pass, like ``block_size`` and ``hard_swish``.
-        scales: Reciprocal roots returned by the forward pass.
-    """
+    """Compute the gradient of :func:`block_norm`'s input from a contiguous ``grad`` and the returned ``scales``."""
     grad_x, size = torch.empty_like(x), min(block_size, max(1, x.shape[1]))
     if x.numel():
         threads = threads_for(x.numel())

@@ -27,7 +27,7 @@ ROWS = 6  # rows of a tile: 24 of 32 registers hold sums
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Return whether this processor has the instructions; elsewhere nothing of this file may be compiled."""
+    """Return whether this processor has the instructions; without them, nothing in this file may be compiled."""
     try:
         features = llvmlite.binding.get_host_cpu_features()
     except RuntimeError:

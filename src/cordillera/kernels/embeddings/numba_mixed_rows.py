@@ -102,7 +102,10 @@ def _lookup(
 def lookup(
     rows: MixedRows, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
 ) -> Lookup:
-    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`); ``rows`` are the values."""
+    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
+
+    The result's ``rows`` are the values.
+    """
     features = rows.kinds.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32

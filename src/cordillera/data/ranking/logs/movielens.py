@@ -176,7 +176,7 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
 
 
 def _histories(name: str, seen: dict[int, list[int]], users: list[int], known: np.ndarray) -> pl.Series:
-    """Last entries of each row's user, of the ``known`` first entries that had been seen."""
+    """History of each row's user: the last entries among the first ``known`` ones."""
     begins: dict[int, int] = {}
     items: list[int] = []
     for user, entries in seen.items():
