@@ -123,7 +123,10 @@ class CachedEmbeddingTables(EmbeddingTables):
             self._encode(name, start, block)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of ``payload`` (codes), ``row_parameters`` (scales, biases), the cache and ``optimizer``."""
+        """Return the bytes of ``payload`` (codes), ``row_parameters`` (scales, biases), the cache and ``optimizer``.
+
+        Keys of the cache are those of :meth:`RowCache.memory_bytes`, prefixed with ``cache_``.
+        """
         parameters = self.num_rows * self.form.row_parameters
         return {
             "payload": self.payload.numel() - parameters,

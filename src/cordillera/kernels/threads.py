@@ -127,7 +127,10 @@ def quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/c
 
 
 def used_by_others(seconds: float = _LOOK_S) -> float:
-    """Return how many of this process's processors other processes keep busy, measured for a number of seconds."""
+    """Return how many of this process's processors other processes keep busy, measured for a number of seconds.
+
+    Other threads of this process do not count.
+    """
     before, own, began = _busy_seconds(), time.process_time(), time.perf_counter()
     if before is None:
         with contextlib.suppress(OSError):
