@@ -35,7 +35,7 @@ class PackedTokens(NamedTuple):
 
     Attributes:
         tokens: ``int64 [T]``.
-        offsets: Begin of each document, and ``T``; ``int64 [B + 1]``.
+        offsets: Start of each document, and ``T``; ``int64 [B + 1]``.
         labels: Target of each token, or ``IGNORED``, ``int64 [T]``; None for the next token of its document.
     """
 

@@ -123,7 +123,7 @@ class Documents(Protocol):
 
     Attributes:
         folder: Folder of the corpus.
-        offsets: Begin of each document, in order, and the end of the last, ``int64 [documents + 1]``.
+        offsets: Start of each document, in order, and the end of the last, ``int64 [documents + 1]``.
         hashes: Hashes of the documents' texts, ``uint64 [documents]``.
     """
 
@@ -170,7 +170,7 @@ class TextDataset:
             offsets.append(ends[1:] + offsets[-1][-1])
             documents.append(documents[-1] + shard["documents"])
         self.offsets = np.concatenate(offsets)
-        """Begin of each document in the corpus, and the end of the last, ``int64 [documents + 1]``."""
+        """Start of each document in the corpus, and the end of the last, ``int64 [documents + 1]``."""
         self.hashes = np.concatenate(hashes)
         """Hashes of the documents' texts, ``uint64 [documents]``."""
         self._first = np.array(documents)

@@ -44,7 +44,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tens
         q: ``[T, H, D]``.
         k: ``[T, G, D]``; ``G`` divides ``H``.
         v: Values in the shape of ``k``.
-        offsets: Begin of each document, and ``T``; ``int32`` or ``int64 [B + 1]``. On the CPU beside tensors on a GPU,
+        offsets: Start of each document, and ``T``; ``int32`` or ``int64 [B + 1]``. On the CPU beside tensors on a GPU,
             it saves each call a wait for the GPU.
     """
     if q.is_cuda and q.dtype in _FLASH_DTYPES and varlen is not None:

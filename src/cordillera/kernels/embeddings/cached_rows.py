@@ -33,7 +33,7 @@ class CachedRows:
         states: 1 where a line differs from its encoded row, ``uint8 [slots]``.
         counts: Number of updates that used a row outside the cache, at most 255, ``uint8 [R]`` (``lfu``; else empty).
         events: Running sums of ``EVENTS`` over distinct rows of updates, ``int64 [5]``.
-        first_rows: Begin of each table, ascending, ``int64 [tables]``.
+        first_rows: Start of each table, ascending, ``int64 [tables]``.
         seed: Seed of stochastic rounding.
     """
 

@@ -50,7 +50,7 @@ _MAGNITUDE, _INFINITY = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(0x7FF000000000000
 
 @compiled()
 def _begins(keys: Any, position_bits: int) -> Any:
-    """Begin of each distinct row's keys, and the end of all keys."""
+    """Start of each distinct row's keys, and the end of all keys."""
     begins = np.empty(keys.size + 1, np.int64)
     count, before = 0, np.int64(-1)
     for p in range(keys.size):

@@ -27,7 +27,7 @@ class MixedRows(NamedTuple):
     Attributes:
         payload: Memory of all tables, ``uint8 [bytes]``.
         kinds: Formats, ``int64 [F]``, values of :data:`cordillera.kernels.embeddings.cached_rows.FORMATS`.
-        first_byte: Begin of each feature's table, ``int64 [F]``.
+        first_byte: Start of each feature's table, ``int64 [F]``.
         row_bytes: Bytes of a row, ``int64 [F]``.
         num_rows: ``int64 [F]``.
         dim: Width ``D`` of a row.
