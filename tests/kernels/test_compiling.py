@@ -64,3 +64,4 @@ def test_kernels_of_rows_depend_on_how_a_row_is_decoded() -> None:
     assert kernel._cache._cache_file._source_stamp[1] == digest_of_imports(Path(numba_mixed_rows.__file__))
     assert "from cordillera.kernels.embeddings.numba_rows import" in Path(numba_mixed_rows.__file__).read_text()
     assert Path(numba_rows.__file__).is_file()
+    assert digest_of_imports(Path(numba_mixed_rows.__file__))

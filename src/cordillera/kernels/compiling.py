@@ -18,7 +18,8 @@ from typing import Any
 
 import numba
 
-_IMPORT = re.compile(r"^from cordillera\.kernels\.(\w+) import", re.MULTILINE)
+_IMPORT = re.compile(r"^from cordillera\.(kernels\.[\w.]+) import", re.MULTILINE)
+_PACKAGE = Path(__file__).parents[1]
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -53,14 +54,16 @@ def _depend(kernel: Any, digest: str) -> None:
 def digest_of_imports(file: Path) -> str:
     """Return the SHA-256 of the kernel files that a file imports from, directly or indirectly; empty if there is none.
 
-    Only files in the folder of ``file`` count.
+    Only kernels of this package count or, for a file elsewhere, files beside it.
     """
     found: dict[str, bytes] = {}
 
     def visit(one: Path) -> None:
         for name in _IMPORT.findall(one.read_text(encoding="utf-8")):
-            other = file.with_name(f"{name}.py")
-            if name not in found and name != file.stem and other.is_file():
+            parts = name.split(".")
+            inside = one.is_relative_to(_PACKAGE)
+            other = (_PACKAGE.joinpath(*parts) if inside else one.with_name(parts[-1])).with_suffix(".py")
+            if name not in found and other != file and other.is_file():
                 found[name] = other.read_bytes()
                 visit(other)
 
