@@ -42,7 +42,7 @@ class Decision(Protocol):
 
 @dataclass(frozen=True)
 class Threshold(Decision):
-    """Whether each output reaches a value: logits ``[B, tasks]`` and 0 for a click probability of one half."""
+    """Whether each output reaches a value: by default, whether logits ``[B, tasks]`` reach 0 (probability one half)."""
 
     value: float = 0.0
 
@@ -170,12 +170,7 @@ class Replay:
         return Verdicts(silent, detected, self.inputs)
 
     def flip_each(self, region: Region, bits: Tensor) -> Verdicts:
-        """Judge faults by flipping them in the model, one after another; what replay is measured against.
-
-        Args:
-            region: Where.
-            bits: ``int64 [M, k]`` addresses.
-        """
+        """Judge faults ``bits``, ``int64 [M, k]``, by flipping them in the model one by one; reference of replay."""
         silent, detected = torch.zeros(2, len(bits), dtype=torch.int64)
         for fault, addresses in enumerate(bits.tolist()):
             finite, wrong = self._tell(self._run_flipped(region, addresses))

@@ -222,7 +222,7 @@ class Consolidated(Source):
         return sum(rank[name].shape[0] for rank in self._ranks)
 
     def _repetition(self, width: int, kv_heads: int) -> int:
-        """How often each head of keys and values comes in a row in the first block, where ranks hold one head each."""
+        """Return how many consecutive key-value heads are copies in the first block; 1 unless ranks hold one head."""
         heads = []
         for rank in self._ranks:
             parts = [rank.get(f"layers.0.attention.{kind}.weight") for kind in ("wk", "wv")]
