@@ -132,14 +132,7 @@ def trained_layers(
 def try_product(
     layer: TrainedLayer, of: Pass, candidates: Sequence[Candidate], config: DispatchConfig
 ) -> dict[int, list[Trial]]:
-    """Judge candidates once on a product, and time those that pass for every number of rows.
-
-    Args:
-        layer: Whose product.
-        of: Which one.
-        candidates: The reference among them.
-        config: Bounds, sizes and counts.
-    """
+    """Judge candidates, which include fp32, once on a product, and time those that pass for every number of rows."""
     accuracy: dict[str, Accuracy] = {}
     refused: dict[str, str] = {}
     device = layer.weight.device

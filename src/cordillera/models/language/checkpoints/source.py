@@ -126,13 +126,15 @@ def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: s
 
 
 def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse anything but floating point of one kind; norms, one-dimensional, may be float32 beside 16-bit matrices.
+    """Check that all tensors have one floating-point dtype.
+
+    One-dimensional tensors (norms) may be float32 beside 16-bit matrices.
 
     Args:
         tensors: All tensors, by the names of the format.
 
     Raises:
-        CheckpointError: a tensor is of another dtype.
+        CheckpointError: If a tensor has another dtype.
     """
     matrices = [stored.dtype for stored in tensors.values() if len(stored.shape) > 1]
     for name, stored in tensors.items():
