@@ -99,11 +99,11 @@ class Collectives:
         return self._collective(name, all_gather_single, whole, part, part)
 
     def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
-        """Sum tensors over the ranks, and return this rank's of the equally long parts, one for each rank.
+        """Sum a tensor over the ranks, and return this rank's part of the sum.
 
         Args:
             name: Name for the ledger and for errors.
-            whole: All parts, ``[ranks * n, ...]``.
+            whole: Tensor of one part for each rank, all equally long, ``[ranks * n, ...]``.
 
         Raises:
             PeerError: If not all ranks respond in time.

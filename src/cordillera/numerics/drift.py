@@ -80,7 +80,6 @@ class DriftReference:
         shares: Names of the shares, which are true or false for a sample.
         samples: Number of samples whose numbers are all finite.
         lost: Number of samples with a number that is NaN or infinite.
-        deviation: Standard deviation of each number.
         effects: Design effect of each number, followed by that of each share; at least 1.
         true: Number of samples for which each share is true, including lost samples.
     """
@@ -112,7 +111,8 @@ class DriftReference:
             groups: Group of each sample, ``int64 [N]``; None if all samples are drawn independently.
 
         Raises:
-            NumericsError: fewer than two samples are finite, or the number of names differs from the number of columns.
+            NumericsError: If fewer than two samples are finite, or the number of names differs from the number of
+                columns.
         """
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         if numbers.shape[1] != len(names) or true.shape != (len(numbers), len(shares)):
@@ -157,7 +157,7 @@ class DriftReference:
         """Restore a reference from the result of :meth:`to_json`.
 
         Raises:
-            NumericsError: the content is malformed.
+            NumericsError: If the content is malformed.
         """
         try:
             samples, lost = _count(content["samples"]), _count(content["lost"])
@@ -206,27 +206,20 @@ class DriftCheck:
         return 2 * sum(map(len, reference.boundaries)) + 2 * len(reference.shares) + 1
 
     def update(self, numbers: Tensor, true: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """Add samples to the window.
-
-        Args:
-            numbers: Numbers of the samples, ``[B, numbers]``; rows with NaN or infinity are counted and left out.
-            true: Whether each share is true for each sample, ``bool [B, shares]``; None without shares.
-            groups: Group of each sample, ``int64 [B]``, or None.
-        """
+        """Add samples to the window; the arguments are those of :meth:`DriftReference.of`."""
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         self._window.update(numbers, true, groups)
 
     def alarms(self, false_alarms: float = 1e-3) -> list[Alarm]:
-        """Numbers and shares that differ from calibration, each with its least probable check.
+        """Return the numbers and shares that differ from calibration, in order of increasing probability.
+
+        Each is reported with its least probable check.
 
         Args:
             false_alarms: Probability of any alarm in a window if nothing has changed.
 
-        Returns:
-            Alarms in order of rising probability.
-
         Raises:
-            NumericsError: there are fewer than two samples, or ``false_alarms`` is not a probability.
+            NumericsError: If there are fewer than two samples, or ``false_alarms`` is not a probability.
         """
         check_false_alarms(false_alarms)
         reference, window = self.reference, self._window
@@ -395,7 +388,7 @@ def check_false_alarms(false_alarms: float) -> None:
     """Check that ``false_alarms`` is a probability above 0 and below 1.
 
     Raises:
-        NumericsError: it is not.
+        NumericsError: If it is not.
     """
     if not 0 < false_alarms < 1:
         raise NumericsError(f"is {false_alarms}", where="false_alarms", remedy="a probability, such as 0.001")

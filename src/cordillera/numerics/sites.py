@@ -19,7 +19,7 @@ def sites(model: nn.Module, only: Sequence[str] = (), without: Sequence[str] = (
         without: Patterns of names to leave out.
 
     Raises:
-        NumericsError: a pattern matches no layer.
+        NumericsError: If a pattern matches no layer.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for pattern in [*only, *without]:

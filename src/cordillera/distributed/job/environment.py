@@ -19,8 +19,6 @@ class JobPlace(NamedTuple):
     """Place of this process in a job that a launcher started.
 
     Attributes:
-        rank: Number of this process, from 0.
-        size: Number of processes.
         local_rank: Number of this process on its machine, from 0.
         address: Host of the job's store.
         port: TCP port of the job's store.

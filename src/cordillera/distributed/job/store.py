@@ -36,13 +36,9 @@ class StoreSilent(StoreError):
 
 
 def within(seconds: float, function: Callable[[], _Result]) -> _Result:
-    """Call a function that Python cannot interrupt, with a deadline.
+    """Call a function that Python cannot interrupt, in a separate thread that is abandoned after ``seconds``.
 
     Time during which this process was suspended does not count. Signals are handled during the wait.
-
-    Args:
-        seconds: Deadline in seconds.
-        function: Function to call in a separate thread, which is abandoned when the deadline passes.
 
     Raises:
         TimeoutError: If the deadline passes.
@@ -70,7 +66,6 @@ class JobStore:
     """Values of one job in a store, by key; values are those that JSON can represent.
 
     Args:
-        store: Store that all processes of the job reach.
         key: Key that signs values, equal in all processes (:func:`cordillera.distributed.job.environment.job_key`).
         deadline_s: Longest time of a call, in seconds.
     """

@@ -41,7 +41,7 @@ class BlockNorm(nn.Module):
         eps: Constant above zero that is added to the mean square.
 
     Raises:
-        NumericsError: the width, the block size or ``eps`` is not above zero.
+        NumericsError: If the width, the block size or ``eps`` is not above zero.
     """
 
     def __init__(self, width: int, block_size: int = 256, eps: float = 1e-5) -> None:
@@ -61,7 +61,7 @@ class BlockNorm(nn.Module):
         """Check the block size of a state dict.
 
         Raises:
-            RuntimeError: the size differs; ``load_state_dict`` raises the same class for tensors.
+            RuntimeError: If the size differs; ``load_state_dict`` raises the same class for tensors.
         """
         if int(state) != self.block_size:
             raise RuntimeError(f"norms over blocks of {int(state)} features, not of {self.block_size}")
@@ -80,13 +80,7 @@ class StackedBlockNorm(BlockNorm):
 
 @dataclass(frozen=True)
 class Modified:
-    """Qualified names of the modules that :func:`apply_mods` changed.
-
-    Attributes:
-        biases: Modules that lost their bias.
-        norms: Layer norms that were replaced by block norms.
-        activations: Activations that were replaced by hard Swish.
-    """
+    """Qualified names of the modules that lost their bias, and of the norms and activations that were replaced."""
 
     biases: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
@@ -132,8 +126,8 @@ def apply_mods(model: RankingModel, mods: Sequence[str], norm_block: int = 256) 
         norm_block: Number of features of a block of ``block-norm``.
 
     Raises:
-        NumericsError: a mod is unknown or finds nothing to change, or the model was trained, loaded, or not created by
-            ``build``.
+        NumericsError: If a mod is unknown or finds nothing to change, or the model was trained, loaded, or not created
+            by ``build``.
     """
     unknown = [name for name in mods if name not in MODS]
     if unknown:

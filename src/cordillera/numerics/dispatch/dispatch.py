@@ -472,8 +472,8 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
         allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:
-        NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
-            lacks or has with another size.
+        NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
+            model lacks or has with another size.
     """
     plan.check_purpose("scoring")
     own = planned_sites(model, plan)
@@ -503,8 +503,8 @@ def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> n
         The model.
 
     Raises:
-        NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
-            lacks or has with another size.
+        NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
+            model lacks or has with another size.
     """
     for name, module in planned(model, plan, allow_stale).items():
         replace(model, name, module)

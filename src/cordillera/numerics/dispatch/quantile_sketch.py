@@ -29,17 +29,14 @@ class QuantileSketch:
 
     A level holds up to 512 numbers of each feature, each of which represents ``2**level`` of the stream. When it is
     full, its numbers are sorted, and every second one between the 128 smallest and largest moves to the next level
-    (Karnin et al. 2016, with deterministic choice; ends as in Cormode et al. 2021). Features are compacted
-    independently of each other, so no row of the data remains. Each feature takes 2 KiB for each level, and the number
-    of levels is that of the doublings of 512 rows.
+    (Karnin et al. 2016, with deterministic choice; ends as in Cormode et al. 2021). All features are compacted at the
+    same time, each in its own order, so no row of the data remains. Each feature takes 2 KiB for each level, and the
+    number of levels is that of the doublings of 512 rows.
 
     Attributes:
         count: Number of rows so far.
         negatives: Number of rows below zero, ``int64 [K]``.
         zeros: Number of rows equal to zero, ``int64 [K]``.
-
-    Args:
-        features: Number ``K`` of features.
     """
 
     def __init__(self, features: int) -> None:
@@ -112,7 +109,7 @@ class QuantileSketch:
         return torch.where(probabilities[:, None] >= 1, self._high, found)
 
     def points(self) -> Tensor:
-        """``float32 [129, K]``: quantiles at equal steps of a normal number from -4 to 4, the ends the extremes."""
+        """Return quantiles ``float32 [129, K]`` at equal steps of a normal number from -4 to 4; the ends are exact."""
         steps = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
         probabilities = torch.special.ndtr(steps)
         probabilities[0], probabilities[-1] = 0, 1
@@ -138,7 +135,7 @@ class QuantileSketch:
         """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: its parts do not fit together.
+            NumericsError: If its parts do not fit together.
         """
         found = cls(state["counts"].shape[1])
         found.count, found._compactions = int(state["count"]), [int(one) for one in state["compactions"]]
@@ -177,7 +174,7 @@ class Marginals:
         return torch.where((share >= self._below) & (share < self._to), 0.0, value)
 
     def correlations_of_normals(self, covariance: Tensor) -> Tensor:
-        """Return correlations of normal numbers whose values have given covariances, as closely as possible.
+        """Return correlations ``float64 [K, K]`` of normal numbers whose values have nearly the given covariances.
 
         If ``a`` are the Hermite coefficients of the map from normal numbers to values, values have the covariance
         ``sum_k a_i[k] a_j[k] r**k`` for normal numbers of correlation ``r``. It increases with ``r``, which is found by
@@ -185,9 +182,6 @@ class Marginals:
 
         Args:
             covariance: Covariance of the values, ``float64 [K, K]``.
-
-        Returns:
-            Correlations, ``float64 [K, K]`` with ones on the diagonal.
         """
         share = (torch.arange(_STRATA, dtype=torch.float64) + 0.5) / _STRATA
         z = torch.special.ndtri(share)

@@ -121,7 +121,7 @@ class RowStatistics:
         ``skipped``. Autocast and emulated number formats do not apply to these sums.
 
         Raises:
-            NumericsError: rows have another number of features.
+            NumericsError: If rows have another number of features.
         """
         began = time.perf_counter()
         with _disable_current_modes(), torch.autocast(rows.device.type, enabled=False):
@@ -155,7 +155,7 @@ class RowStatistics:
         """Add other statistics; empty ones adopt quantiles from ``other``.
 
         Raises:
-            NumericsError: ``other`` has other features, another tier, or quantiles where these statistics have none.
+            NumericsError: If ``other`` has other features, another tier, or quantiles where these statistics have none.
         """
         if (self.marginals is None) != (other.marginals is None):
             if self.count or other.marginals is None:
@@ -226,7 +226,7 @@ class RowStatistics:
             Rows, ``float32 [count, K]``, on the device of the statistics.
 
         Raises:
-            NumericsError: fewer than two rows were seen.
+            NumericsError: If fewer than two rows were seen.
         """
         if self.count < 2:
             raise NumericsError(
@@ -281,7 +281,7 @@ class RowStatistics:
         """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: a tensor has another shape, or holds NaN or infinity.
+            NumericsError: If a tensor has another shape, or holds NaN or infinity.
         """
         found = cls(int(state["features"]), Tier(state["tier"]), device)
         found.count, found.skipped = int(state["count"]), int(state["skipped"])

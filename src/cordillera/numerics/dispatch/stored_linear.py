@@ -17,10 +17,7 @@ class StoredLinear(FixedDtypes):
     """``x W^T + b`` by one kernel, without gradient; takes any floating-point dtype and returns ``float32``.
 
     Args:
-        kernel: Name of the candidate.
-        stored: Stored weight of the candidate.
         bias: Bias, ``float32 [N]``, or None.
-        relu: Whether negative results become zero.
     """
 
     def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None, relu: bool = False) -> None:
@@ -38,14 +35,10 @@ class StoredLinear(FixedDtypes):
 
     @classmethod
     def of(cls, linear: nn.Linear, kernel: str, rows: Tensor | None = None) -> StoredLinear:
-        """Store a trained layer for a kernel.
-
-        Args:
-            kernel: Name of the candidate.
-            rows: Calibration rows ``[R, K]``, for kernels that need them.
+        """Store a trained layer for a kernel, with calibration rows ``[R, K]`` if the kernel needs them.
 
         Raises:
-            NumericsError: the weight is not finite, is float64 or does not fit the format, rows are missing, or the
+            NumericsError: If the weight is not finite, is float64 or does not fit the format, rows are missing, or the
                 kernel does not support layers of this size.
         """
         one = candidate(kernel)
@@ -68,7 +61,7 @@ class StoredLinear(FixedDtypes):
         """Return the kernel, which is created from the stored weight at the first call.
 
         Raises:
-            NumericsError: the kernel does not accept the stored weight.
+            NumericsError: If the kernel does not accept the stored weight.
         """
         if self._run is None:
             stored: StoredWeight = {name: getattr(self, f"stored_{name}") for name in self._names}

@@ -54,13 +54,8 @@ class TrainedLinear(nn.Module):
     Attributes:
         unplanned: Number of times that each product should have been, but was not computed by a kernel of the plan.
 
-    Args:
-        linear: Layer in float32.
-        name: Name of the layer in the plan.
-        plan: Plan with choices for the layer.
-
     Raises:
-        NumericsError: the layer is not float32, or a kernel needs calibration.
+        NumericsError: If the layer is not float32, or a kernel needs calibration.
     """
 
     def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan) -> None:
@@ -147,7 +142,7 @@ def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool 
         allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:
-        NumericsError: the plan is for scoring or another machine, or names a layer that the model lacks or has with
+        NumericsError: If the plan is for scoring or another machine, or names a layer that the model lacks or has with
             another size.
     """
     plan.check_purpose("training")

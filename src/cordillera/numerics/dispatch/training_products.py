@@ -40,7 +40,6 @@ def exact(of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -
     """Compute a product in the operands' dtype, by the calls that ``nn.Linear`` and its backward make.
 
     Args:
-        of: Which product to compute.
         first: Input ``[M, K]`` for ``forward``, otherwise the gradient of the output ``[M, N]``.
         second: Weight ``[N, K]``, or for ``weight_gradient`` the input.
         bias: Bias ``[N]`` or None; only for ``forward``.
@@ -54,7 +53,7 @@ def by_kernel(one: Candidate, of: Pass, first: Tensor, second: Tensor, bias: Ten
     """Compute a float32 product of :func:`exact` by a candidate, packing included.
 
     Raises:
-        NumericsError: ``second`` is not finite, or does not fit the format.
+        NumericsError: If ``second`` is not finite, or does not fit the format.
     """
     if one.name == "fp32":
         return exact(of, first, second, bias)
@@ -86,7 +85,6 @@ class TrainedLayer:
     """Layer with sources of its operands in a training step.
 
     Attributes:
-        site: Name of the layer.
         weight: Weight, ``float32 [N, K]``.
         bias: Bias ``[N]``, or None.
         inputs: Function from a number of rows and a generator to inputs ``[rows, K]``.
@@ -113,7 +111,7 @@ def trained_layers(
     """Return a model's linear layers with a probe's statistics of their inputs and output gradients.
 
     Raises:
-        NumericsError: a layer's inputs or gradients were not probed.
+        NumericsError: If a layer's inputs or gradients were not probed.
     """
     found = []
     for name, module in sites(model).items():

@@ -57,7 +57,7 @@ class WeightStatistics:
         """Add a weight ``[rows, columns]``; return whether it was added. One with NaN or infinity is not.
 
         Raises:
-            NumericsError: it has another shape.
+            NumericsError: If it has another shape.
         """
         if tuple(weight.shape) != (self.rows, self.columns):
             raise NumericsError(
@@ -99,7 +99,7 @@ class WeightStatistics:
             generator: Generator on the CPU; None for the global one.
 
         Raises:
-            NumericsError: fewer than two samples were seen (one if they are not centred).
+            NumericsError: If fewer than two samples were seen (one if they are not centred).
         """
         if self.count < (2 if self.centred else 1):
             raise NumericsError(
@@ -136,7 +136,7 @@ class WeightStatistics:
         """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: a tensor has another shape, or holds NaN or infinity.
+            NumericsError: If a tensor has another shape, or holds NaN or infinity.
         """
         found = cls(
             int(state["rows"]), int(state["columns"]), float(state["momentum"]), float(state["mean_momentum"]),

@@ -80,12 +80,8 @@ class LossScale:
         value: Initial factor, a power of two.
         window: Number of steps without an overflow after which the factor is doubled; None for a constant factor.
 
-    Attributes:
-        value: Current factor.
-        steady: Number of steps since it last changed.
-
     Raises:
-        NumericsError: The value is not a power of two.
+        NumericsError: If the value is not a power of two.
     """
 
     def __init__(self, value: float = 2.0**16, window: int | None = 2000) -> None:
@@ -98,13 +94,10 @@ class LossScale:
         self.value, self.window, self.steady = value, window, 0
 
     def update(self, overflowed: bool) -> None:
-        """Update the factor after a step.
-
-        Args:
-            overflowed: Whether a gradient was not finite, so that the optimizer step was skipped.
+        """Update the factor after a step, which ``overflowed`` if a gradient was not finite and the update was skipped.
 
         Raises:
-            NumericsError: It overflowed and the factor is constant or at its minimum.
+            NumericsError: If it overflowed and the factor is constant or at its minimum.
         """
         if overflowed:
             if self.window is None or self.value <= _LEAST_LOSS_SCALE:

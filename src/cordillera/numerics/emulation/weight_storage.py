@@ -51,7 +51,7 @@ class WeightStorage:
         weights: float32 tensors by name, changed in place; stochastic rounding depends on the order of the names.
 
     Raises:
-        NumericsError: the policy does not fit the format, or a weight is not float32.
+        NumericsError: If the policy does not fit the format, or a weight is not float32.
     """
 
     def __init__(self, config: EmulationConfig, weights: Mapping[str, Tensor]) -> None:
@@ -92,7 +92,7 @@ class WeightStorage:
 
     @torch.no_grad()
     def after_update(self, step: int, rows: Mapping[str, Tensor] | None = None) -> None:
-        """Store weights according to the policy and leave the values for computation in them.
+        """Store weights according to the policy, and leave the values for computation in them.
 
         Args:
             step: Number of the update; used only by stochastic rounding.
@@ -126,7 +126,7 @@ class WeightStorage:
         """Restore the result of :meth:`state_dict`; the owner of the weights restores the weights themselves.
 
         Raises:
-            CheckpointError: a weight is missing, or has another shape or dtype.
+            CheckpointError: If a weight is missing, or has another shape or dtype.
         """
         for name, kept in self._kept.items():
             found = state.get(name)

@@ -1,4 +1,4 @@
-"""Faults of storage: models of which bits of a component are hit.
+"""Fault models of storage: the bits of a component that a fault hits.
 
 Every bit of a component's memory is equally likely to be hit. Faults are drawn by strata, one for each bit position of
 each layout, the same number in each; estimates weight them by the stratum's share of the component's bits (see
@@ -24,10 +24,9 @@ StratumKey = tuple[BitLayout, int]
 
 @dataclass(frozen=True)
 class FaultModel:
-    """Bits that one fault flips.
+    """Bits that one fault flips, all in one stored number.
 
     Attributes:
-        bits: Number of flipped bits, all in one stored number.
         burst: Whether the bits are neighbours; otherwise they are any different ones. Makes no difference for one bit.
     """
 
@@ -91,7 +90,7 @@ def positions(layout: BitLayout, model: FaultModel) -> range:
     """Return the bit positions that form strata: that of the bit, of one of several bits, or of a burst's lowest bit.
 
     Raises:
-        NumericsError: a number has fewer bits than a fault.
+        NumericsError: If a number has fewer bits than a fault.
     """
     if model.bits > layout.width:
         raise NumericsError(f"a number of {layout.name} has {layout.width} bits, not {model.bits}", where="bits")
@@ -146,7 +145,7 @@ def strata_of(component: Component, model: FaultModel) -> list[tuple[BitLayout, 
     The share of a burst's lowest position is that of the places where the burst fits.
 
     Raises:
-        NumericsError: a number has fewer bits than a fault.
+        NumericsError: If a number has fewer bits than a fault.
     """
     strata = []
     for layout in component.layouts:

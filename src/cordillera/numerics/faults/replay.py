@@ -93,7 +93,6 @@ class Replay:
     Args:
         forward: Function that runs the model on the inputs and returns outputs ``[B, n]``, without gradients, in
             evaluation mode, and the same at every call.
-        decision: Rule that derives answers from outputs.
         suffix: Function that computes the same outputs from stored activations, for regions that are not used before
             them; None for ``forward``.
         lookups: Functions by region name that judge its faults on the inputs that they touch.
@@ -110,7 +109,7 @@ class Replay:
         repeated: Number of faults among them that were judged again by the flipped model.
 
     Raises:
-        NumericsError: the intact model's outputs have another shape, differ from call to call, or none is finite.
+        NumericsError: If the intact model's outputs have another shape, differ from call to call, or none is finite.
     """
 
     def __init__(

@@ -68,7 +68,8 @@ def self_test(device: str = "cpu") -> CastFacts:
     """Check that torch's casts behave as in known versions, and return their behaviour.
 
     Raises:
-        NumericsError: a cast to bfloat16 or float16 is not exact, or one to eight bits behaves as in no known version.
+        NumericsError: If a cast to bfloat16 or float16 is not exact, or one to eight bits behaves as in no known
+            version.
     """
     facts = cast_facts(device)
     wrong = []

@@ -111,7 +111,7 @@ def decode_blocks(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
         scales: Scales, uint8 ``[..., ceil(n / 32)]``.
 
     Raises:
-        NumericsError: the number of scales is not that of the blocks.
+        NumericsError: If the number of scales is not that of the blocks.
     """
     count = -(-codes.shape[-1] // BLOCK)
     if scales.shape != (*codes.shape[:-1], count):

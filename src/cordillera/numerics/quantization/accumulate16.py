@@ -113,10 +113,6 @@ def integer_product16(
 ) -> tuple[Tensor, int]:
     """Compute :func:`~cordillera.numerics.quantization.integer_linear.integer_product` with int16 sums.
 
-    Args:
-        codes: Codes of the activations, ``uint8 [M, K]``.
-        zero_point: Zero point of the activations.
-
     Returns:
         Sums ``int64 [M, N]``, and the number of clips. The sums are exact if it is zero.
     """
@@ -133,12 +129,7 @@ def choose_accumulation(
     largest_density: float = LARGEST_DENSITY,
     spills: Sequence[int] = SPILLS,
 ) -> Accumulation | None:
-    """Return the cheapest width and spill at which nothing saturates on calibration data.
-
-    Args:
-        batches: Codes of activations, ``uint8 [M, K]``.
-        largest_density: Largest density of outliers.
-        spills: Candidates for the spill.
+    """Return the cheapest width and spill at which nothing saturates on ``batches`` of activations, ``uint8 [M, K]``.
 
     Returns:
         Choice; None if all of them saturate or leave too many outliers, so that int32 is needed.

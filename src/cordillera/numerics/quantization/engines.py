@@ -34,37 +34,19 @@ class Int8Engine(Protocol):
     """Multiplication of uint8 activations with an int8 weight."""
 
     def from_float(self, x: Tensor, scale: float, zero_point: int, relu: bool) -> Tensor:
-        """Quantize ``x``, multiply and dequantize to ``float32 [M, N]``.
-
-        Args:
-            x: Finite and contiguous, ``float32 [M, K]``.
-            scale: Scale of the codes of ``x``.
-            zero_point: Zero point of the codes of ``x``.
-            relu: Whether negative results become zero.
-        """
+        """Quantize a finite and contiguous ``x``, ``float32 [M, K]``, multiply, dequantize to ``float32 [M, N]``."""
         ...
 
     def dynamic(self, x: Tensor, relu: bool) -> Tensor:
-        """Compute :meth:`from_float` with scale and zero point from the batch's smallest and largest value.
-
-        Args:
-            x: Finite and contiguous, ``float32 [M, K]``.
-            relu: Whether negative results become zero.
-        """
+        """Compute :meth:`from_float` with scale and zero point from the smallest and largest value of ``x``."""
         ...
 
     def from_codes(
         self, codes: Tensor, scale: float, zero_point: int, output_scale: float, output_zero_point: int, relu: bool
     ) -> Tensor:
-        """Multiply and requantize; return codes in the engine's own form.
+        """Multiply codes of :meth:`codes` or of this method, and requantize to codes in the engine's own form.
 
-        Args:
-            codes: Result of :meth:`codes` or of this method.
-            scale: Scale of ``codes``.
-            zero_point: Zero point of ``codes``.
-            output_scale: Scale of the result.
-            output_zero_point: Zero point of the result.
-            relu: Whether negative results become ``output_zero_point``.
+        With ``relu``, negative results become ``output_zero_point``.
         """
         ...
 
@@ -85,7 +67,6 @@ class ReferenceEngine:
     """Whole numbers in torch, on any machine; the reference for the other engines.
 
     Args:
-        weight: Weight of the layer.
         seven_bits: Whether to quantize dynamic activations to half the range.
     """
 
@@ -128,7 +109,6 @@ class TorchEngine:
     """Torch's fused kernels on x86: FBGEMM's, and oneDNN's if torch prefers them.
 
     Args:
-        weight: Weight of the layer, which is packed once.
         seven_bits: Whether to quantize dynamic activations to half the range, for machines whose int16 sums of pairs
             saturate.
         engines: Names of torch's engines, of which the first available one is used.
@@ -217,12 +197,7 @@ def make_engine(
 
 
 def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, int]:
-    """Return scale and zero point of a batch, as torch's ``linear_dynamic`` chooses them.
-
-    Args:
-        x: Finite ``float32`` tensor with at least one element.
-        seven_bits: Whether to use half the codes.
-    """
+    """Return scale and zero point of a finite batch, not empty, as torch's ``linear_dynamic`` chooses them."""
     low, high = torch.aminmax(x)
     scale, zero_point = choose_affine(low, high, INTEGERS["uint7"] if seven_bits else UINT8)
     assert zero_point is not None
@@ -231,10 +206,7 @@ def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, i
 
 @contextmanager
 def packing_engine(engines: Sequence[str] = ENGINES) -> Iterator[None]:
-    """Set torch's engine while weights are packed, as torch packs for the engine that is set.
-
-    Args:
-        engines: Names of engines, of which the first available one is set.
+    """Set torch's engine to the first available one of ``engines`` while weights are packed, as torch packs for it.
 
     Raises:
         NumericsError: If this build of torch has none of them.

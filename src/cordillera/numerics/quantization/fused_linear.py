@@ -15,7 +15,6 @@ class FusedLinear:
     Args:
         weight: Weight for which :meth:`suits` is true.
         input: Scale and zero point of the input; None to choose them for every batch.
-        relu: Whether negative results become zero.
     """
 
     def __init__(self, weight: LinearWeight, input: tuple[float, int] | None, *, relu: bool) -> None:
@@ -48,12 +47,10 @@ class FusedLinear:
         return vnni_linear.quantize(x, self._reciprocal, self._zero_point)
 
     def requantized(self, x: Tensor, scale: float, zero_point: int) -> Tensor | None:
-        """Compute codes, ``uint8`` of at least N columns, from values or codes; None if values are not finite.
+        """Compute codes of the output, ``uint8`` of at least N columns; None if values are not finite.
 
         Args:
             x: Contiguous ``float32 [M, K]``, or codes of :meth:`codes` or of this method of the previous layer.
-            scale: Scale of the output.
-            zero_point: Zero point of the output.
         """
         layer = self._to_codes.get(scale)
         if layer is None:

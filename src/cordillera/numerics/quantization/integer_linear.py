@@ -133,12 +133,7 @@ def quantize_weight(
 
 
 def integer_product(codes: Tensor, zero_point: int, weight: LinearWeight) -> Tensor:
-    """Return the exact ``sum_k (a - a0)(b - b0)``, ``int64 [M, N]``, computed by offsets.
-
-    Args:
-        codes: Codes of the activations, ``uint8 [M, K]``.
-        zero_point: Zero point of the activations.
-    """
+    """Return the exact ``sum_k (a - a0)(b - b0)``, ``int64 [M, N]``, of activations with codes ``uint8 [M, K]``."""
     # float64 holds every sum exactly (make_weight bounds K), and torch multiplies it faster than int64.
     return apply_offsets((codes.double() @ weight.codes.double().t()).long(), codes, zero_point, weight)
 
@@ -148,8 +143,6 @@ def apply_offsets(sums: Tensor, codes: Tensor, zero_point: int, weight: LinearWe
 
     Args:
         sums: ``sum_k a[i, k] b[j, k]``, ``int64 [M, N]``.
-        codes: Codes of the activations, ``uint8 [M, K]``.
-        zero_point: Zero point of the activations.
     """
     sums -= zero_point * weight.column_offset
     if weight.zero_point is not None:
@@ -183,7 +176,6 @@ def requantize(
 
     Args:
         product: Result of :func:`integer_product`, ``int64`` or ``int32 [M, N]``.
-        input_scale: Scale of the activations.
         output: Scale and zero point of the output, one each.
         relu: Whether negative results become the zero point.
     """
@@ -197,12 +189,7 @@ def requantize(
 
 
 def dequantize_product(product: Tensor, weight: LinearWeight, input_scale: float, *, relu: bool = False) -> Tensor:
-    """Convert sums to values ``float32 [M, N]``: FBGEMM's ``ReQuantizeForFloat``, a fused multiply-add of float32.
-
-    Args:
-        product: Result of :func:`integer_product`, ``int64`` or ``int32 [M, N]``.
-        input_scale: Scale of the activations.
-    """
+    """Convert sums to values ``float32 [M, N]``: FBGEMM's ``ReQuantizeForFloat``, a fused multiply-add of float32."""
     unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
     values = product.float().double() * unit.double()  # exact in float64, so only one rounding remains
     if weight.bias is not None:

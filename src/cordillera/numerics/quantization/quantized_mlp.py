@@ -96,10 +96,7 @@ class QuantizedMLP(FixedDtypes):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the codes of the last output, ``uint8 [M, N]``, for further computation in eight bits.
-
-        Args:
-            x: Finite input, ``float32 [M, K]``.
+        """Return the codes ``uint8 [M, N]`` of the last output for finite ``x``, ``float32 [M, K]``.
 
         Raises:
             NumericsError: If the last output has no scale, or ``x`` has another shape or dtype or is not finite.
@@ -166,7 +163,6 @@ def quantize_mlp(
     Args:
         model: ``Linear`` and ``ReLU`` modules; ``Dropout`` and ``Identity`` are dropped, as at inference.
         batches: Typical inputs, ``float32 [B, K]``.
-        quantize_output: Whether the last output is uint8 too.
 
     Raises:
         NumericsError: If the model holds other modules, there is no batch, or a weight or an activation is not finite.

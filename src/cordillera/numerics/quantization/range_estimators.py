@@ -5,8 +5,9 @@ merged in pairs. So the histogram of a set of values is bit-identical however th
 and in whatever order the parts were merged.
 
 The estimators are those of Caffe2's DNNLOWP: smallest and largest value, the range of least L1 or L2 error
-(``norm_minimization.cc``), a percentile, and the least Kullback-Leibler divergence. Greedy clipping of 4-bit rows is in
-:mod:`cordillera.numerics.quantization.rows`.
+(``norm_minimization.cc``), a percentile, and the least Kullback-Leibler divergence. Each takes a histogram of at least
+one value, ``levels`` (the number of codes less one) and whether the ends must be opposite. Greedy clipping of 4-bit
+rows is in :mod:`cordillera.numerics.quantization.rows`.
 """
 
 from __future__ import annotations
@@ -141,13 +142,7 @@ def _exponent(low: float, high: float, bins: int) -> int:
 
 
 def minmax(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """Return the smallest and the largest value, or the largest absolute value and its opposite.
-
-    Args:
-        histogram: Histogram of at least one value.
-        levels: Number of codes less one; unused.
-        symmetric: Whether the ends must be opposite.
-    """
+    """Return the smallest and the largest value, or the largest absolute value and its opposite."""
     peak = max(abs(histogram.low), abs(histogram.high))
     return (-peak, peak) if symmetric else (min(histogram.low, 0.0), max(histogram.high, 0.0))
 
@@ -155,10 +150,7 @@ def minmax(histogram: RunningHistogram, levels: int, symmetric: bool = False) ->
 def percentile(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
     """Return the range that holds 99% of the values, with half of the others on either side (DNNLOWP's P99).
 
-    Args:
-        histogram: Histogram of at least one value.
-        levels: Number of codes less one; unused.
-        symmetric: Whether the ends must be opposite; the range then holds 99% of the absolute values.
+    With ``symmetric``, it holds 99% of the absolute values.
     """
     moments = _Moments(histogram)
     if symmetric:
@@ -173,13 +165,7 @@ def percentile(histogram: RunningHistogram, levels: int, symmetric: bool = False
 
 
 def least_l2(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """Return the range of least squared error if values are uniform within bins; never worse than :func:`minmax`.
-
-    Args:
-        histogram: Histogram of at least one value.
-        levels: Number of codes less one.
-        symmetric: Whether the ends must be opposite.
-    """
+    """Return the range of least squared error if values are uniform within bins; never worse than :func:`minmax`."""
     return _least(histogram, levels, symmetric, 2)
 
 
@@ -193,11 +179,6 @@ def least_divergence(histogram: RunningHistogram, levels: int, symmetric: bool =
 
     Both ends are moved in by one factor. Clipped values count at the ends. The count of each code is spread evenly over
     its bins that hold any value.
-
-    Args:
-        histogram: Histogram of at least one value.
-        levels: Number of codes less one.
-        symmetric: Whether the ends must be opposite.
     """
     low, high = minmax(histogram, levels, symmetric)
     if low == high:
@@ -244,8 +225,6 @@ def estimate(
 
     Args:
         histogram: Histogram of the values; an empty one gives the scale of all zeros.
-        format: Format of the codes.
-        estimator: Name in :data:`ESTIMATORS`.
         symmetric: Whether the zero point is zero.
 
     Raises:
@@ -261,18 +240,14 @@ def estimate(
 
 
 def expected_error(histogram: RunningHistogram, low: Tensor, high: Tensor, levels: int, norm: int = 2) -> Tensor:
-    """Return the sum of errors to a power in closed form, if values are uniform within bins.
+    """Return the sum of errors to the power ``norm``, ``float64 [n]``, in closed form for values uniform within bins.
 
     Args:
-        histogram: Histogram of the values.
         low: Lower ends of ranges, ``float64 [n]``.
         high: Upper ends of ranges, ``float64 [n]``; an upper end equal to the lower one represents every value by this
             point.
         levels: Number of codes less one.
         norm: Power, 1 or 2.
-
-    Returns:
-        Sum for each range, ``float64 [n]``.
     """
     return _Moments(histogram).error(low, high, levels, norm)
 

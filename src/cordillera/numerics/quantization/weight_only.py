@@ -165,10 +165,8 @@ class WeightOnlyLinear(nn.Module):
         """Pack a layer's weight once.
 
         Args:
-            linear: Layer on the CPU.
             bits: 16, 8 or 4. Shapes that torch's four-bit kernel does not support get eight.
             group: Number of weights of a row that share a scale, with four bits.
-            relu: Whether negative results become zero.
 
         Raises:
             NumericsError: If ``bits`` is another number, or a weight is float64, not finite or too large for float16.

@@ -55,10 +55,9 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, *names: str) -> SealedFolder | None:
-        """Open a folder and verify some of its files; None for a folder without checksums.
+        """Open a folder and verify the files ``names``; None for a folder without checksums.
 
-        Args:
-            names: Names of the files to verify now; other files are verified when they are read.
+        Other files are verified when they are read.
 
         Raises:
             CheckpointError: If a file is missing, or differs from its checksum.

@@ -57,9 +57,7 @@ class TensorBox(NamedTuple):
     """Box of a tensor that a file holds.
 
     Attributes:
-        file: Name of the file.
         offsets: Offset of its first number in the whole tensor, by dimension.
-        sizes: Size by dimension.
     """
 
     file: str
@@ -76,7 +74,6 @@ class Parts:
     """Tensors that lie in several files, part by part.
 
     Attributes:
-        parts: Parts of each tensor, by name.
         shapes: Shapes of whole tensors, by name.
 
     Raises:

@@ -43,11 +43,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, out: Tensor) -> None:
-        """Copy one parameter; several threads may do so at once.
-
-        Args:
-            name: Name of the parameter in :class:`~cordillera.models.language.llama.Llama`.
-            out: Tensor to fill, of any dtype and device.
+        """Copy a parameter of :class:`Llama` into ``out``, of any dtype and device; several threads may do so at once.
 
         Raises:
             CheckpointError: If the values are invalid.
@@ -59,9 +55,9 @@ class Names:
     """Names of parameters in a format.
 
     Attributes:
-        whole: Names of modules outside of blocks, by ours.
+        whole: The format's names of modules outside of blocks, by our names.
         blocks: Prefix of a block's number.
-        block: Names of modules within a block, by ours.
+        block: The format's names of modules within a block, by our names.
     """
 
     whole: Mapping[str, str]
@@ -111,9 +107,6 @@ def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path)
 def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: str = "") -> None:
     """Check that a tensor has the shape that follows from the configuration.
 
-    Args:
-        hint: Remedy in the error; empty for the usual one.
-
     Raises:
         CheckpointError: If the shapes differ.
     """
@@ -129,9 +122,6 @@ def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
     """Check that all tensors have one floating-point dtype.
 
     One-dimensional tensors (norms) may be float32 beside 16-bit matrices.
-
-    Args:
-        tensors: All tensors, by the names of the format.
 
     Raises:
         CheckpointError: If a tensor has another dtype.
