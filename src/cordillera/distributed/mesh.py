@@ -39,7 +39,7 @@ ParallelDegree = Annotated[int, Field(ge=1, le=2**20)]
 Dimension = Literal["tensor", "context", "pipeline", "data"]
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
-# Functions of ranks, microbatches and chunks; and the number of chunks if the family prescribes it.
+# Functions of ranks, microbatches and chunks, and the number of chunks if the family prescribes it.
 _FAMILIES: dict[str, tuple[Callable[[int, int, int], Schedule], int | None]] = {
     "1f1b": (lambda ranks, count, chunks: one_forward_one_backward(ranks, count), 1),
     "gpipe": (lambda ranks, count, chunks: gpipe(ranks, count), 1),

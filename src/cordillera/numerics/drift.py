@@ -201,7 +201,7 @@ class DriftCheck:
 
     @property
     def checks(self) -> int:
-        """Number of comparisons among which the probability of an alarm is divided."""
+        """Number of comparisons over which the probability of an alarm is divided."""
         reference = self.reference
         return 2 * sum(map(len, reference.boundaries)) + 2 * len(reference.shares) + 1
 
@@ -231,7 +231,7 @@ class DriftCheck:
         live_effects = window.effects()
 
         def each(of_number: float, of_share: float) -> np.ndarray:
-            """Values for all boundaries, then all shares, then the lost samples."""
+            """Return values for all boundaries, followed by those for all shares and for the lost samples."""
             return np.repeat([of_number, of_share], [len(own), len(reference.shares) + 1])
 
         def spread(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Variables by which a launcher gives a process its rank, the number of processes and the address of their store."""
+"""Environment variables with which a launcher gives a process its rank, the number of processes and their store."""
 
 from __future__ import annotations
 

@@ -302,8 +302,8 @@ def _device(device_type: str, place: JobPlace | None) -> int | None:
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """Set an event on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
 
-    Outside of the main thread nothing is handled. Signals that are ignored stay ignored; the launcher then passes on
-    the request.
+    Outside the main thread, no signals are handled. Ignored signals stay ignored; the launcher then forwards the
+    request.
 
     Args:
         stop: Event that the first signal sets.

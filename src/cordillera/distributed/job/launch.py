@@ -108,8 +108,8 @@ def launch(
     """Run a function in several processes on this machine, which form a process group and watch each other.
 
     Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In the
-    ranks, :func:`~cordillera.distributed.job.job.join_job` gives the job and its watchdog. Values that the ranks
+    (:attr:`Watchdog.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In
+    the ranks, :func:`~cordillera.distributed.job.job.join_job` returns the job and its watchdog. Values that the ranks
     exchange are signed with a secret that only they receive.
 
     Args:

@@ -531,7 +531,7 @@ class _Mail:
         return tensor
 
     def finish(self) -> None:
-        """Wait until the other ranks have taken what was sent."""
+        """Wait until the other ranks have received all messages."""
         began = time.perf_counter()
         for target, sender in self._senders.items():
             self._join(sender, target, self._deadline + sender.seconds_left())
@@ -857,7 +857,7 @@ def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], lis
                 entries.setdefault(child, {})[number] = None
                 stack.append((child, False))
     trunk: set[Node] = set()
-    weights: dict[Node, dict[Tensor, None]] = {}  # of nodes beside the trunk; dicts keep the order
+    weights: dict[Node, dict[Tensor, None]] = {}  # weights of nodes beside the trunk; dicts keep the order
     joints: list[tuple[list[GradientEdge], list[Tensor]]] = []
     for node in below:
         children = [child for child, _ in node.next_functions if child is not None]

@@ -32,9 +32,9 @@ _ACTIVATIONS = (nn.ReLU, nn.SiLU)
 
 
 class BlockNorm(nn.Module):
-    """Division of each block of features by its root mean square: ``[..., width] -> [..., width]``, without weights.
+    """Norm that divides blocks of features by their root mean square: ``[..., width] -> [..., width]``.
 
-    A state dict contains the block size and fits only norms of the same size.
+    It has no weights. A state dict contains the block size and fits only norms of the same size.
 
     Args:
         block_size: Number of features of a block; the last block is smaller if the width is not a multiple.
@@ -117,7 +117,7 @@ def weights_sum(model: nn.Module) -> float:
 
 
 def apply_mods(model: RankingModel, mods: Sequence[str], norm_block: int = 256) -> Modified:
-    """Change, in place, a model that :func:`~cordillera.models.ranking.build` has just created.
+    """Apply mods, in place, to a model that :func:`~cordillera.models.ranking.build` has just created.
 
     The remaining parameters keep their values. Recipes apply mods with ``model.mods``.
 

@@ -32,7 +32,7 @@ PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel of one product.
+    """Kernel of one product.
 
     Attributes:
         site: Qualified name of the layer.

@@ -44,7 +44,7 @@ def random_bits(seed: int, *keys: Tensor | int) -> Tensor:
     for each key; the bits are the upper half of the last state.
 
     Args:
-        seed: Any integer.
+        seed: Seed, any integer.
         keys: Integers, or int64 tensors that broadcast with each other.
 
     Returns:

@@ -148,7 +148,7 @@ def _ends(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if not x.numel():
         zeros = x.new_zeros(x.shape[0], 1)
         return zeros, zeros
-    low, high = torch.aminmax(x, dim=1, keepdim=True)  # both are NaN where the row holds one
+    low, high = torch.aminmax(x, dim=1, keepdim=True)  # both are NaN if the row holds one
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
     if bool(bad.any()):
         row = int(bad.flatten().nonzero()[0])

@@ -120,7 +120,7 @@ class Consolidated(Source):
         width, copies = self.config.head_width, self._copies if name.endswith(_SHARED) else 1
         heads = [head for part in parts for head in part.unflatten(0, (-1, width))]  # each [D, hidden]
         if copies == 1 and name.endswith(_SHARED) and len(heads) == len(parts):
-            # not treated as copies, because the heads of the first block are not copies
+            # the heads of the first block are not copies, so equal heads here are an error
             for number, pair in enumerate(itertools.pairwise(heads)):
                 if torch.equal(*pair):
                     raise CheckpointError(
