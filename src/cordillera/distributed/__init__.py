@@ -1,1 +1,1 @@
-"""How many devices share one model: processes that execute what the planner planned."""
+"""Parallelism over devices that share one model, as planned by the planner."""

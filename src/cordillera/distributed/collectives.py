@@ -1,4 +1,4 @@
-"""From one rank to the others of its group: messages with deadlines that name whom they waited for, written down."""
+"""Communication within a process group, with deadlines, errors that name the awaited rank, and a ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cordillera.distributed.ledger import Ledger, Traffic
 from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import PlanError
 
-# torch 2.13 gave them new names and warns of the old ones
+# torch 2.13 renamed these functions and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,16 +26,16 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Arrival(Generic[_Result]):
-    """Messages from other ranks, on their way.
+    """Messages from other ranks that are in transit.
 
     Attributes:
-        result: What is being filled.
-        works: With the rank that each waits for.
-        links: Over which they come.
-        name: For the ledger and for errors.
-        traffic: Of what was sent beside them.
-        sent: Kept until it is away.
-        started: When they were, on the host's clock.
+        result: Tensor or tensors that are being filled.
+        works: Pending operations, with the rank that each waits for.
+        links: Collectives that started the operations.
+        name: Name for the ledger and for errors.
+        traffic: Traffic of the messages that were sent with them.
+        sent: Sent tensors, kept until they are delivered.
+        started: Time at which the operations started, on the host's clock.
     """
 
     result: _Result
@@ -47,10 +47,10 @@ class Arrival(Generic[_Result]):
     started: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> _Result:
-        """What has arrived.
+        """Wait for the messages and return the result.
 
         Raises:
-            PeerError: If a rank sends or takes nothing in time, or its connection broke.
+            PeerError: If a rank sends or receives nothing in time, or its connection broke.
         """
         began = time.perf_counter()
         for work, peer in self.works:
@@ -62,16 +62,16 @@ class Arrival(Generic[_Result]):
 
 
 class Collectives:
-    """From one rank to the others of its group; writes down what is sent.
+    """Collectives and messages within a process group, with their traffic recorded.
 
     Args:
-        group: Of the ranks; None for the default group.
-        ledger: Gets the traffic.
-        deadline_s: The longest that one wait may take on CPUs, seconds. On CUDA the timeout of the group holds.
+        group: Process group; None for the default group.
+        ledger: Ledger that counts the traffic.
+        deadline_s: Longest time of one wait on CPUs, in seconds. On CUDA the timeout of the group applies.
 
     Attributes:
-        rank: This one, counted in the group.
-        size: How many there are.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -86,62 +86,63 @@ class Collectives:
         self.group, self.ledger, self.deadline_s = group, ledger, deadline_s
 
     def all_gather(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' equally long parts, one after another.
+        """Concatenate the equally long parts of all ranks.
 
         Args:
-            name: For the ledger and for errors.
-            part: This rank's, ``[n, ...]``.
+            name: Name for the ledger and for errors.
+            part: Part of this rank, ``[n, ...]``.
 
         Raises:
-            PeerError: If not all come in time.
+            PeerError: If not all ranks respond in time.
         """
         whole = part.new_empty(self.size * len(part), *part.shape[1:])
         return self._collective(name, all_gather_single, whole, part, part)
 
     def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's of as many equally long parts as there are ranks, summed over the ranks.
+        """Sum a tensor over the ranks, and return this rank's part of the sum.
 
         Args:
-            name: For the ledger and for errors.
-            whole: All parts, ``[ranks * n, ...]``.
+            name: Name for the ledger and for errors.
+            whole: Tensor of one part for each rank, all equally long, ``[ranks * n, ...]``.
 
         Raises:
-            PeerError: If not all come in time.
+            PeerError: If not all ranks respond in time.
         """
         part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
         return self._collective(name, reduce_scatter_single, part, whole, part)
 
     def all_reduce(self, name: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """The ranks' tensors added up, in place.
+        """Sum a tensor over the ranks, in place.
 
         Args:
-            name: For the ledger and for errors.
-            tensor: This rank's, contiguous, of the same shape on every rank.
-            op: What takes the place of the sum.
+            name: Name for the ledger and for errors.
+            tensor: Tensor of this rank, contiguous, of the same shape on every rank.
+            op: Reduction to use instead of the sum.
 
         Raises:
-            PeerError: If not all come in time.
+            PeerError: If not all ranks respond in time.
         """
         if self.size == 1 or not tensor.numel():
             return tensor
         others = self.size - 1
-        sent = 2 * others * tensor.nbytes // self.size  # of a reduce-scatter and an all-gather
+        sent = 2 * others * tensor.nbytes // self.size  # as in a reduce-scatter and an all-gather
         self._wait_for(name, lambda: dist.all_reduce(tensor, op, group=self.group, async_op=True), sent, 2 * others)
         return tensor
 
     def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
-        """A part from each rank for a part to each rank, in messages that can be waited for by name.
+        """Send a part to each rank and receive one from each, in messages whose errors name the rank.
 
         Args:
-            name: For the ledger and for errors.
-            parts: For each rank, ``[n, ...]``, of any length; all ranks have to send this rank ``len(parts[rank])``.
-            tag: Of the messages.
+            name: Name for the ledger and for errors.
+            parts: Part for each rank, ``[n, ...]``, of any length; every rank must send this rank ``len(parts[rank])``
+                rows.
+            tag: Tag of the messages.
 
         Returns:
-            From each rank; this rank's own part is handed through.
+            Part from each rank; this rank's own part is returned unchanged.
 
         Raises:
-            PeerError: If not all come in time.
+            PeerError: If not all ranks respond in time.
         """
         own = parts[self.rank]
         if self.size == 1:
@@ -155,18 +156,18 @@ class Collectives:
         return received
 
     def pass_on(self, name: str, held: Tensor, rows: int, tag: int) -> Arrival[Tensor]:
-        """Begin to send to the rank after this one and to receive from the rank before it.
+        """Start sending to the next rank and receiving from the previous one.
 
-        Nothing is sent where there is nothing: the other side has the same plan.
+        An empty tensor is not sent, as the other side knows its size.
 
         Args:
-            name: For the ledger and for errors.
-            held: What to send, ``[n, ...]``.
-            rows: How many come.
-            tag: Of both messages.
+            name: Name for the ledger and for errors.
+            held: Tensor to send, ``[n, ...]``.
+            rows: Number of rows to receive.
+            tag: Tag of both messages.
 
         Raises:
-            PeerError: If the connection broke; the arrival raises it too, and where the deadline passes.
+            PeerError: If the connection broke. Waiting for the arrival also raises it, as well as after the deadline.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         held = held.contiguous()
@@ -184,7 +185,7 @@ class Collectives:
         result: _Result,
         traffic: Traffic,
     ) -> Arrival[_Result]:
-        # together, as NCCL wants them: alone, each could wait for the other
+        # in one batch, as NCCL requires: issued separately, each could wait for the other
         operations = [dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=peer) for peer, x in sends]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, tag=tag, group_peer=peer) for peer, x in arrivals]
         peers = [peer for peer, _ in (*sends, *arrivals)]
@@ -193,7 +194,7 @@ class Collectives:
         except RuntimeError as error:
             named = " or ".join(map(str, dict.fromkeys(reversed(peers))))
             raise self._broken(f"rank {named}", peers[-1], name) from error
-        # NCCL gives one handle for all
+        # NCCL returns one handle for all operations
         waits = list(zip(works, peers, strict=False))
         return Arrival(result, waits, self, name, traffic, [x for _, x in sends])
 
@@ -206,7 +207,6 @@ class Collectives:
         return result
 
     def _wait_for(self, name: str, start: Callable[[], Any], sent: int, messages: int) -> None:
-        """Start a collective and wait until it is over."""
         started = time.perf_counter()
         try:
             work = start()
@@ -217,13 +217,13 @@ class Collectives:
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """For a message or collective, no longer than the deadline.
+        """Wait for a message or a collective, at most until the deadline.
 
         Args:
-            work: To wait for.
-            whom: Named in the error.
-            peer: Likewise, its rank; None where it could be any.
-            name: Of what is exchanged.
+            work: Operation to wait for.
+            whom: Name of the awaited ranks for the error.
+            peer: Awaited rank; None if it could be any.
+            name: Name of the exchanged data for the error.
 
         Raises:
             PeerError: If the deadline passes or the connection broke.
@@ -233,7 +233,7 @@ class Collectives:
             if dist.get_backend(self.group) == "gloo":
                 work.wait(timedelta(seconds=self.deadline_s))
             else:
-                work.wait()  # with a time NCCL would make the host wait for the device
+                work.wait()  # with a timeout, NCCL would make the host wait for the device
         except RuntimeError as error:
             if time.perf_counter() - started >= self.deadline_s:
                 raise PeerError(

@@ -1,4 +1,4 @@
-"""What communication cost: bytes, messages, time, and the part of the time in which computation stood still."""
+"""Cost of communication: bytes, messages, time, and the part of the time during which computation waited."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class Traffic:
     """Sums over calls.
 
     Attributes:
-        calls: How many.
-        bytes: That this rank had to send: of an all-gather its part to each of the others, of a reduce-scatter each
-            other's part to it.
-        messages: That it had to send.
-        seconds: From the start of each call to the end of the wait for it, on the host.
-        exposed_seconds: That the host waited. On CUDA the host does not wait, and this is nearly nothing.
-        bytes_across_hosts: Of ``bytes``, those to a rank on another host, where hosts are known.
+        calls: Number of calls.
+        bytes: Number of bytes that this rank sent: in an all-gather its part to each other rank, in a reduce-scatter
+            the part of each other rank to that rank.
+        messages: Number of messages that this rank sent.
+        seconds: Time from the start of each call to the end of the wait for it, on the host.
+        exposed_seconds: Time that the host waited. On CUDA the host does not wait, so this is almost zero.
+        bytes_across_hosts: Part of ``bytes`` sent to ranks on other hosts, if hosts are known.
     """
 
     calls: int = 0
@@ -38,26 +38,26 @@ class Traffic:
 
 
 class Ledger:
-    """Traffic of one rank by the name of what was communicated."""
+    """Traffic of one rank, by the name of the exchanged data."""
 
     def __init__(self) -> None:
         self.traffic: dict[str, Traffic] = {}
 
     def record(self, name: str, traffic: Traffic) -> None:
-        """Add calls.
+        """Add the traffic of calls.
 
         Args:
-            name: Of what was communicated.
-            traffic: What it cost.
+            name: Name of the exchanged data.
+            traffic: Traffic of the calls.
         """
         self.traffic[name] = self.traffic.get(name, Traffic()) + traffic
 
     def total(self) -> Traffic:
-        """Of everything."""
+        """Return the sum of all traffic."""
         return sum(self.traffic.values(), Traffic())
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all traffic."""
         self.traffic.clear()
 
     def __str__(self) -> str:

@@ -1,9 +1,10 @@
-"""Processes as a mesh: which of them share a layer's matrices, a sequence, the layers, the weights, the data.
+"""Mesh of processes: which of them share a layer's matrices, a sequence, the layers, the weights, the data.
 
 A job's processes are numbered along an order of the dimensions, innermost first, as the planner numbers a cluster's
-devices (:mod:`cordillera.planning.network.mesh`). Llama 3's order is tensor, context, pipeline, data: what communicates
-most lies closest together. Copies of the model are sharded in groups of ``shard`` and replicated over ``replicate`` of
-such groups (Zhao et al. 2023, section 3.2.2); ranks that share a sequence hold different parts of the weights as well.
+devices (:mod:`cordillera.planning.network.mesh`). Llama 3's order is tensor, context, pipeline, data: the dimensions
+that communicate most are closest together. Copies of the model are sharded in groups of ``shard`` and replicated over
+``replicate`` such groups (Zhao et al. 2023, section 3.2.2); ranks that share a sequence also hold different parts of
+the weights.
 
 Source: Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2.
 """
@@ -38,7 +39,7 @@ ParallelDegree = Annotated[int, Field(ge=1, le=2**20)]
 Dimension = Literal["tensor", "context", "pipeline", "data"]
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
-# Of ranks, microbatches and chunks; and the chunks that a family has, where it has no choice.
+# Functions of ranks, microbatches and chunks, and the number of chunks if the family prescribes it.
 _FAMILIES: dict[str, tuple[Callable[[int, int, int], Schedule], int | None]] = {
     "1f1b": (lambda ranks, count, chunks: one_forward_one_backward(ranks, count), 1),
     "gpipe": (lambda ranks, count, chunks: gpipe(ranks, count), 1),
@@ -62,27 +63,30 @@ Family = Literal[
 
 
 class ParallelConfig(BaseModel):
-    """How a job is cut over processes. Their number is the product of the first five.
+    """Distribution of a job over processes, whose number is the product of the first five attributes.
 
     Attributes:
-        replicate: Groups of copies over which sharded weights are repeated.
-        shard: Copies of the model over which weights, gradients and optimizer state are cut (FSDP).
-        context: Ranks over which every sequence is cut; they hold different parts of the weights as well.
-        tensor: Ranks over which every layer's matrices are cut.
-        pipeline: Ranks over which layers are cut.
-        order: Dimensions on the ranks, innermost first; ``data`` is shard, and around it replicate.
+        replicate: Number of groups of copies over which sharded weights are replicated.
+        shard: Number of copies of the model over which weights, gradients and optimizer state are sharded (FSDP).
+        context: Number of ranks over which every sequence is split; they also hold different parts of the weights.
+        tensor: Number of ranks over which every layer's matrices are split.
+        pipeline: Number of ranks over which the layers are split.
+        order: Order of the dimensions on the ranks, innermost first; ``data`` stands for shard and, around it,
+            replicate.
         schedule: Family of the pipeline's schedules (:mod:`cordillera.planning.pipeline.schedules`).
-        chunks: Stages that one pipeline rank holds, for ``interleaved`` and ``breadth_first``, None for 2; the
-            V-shaped have 2.
-        reshard_after_forward: Whether a block's gathered weights are freed between forward and backward; None for yes
-            without a pipeline and no with one, where they would be gathered again for every microbatch.
+        chunks: Number of stages on one pipeline rank. For ``interleaved`` and ``breadth_first``, None means 2; the
+            V-shaped families always have 2.
+        reshard_after_forward: Whether a block's gathered weights are freed between forward and backward. None means yes
+            without a pipeline and no with one, as the weights would be gathered again for every microbatch.
         sharding: Strategy that divides sequences among the context ranks
             (:mod:`cordillera.distributed.context.shard_plan`).
-        transport: Transport of keys and values between them (:mod:`cordillera.distributed.context.attention`).
-        sequence: Whether activations between cut matrices are cut along their tokens over the tensor ranks (sequence
-            parallelism); else each of these has all of them.
-        recompute: Parts that a backward computes again instead of storing: none, feed-forward nets or whole blocks.
-        deadline_s: The longest that one wait for other ranks may take, seconds.
+        transport: Transport of keys and values between the context ranks
+            (:mod:`cordillera.distributed.context.attention`).
+        sequence: Whether activations between split matrices are split along their tokens over the tensor ranks
+            (sequence parallelism); otherwise each of these ranks holds all of them.
+        recompute: Parts that a backward recomputes instead of storing: none, feed-forward nets (``selective``) or whole
+            blocks (``full``).
+        deadline_s: Longest time of one wait for other ranks, in seconds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,34 +119,34 @@ class ParallelConfig(BaseModel):
 
     @property
     def world(self) -> int:
-        """Processes that the job takes."""
+        """Number of processes of the job."""
         return self.replicate * self.shard * self.context * self.tensor * self.pipeline
 
     @property
     def copies(self) -> int:
-        """Copies of the model, each of which takes other microbatches."""
+        """Number of copies of the model, each of which processes different microbatches."""
         return self.replicate * self.shard
 
     @property
     def stages(self) -> int:
-        """Parts into which layers are cut."""
+        """Number of parts into which the layers are split."""
         if self.pipeline == 1:
             return 1
         return self.pipeline * (self.chunks or _FAMILIES[self.schedule][1] or 2)
 
     @property
     def reshards(self) -> bool:
-        """What ``reshard_after_forward`` comes to."""
+        """Effective value of ``reshard_after_forward``."""
         return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
     def make_schedule(self, microbatches: int) -> Schedule:
-        """The pipeline's schedule.
+        """Return the pipeline's schedule.
 
         Args:
             microbatches: Number of microbatches of each copy of the model.
 
         Raises:
-            PlanError: If the family has none for so few.
+            PlanError: If the family has no schedule for so few microbatches.
         """
         if self.pipeline == 1:
             return one_forward_one_backward(1, microbatches)
@@ -150,14 +154,14 @@ class ParallelConfig(BaseModel):
 
     @classmethod
     def from_plan(cls, plan: Mapping[str, Any], **others: Any) -> ParallelConfig:
-        """The mesh of a plan that the planner wrote.
+        """Return the mesh of a plan that the planner wrote.
 
         Args:
             plan: One of the plans in ``plan.json``, with its ``layout`` and ``mesh``.
-            **others: Other attributes than the mesh's.
+            **others: Attributes that the mesh does not determine.
 
         Raises:
-            PlanError: If it is not one, or spreads what this cannot.
+            PlanError: If ``plan`` is malformed, or distributes something that is not supported here.
         """
         try:
             layout, names = plan["layout"], plan["mesh"]["names"]
@@ -176,9 +180,9 @@ class ParallelConfig(BaseModel):
 
 
 class ProcessMesh:
-    """This process's place among all processes of a job, and the groups that it communicates in.
+    """Place of this process among all processes of a job, and the groups in which it communicates.
 
-    A job of one process needs no launcher: where there is no process group yet, it gets one of its own.
+    A job of one process needs no launcher: if there is no process group yet, one is created.
 
     Args:
         config: Sizes of the mesh.
@@ -187,13 +191,14 @@ class ProcessMesh:
     Attributes:
         config: Sizes of the mesh.
         rank: Rank of this process in the job.
-        place: Its place in each of :data:`DIMENSIONS`.
+        place: Index of this process in each of :data:`DIMENSIONS`.
         device_type: Device type of the tensors.
-        context_group: Ranks that share its sequences.
-        ends_group: The first and the last rank of its pipeline; None where it is neither, and without a pipeline.
+        context_group: Group of the ranks that share its sequences.
+        ends_group: Group of the first and the last rank of its pipeline; None if this process is neither, and without a
+            pipeline.
 
     Raises:
-        PlanError: If there are not as many processes as the mesh has places.
+        PlanError: If the number of processes is not that of the mesh.
     """
 
     Config = ParallelConfig
@@ -220,7 +225,7 @@ class ProcessMesh:
             device_type, ranks.flatten(2, 3), mesh_dim_names=("pipeline", "replicate", "fsdp", "tensor")
         )
         deadline = timedelta(seconds=config.deadline_s)
-        for name in self._mesh.mesh_dim_names or ():  # DeviceMesh takes no time for the groups that it makes
+        for name in self._mesh.mesh_dim_names or ():  # DeviceMesh has no timeout argument for its groups
             dist.distributed_c10d._set_pg_timeout(deadline, self._mesh.get_group(name))
         context = ranks.movedim(names.index("context"), -1).reshape(-1, config.context)
         self.context_group = _enumerated(context, deadline)
@@ -228,32 +233,32 @@ class ProcessMesh:
 
     @property
     def weights(self) -> DeviceMesh:
-        """Over which weights are sharded, and around it replicated: what ``fully_shard`` takes."""
+        """Mesh over which weights are sharded and, around it, replicated, as ``fully_shard`` takes it."""
         return self._mesh["fsdp"] if self.config.replicate == 1 else self._mesh["replicate", "fsdp"]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """Over which matrices are cut."""
+        """Mesh over which matrices are split."""
         return self._mesh["tensor"]
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Ranks of one pipeline, in its order."""
+        """Group of the ranks of one pipeline, in its order."""
         return self._mesh.get_group("pipeline")
 
     @property
     def copy(self) -> int:
-        """Which copy of the model this process belongs to, from 0."""
+        """Number of the copy of the model to which this process belongs, from 0."""
         return self.place["replicate"] * self.config.shard + self.place["shard"]
 
     def exchange(self, numbers: Sequence[float]) -> torch.Tensor:
-        """Every process's numbers, known to all: ``float64 [world, n]``.
+        """Collect the numbers of every process on all of them, ``float64 [world, n]``.
 
         Args:
             numbers: Numbers of this process; every process passes equally many.
 
         Raises:
-            PeerError: If a process does not come in time.
+            PeerError: If a process does not respond in time.
         """
         part = torch.tensor(numbers, dtype=torch.float64, device=self.device_type)
         whole = part.new_empty(self.config.world * len(part))
@@ -263,7 +268,7 @@ class ProcessMesh:
             if self.device_type == "cpu":
                 work.wait(timedelta(seconds=self.config.deadline_s))
             else:
-                work.wait()  # the process group's own timeout holds
+                work.wait()  # the process group's own timeout applies
         except RuntimeError as error:
             late = time.perf_counter() - started >= self.config.deadline_s
             raise PeerError(
@@ -278,15 +283,15 @@ class ProcessMesh:
 
 
 def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Which rank has which place.
+    """Return the rank at each place of the mesh.
 
     Args:
         config: Sizes of the mesh.
 
     Returns:
-        Ranks by place, and the names of the five dimensions: those of :data:`DIMENSIONS`, but of shard and context the
-        one whose neighbours lie further apart comes first, so that both together are in rising order. Torch sorts the
-        ranks of a group.
+        Ranks by place, and the names of the five dimensions: those of :data:`DIMENSIONS`, with shard and context
+        ordered so that the one whose neighbours lie further apart comes first. The ranks of both together are then in
+        ascending order, which is needed because torch sorts the ranks of a group.
     """
     inner = [part for name in config.order for part in (("shard", "replicate") if name == "data" else (name,))]
     outer = inner[::-1]
@@ -296,6 +301,6 @@ def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
 
 
 def _enumerated(groups: torch.Tensor, deadline: timedelta) -> dist.ProcessGroup | None:
-    """The group of this process among several, each a row of ranks; None where it is in none."""
+    """Return the group of this process among several, each a row of ranks; None if it is in none."""
     own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=deadline)[0]
     return own

@@ -1,11 +1,12 @@
-"""Matrices that are cut over ranks: two of them in a row, the first by columns, the second by rows, need one sum.
+"""Tensor parallelism: a pair of matrices, the first split by columns, the second by rows, needs one sum over ranks.
 
-Weights are DTensors, so that they can be sharded and saved as parts of a whole; what is computed with them are plain
-tensors, as the dispatch of a DTensor operation takes longer than a small product.
+Weights are DTensors, so that they can be sharded and saved as parts of a whole. The computation uses plain tensors, as
+dispatching a DTensor operation takes longer than a small product.
 
-Between such pairs activations are the same on every rank. Or each rank has some tokens of them: they are gathered
-before a pair, and what is summed after it is scattered, which sends as much and keeps less. Every rank has as many
-rows, the last ones zeros where tokens do not divide: what lies between pairs must take a row of zeros to zeros.
+Between such pairs, activations are the same on every rank. With sequence parallelism, each rank instead has some of
+their tokens: they are gathered before a pair, and the sum after it is scattered, which sends as much and stores less.
+Every rank has the same number of rows, padded with zeros if the tokens do not divide evenly, so the modules between
+pairs must map zero rows to zero rows.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
@@ -28,58 +29,58 @@ SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "act
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, with its gradient; a plain one is whole.
+    """Return this rank's part of a tensor, with its gradient; a plain tensor is returned whole.
 
     Args:
-        tensor: Of any shape.
+        tensor: Tensor or DTensor of any shape.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorRanks:
-    """Ranks that share matrices, and how activations lie on them between these.
+    """Ranks that share matrices, and the distribution of activations between these.
 
     Args:
-        mesh: The ranks, in one dimension.
-        links: Between them.
-        cuts_sequence: Whether each rank has some tokens there; else each has all.
+        mesh: One-dimensional mesh of the ranks.
+        links: Collectives between the ranks.
+        cuts_sequence: Whether each rank has some of the tokens between matrices; otherwise each has all of them.
 
     Attributes:
-        mesh: Likewise.
-        links: Likewise.
-        cuts_sequence: Likewise.
+        mesh: One-dimensional mesh of the ranks.
+        links: Collectives between the ranks.
+        cuts_sequence: Whether each rank has some of the tokens between matrices.
     """
 
     def __init__(self, mesh: DeviceMesh, links: Collectives, cuts_sequence: bool = False) -> None:
         self.mesh, self.links, self.cuts_sequence = mesh, links, cuts_sequence
 
     def enter(self, x: Tensor, tokens: int | None = None) -> Tensor:
-        """What cut matrices read: all tokens. The ranks' gradients are summed.
+        """Return the input of split matrices, which is all tokens; the gradients of the ranks are summed.
 
         Args:
-            x: From between them, ``[rows, ...]``.
-            tokens: Of the sequence; None to keep rows that fill it up.
+            x: Activations between matrices, ``[rows, ...]``.
+            tokens: Number of tokens of the sequence; None to keep rows of padding.
         """
         entered: Tensor = _Gathered.apply(x, self.links, tokens) if self.cuts_sequence else _Shared.apply(x, self.links)
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        """What they give to what is between them: the sum of the ranks' terms, ``[rows, ...]``.
+        """Return the sum of the ranks' terms as activations between matrices, ``[rows, ...]``.
 
         Args:
-            x: This rank's term, ``[T, ...]``.
+            x: Term of this rank, ``[T, ...]``.
         """
         left: Tensor = (_Scattered if self.cuts_sequence else _Summed).apply(x, self.links)
         return left
 
 
 def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
-    """Cut a linear layer without a bias.
+    """Split a linear layer without a bias over ranks, in place.
 
     Args:
-        linear: Changed: cut along its outputs, it gives this rank's of them; along its inputs, it takes this rank's of
-            them and gives terms of a sum over the ranks.
-        ranks: Their number divides it.
+        linear: Layer to change. Split along its outputs, it returns this rank's outputs; along its inputs, it takes
+            this rank's inputs and returns terms of a sum over the ranks.
+        ranks: Ranks, whose number divides the dimension.
         dimension: 0 for outputs, 1 for inputs.
     """
     _cut(linear, ranks, dimension)
@@ -87,11 +88,11 @@ def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
 
 
 def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
-    """Cut an embedding along its tokens; it gives what it gave before, summed over the ranks.
+    """Split an embedding along its tokens over ranks, in place; its results, summed over the ranks, do not change.
 
     Args:
-        embedding: Changed.
-        ranks: Their number divides its tokens.
+        embedding: Embedding to change.
+        ranks: Ranks, whose number divides the number of tokens.
     """
     _cut(embedding, ranks, 0)
 
@@ -105,22 +106,23 @@ def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
 
 
 def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
-    """Cut the weight of a layer that is not called, along its outputs.
+    """Split the weight of a layer along its outputs; the layer itself is never called.
 
     Args:
-        head: Changed.
-        ranks: Their number divides its outputs.
+        head: Layer to change.
+        ranks: Ranks, whose number divides the number of outputs.
     """
     _cut(head, ranks, 0)
 
 
 def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., int] | None = None) -> None:
-    """Put a module of cut matrices between activations: what it gives is summed over the ranks.
+    """Wrap a module of split matrices, in place, so that it reads and returns activations between matrices.
 
     Args:
-        module: Changed; its first argument are activations.
-        ranks: Over which its matrices are cut.
-        tokens: From its other arguments to the tokens that it must be given, where it takes no more.
+        module: Module to change; its first argument is the activations, and its results are summed over the ranks.
+        ranks: Ranks over which its matrices are split.
+        tokens: Function from its other arguments to the number of tokens without padding; None if padding does not
+            matter.
     """
     inner = module.forward
 
@@ -131,18 +133,18 @@ def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., 
 
 
 def enter_after(module: nn.Module, ranks: TensorRanks) -> None:
-    """Make a module give what cut matrices read.
+    """Change a module, in place, so that it returns the input of split matrices.
 
     Args:
-        module: Changed; it reads and gives activations.
-        ranks: Over which the matrices are cut.
+        module: Module to change; it reads and returns activations between matrices.
+        ranks: Ranks over which the matrices are split.
     """
     inner = module.forward
     _compute_by(module, lambda x: ranks.enter(inner(x)))
 
 
 def _cut(module: nn.Linear | nn.Embedding, ranks: TensorRanks, dimension: int) -> None:
-    # every rank cuts its own: nothing is sent
+    # every rank takes its own part, so nothing is sent
     weight = distribute_tensor(module.weight, ranks.mesh, [Shard(dimension)], src_data_rank=None)
     module.weight = nn.Parameter(weight)
 
@@ -152,7 +154,7 @@ def _compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:
 
 
 class _Shared(torch.autograd.Function):
-    """The identity; ranks' gradients are summed."""
+    """Identity whose gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
@@ -166,7 +168,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Ranks' values are summed; the gradient is the same on every rank."""
+    """Sum over the ranks; the gradient is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
@@ -179,7 +181,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Ranks' rows one after another; ranks' gradients are summed."""
+    """Concatenation of the ranks' rows; the gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives, tokens: int | None) -> Tensor:
@@ -193,7 +195,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Scattered(torch.autograd.Function):
-    """This rank's rows of the sum of ranks' values; gradients one after another."""
+    """This rank's rows of the sum over the ranks; the gradients are concatenated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives) -> Tensor:
@@ -207,6 +209,6 @@ class _Scattered(torch.autograd.Function):
 
 
 def _filled_up(x: Tensor, ranks: int) -> Tensor:
-    """With rows of zeros, so that every rank gets as many."""
+    """Pad with zero rows, so that every rank gets the same number."""
     missing = -len(x) % ranks
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -1,8 +1,8 @@
-"""The loss of a language model's last layer, without all of its logits at once, over a vocabulary cut over ranks.
+"""Loss of a language model's last layer over a vocabulary that may be split over ranks, without storing all logits.
 
-Rows are taken a chunk at a time, and a chunk's part of the gradients is computed with its logits, so that only one
-chunk of them exists. Where each rank of a group has the logits of some tokens alone, ranks exchange three numbers a
-row (its maximum, its sum of exponentials, its target's logit) instead of logits (Shoeybi et al. 2019, section 3).
+Rows are processed in chunks, and a chunk's part of the gradients is computed together with its logits, so that only one
+chunk of logits exists. If each rank of a group has the logits of some tokens only, ranks exchange three numbers for
+each row (its maximum, its sum of exponentials, its target's logit) instead of logits (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch.autograd.function import once_differentiable
 from cordillera.distributed.collectives import Collectives
 from cordillera.numerics.emulation.emulation import computing_gradients
 
-IGNORED = -100  # the label of a row without a target, as in torch
+IGNORED = -100  # label of a row without a target, as in torch
 EXCHANGED = "sums of logits"
 
 
 def summed_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, links: Collectives | None = None, rows: int = 1024
 ) -> Tensor:
-    """Sum over rows of the cross entropy of their logits ``hidden @ weight.T``.
+    """Sum the cross entropy of the logits ``hidden @ weight.T`` over rows.
 
-    Between forward and backward it holds the weight's gradient, in 32 bits. Where gradients are switched off, none is
-    computed.
+    Between forward and backward, the weight's gradient is held in 32 bits. If gradients are disabled, none is computed.
 
     Args:
-        hidden: ``[m, H]``, the same on every rank; where ranks share the vocabulary, each gives it one term of a
-            gradient that is their sum.
-        weight: ``[V, H]``; of a shared vocabulary each rank has as many consecutive rows, in the order of the ranks.
-        labels: ``int64 [n]``, below the whole vocabulary; :data:`IGNORED` where there is no target. Rows of ``hidden``
-            beyond the first ``n`` have none.
-        links: To the ranks that share the vocabulary; None where it is whole.
-        rows: Of a chunk.
+        hidden: Inputs of the layer, ``[m, H]``, the same on every rank. If ranks share the vocabulary, each computes
+            one term of the gradient, which is the sum over ranks.
+        weight: Weight ``[V, H]``; of a shared vocabulary, each rank has the same number of consecutive rows, in order
+            of ranks.
+        labels: Targets, ``int64 [n]``, below the size of the whole vocabulary, or :data:`IGNORED`. Rows of ``hidden``
+            beyond the first ``n`` have no target.
+        links: Collectives between the ranks that share the vocabulary; None if it is whole.
+        rows: Number of rows of a chunk.
 
     Returns:
-        A scalar in 32 bits, of 64-bit inputs in 64: the same on every rank.
+        Scalar in 32 bits, or in 64 for 64-bit inputs; the same on every rank.
     """
     total: Tensor = _SummedCrossEntropy.apply(hidden, weight, labels, links, rows, torch.is_grad_enabled())
     return total

@@ -1,1 +1,1 @@
-"""What is computed: ranking and language models, and the counter of their cost."""
+"""Ranking and language models, and a counter of their cost."""

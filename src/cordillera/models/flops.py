@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of any model, by one counter for all."""
+"""Parameters and floating-point operations of any ranking model, counted in one way for all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cordillera.models.ranking.base import RankingModel
 
 @dataclass(frozen=True)
 class FlopCount:
-    """What a model costs, per example where it is operations.
+    """Size of a model, and its operations per example.
 
     Attributes:
-        parameters: Trained numbers outside the embedding tables.
-        embedding_parameters: Trained numbers in the embedding tables.
-        forward_macs: Multiply-accumulates of the matrix products and convolutions of one forward pass.
+        parameters: Number of trained parameters outside the embedding tables.
+        embedding_parameters: Number of trained parameters in the embedding tables.
+        forward_macs: Number of multiply-accumulates of the matrix products and convolutions of one forward pass.
         forward_flops: Twice ``forward_macs``.
         training_flops: Three times ``forward_flops``: a backward pass costs two forward passes.
     """
@@ -30,19 +30,19 @@ class FlopCount:
     training_flops: int
 
     def to_dict(self) -> dict[str, int]:
-        """The fields by name, for JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
 def count(model: RankingModel, batch: RankingBatch) -> FlopCount:
-    """Count a model's parameters and, per example, its operations.
+    """Count a model's parameters and its operations per example.
 
     Only matrix products and convolutions are counted (``torch.utils.flop_counter``); lookups, norms and activations are
-    not. The model's mode, gradients and random state are left as they were.
+    not. The model's mode, gradients and random state are not changed.
 
     Args:
-        model: Any ranking model.
-        batch: At least one sample; what its ids are makes no difference.
+        model: Ranking model.
+        batch: Batch of at least one sample; the values of its ids do not matter.
     """
     embedding_parameters = model.tables.num_weights
     own = {id(parameter) for parameter in model.tables.parameters()}

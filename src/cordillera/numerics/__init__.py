@@ -1,1 +1,1 @@
-"""In what precision numbers are kept and computed, what that costs, and what a flipped bit does."""
+"""Precision of storage and computation, its cost, and the effects of bit flips."""

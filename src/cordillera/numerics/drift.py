@@ -1,14 +1,15 @@
 """Detection of drift: whether the numbers that a model sees are distributed as at calibration.
 
-Ranges of quantised layers and rows are chosen on data of one day. A feature that changes its scale afterwards
-saturates them silently. A reference stores, for every number, how many of its samples lie above some of its quantiles;
-a window of live samples is compared with these counts. If nothing has changed, all orders of the samples of both sides
-are equally probable, so that the counts have a hypergeometric distribution. This is exact for every distribution,
+Ranges of quantized layers and rows are chosen from data of one day. A feature that changes its scale afterwards
+saturates them silently. A reference stores, for every number, how many of its samples lie above some of its quantiles,
+and a window of live samples is compared with these counts. If nothing has changed, all orders of the samples of both
+sides are equally probable, so the counts have a hypergeometric distribution. This is exact for every distribution,
 including heavy tails, ties and constants, and for references of any size. The probability of any alarm is bounded over
 all comparisons together (Bonferroni), however the numbers depend on one another.
 
-Samples of one group (a user's session) are alike. Where groups are given, counts of both sides are reduced by the
-design effect of each number (Kish 1965): the variance of its mean over groups beside that of independent samples.
+Samples of one group (a user's session) are alike. If groups are given, the counts of both sides are reduced by the
+design effect of each number (Kish 1965): the ratio of the variance of its mean over groups to the variance with
+independent samples.
 """
 
 from __future__ import annotations
@@ -37,10 +38,9 @@ _LARGEST = 1 << 53
 
 @dataclass(frozen=True)
 class Alarm:
-    """A number or a share that has moved.
+    """Number or share that has changed since calibration.
 
     Attributes:
-        name: Name of the number or the share.
         check: Statistic that differs: ``mean``, ``scale`` (standard deviation), ``share above X`` or ``share from X``
             (a tail), or ``share``.
         before: Value of the statistic at calibration.
@@ -60,10 +60,9 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A boundary in a number's distribution.
+    """Boundary in a number's distribution at which samples are counted.
 
     Attributes:
-        value: Value of the boundary.
         inclusive: Whether samples equal to the value count as above it.
         above: Number of the reference's samples above the boundary.
     """
@@ -78,13 +77,9 @@ class DriftReference:
     """Distributions of a model's numbers at calibration.
 
     Attributes:
-        names: Names of the numbers.
         shares: Names of the shares, which are true or false for a sample.
         samples: Number of samples whose numbers are all finite.
         lost: Number of samples with a number that is NaN or infinite.
-        boundaries: Boundaries of each number.
-        mean: Mean of each number.
-        deviation: Standard deviation of each number.
         effects: Design effect of each number, followed by that of each share; at least 1.
         true: Number of samples for which each share is true, including lost samples.
     """
@@ -111,14 +106,13 @@ class DriftReference:
         """Compute the reference of calibration samples.
 
         Args:
-            names: Names of the numbers.
             numbers: Numbers of the samples, ``[N, numbers]``; rows with NaN or infinity are counted and left out.
-            shares: Names of the shares.
             true: Whether each share is true for each sample, ``bool [N, shares]``; None without shares.
             groups: Group of each sample, ``int64 [N]``; None if all samples are drawn independently.
 
         Raises:
-            NumericsError: fewer than two samples are finite, or the number of names differs from the number of columns.
+            NumericsError: If fewer than two samples are finite, or the number of names differs from the number of
+                columns.
         """
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         if numbers.shape[1] != len(names) or true.shape != (len(numbers), len(shares)):
@@ -138,7 +132,7 @@ class DriftReference:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the reference as plain values."""
         return {
             "samples": self.samples,
             "lost": self.lost,
@@ -160,13 +154,10 @@ class DriftReference:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DriftReference:
-        """What :meth:`to_json` gave.
-
-        Args:
-            content: As it was given.
+        """Restore a reference from the result of :meth:`to_json`.
 
         Raises:
-            NumericsError: it was not given like this.
+            NumericsError: If the content is malformed.
         """
         try:
             samples, lost = _count(content["samples"]), _count(content["lost"])
@@ -192,11 +183,7 @@ class DriftReference:
 
 
 class DriftCheck:
-    """Comparison of a window of live samples with the reference of calibration.
-
-    Args:
-        reference: Distributions at calibration.
-    """
+    """Comparison of a window of live samples with the reference of calibration."""
 
     def __init__(self, reference: DriftReference) -> None:
         self.reference = reference
@@ -214,32 +201,25 @@ class DriftCheck:
 
     @property
     def checks(self) -> int:
-        """Number of comparisons among which the probability of an alarm is divided."""
+        """Number of comparisons over which the probability of an alarm is divided."""
         reference = self.reference
         return 2 * sum(map(len, reference.boundaries)) + 2 * len(reference.shares) + 1
 
     def update(self, numbers: Tensor, true: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """Add samples to the window.
-
-        Args:
-            numbers: Numbers of the samples, ``[B, numbers]``; rows with NaN or infinity are counted and left out.
-            true: Whether each share is true for each sample, ``bool [B, shares]``; None without shares.
-            groups: Group of each sample, ``int64 [B]``, or None.
-        """
+        """Add samples to the window; the arguments are those of :meth:`DriftReference.of`."""
         true = torch.zeros(len(numbers), 0, dtype=torch.bool) if true is None else true
         self._window.update(numbers, true, groups)
 
     def alarms(self, false_alarms: float = 1e-3) -> list[Alarm]:
-        """Numbers and shares that differ from calibration, each with its least probable check.
+        """Return the numbers and shares that differ from calibration, in order of increasing probability.
+
+        Each is reported with its least probable check.
 
         Args:
             false_alarms: Probability of any alarm in a window if nothing has changed.
 
-        Returns:
-            Alarms in order of rising probability.
-
         Raises:
-            NumericsError: there are fewer than two samples, or ``false_alarms`` is not a probability.
+            NumericsError: If there are fewer than two samples, or ``false_alarms`` is not a probability.
         """
         check_false_alarms(false_alarms)
         reference, window = self.reference, self._window
@@ -251,7 +231,7 @@ class DriftCheck:
         live_effects = window.effects()
 
         def each(of_number: float, of_share: float) -> np.ndarray:
-            """Values for all boundaries, then all shares, then the lost samples."""
+            """Return values for all boundaries, followed by those for all shares and for the lost samples."""
             return np.repeat([of_number, of_share], [len(own), len(reference.shares) + 1])
 
         def spread(values: np.ndarray) -> np.ndarray:
@@ -263,7 +243,7 @@ class DriftCheck:
             np.concatenate([window.above, window.true, [window.lost]]), each(self.samples, now),
             spread(effects), spread(live_effects),
         )  # fmt: skip
-        fewer[-1] = 1.0  # fewer lost samples are no alarm
+        fewer[-1] = 1.0  # fewer lost samples raise no alarm
         bound = false_alarms / self.checks
         found = []
         for i, name in enumerate(reference.names):
@@ -347,7 +327,7 @@ class _Window:
 
 
 def _boundaries(ordered: np.ndarray) -> tuple[Boundary, ...]:
-    """Boundaries of one number: above and from each of its quantiles, if the two differ by at least two samples."""
+    """Return the boundaries of one number: above and from each quantile, if the counts differ by at least two."""
     total = len(ordered)
     values = np.unique(ordered[[round(q * (total - 1)) for q in QUANTILES]])
     found: dict[int, Boundary] = {}
@@ -367,9 +347,9 @@ def _probabilities(
     effect: np.ndarray,
     live_effect: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of at least, and of at most, so many live samples above a boundary if nothing has changed.
+    """Return the probabilities of at least, and of at most, the observed number of live samples above a boundary.
 
-    The counts of each side are divided by its design effect.
+    Both are computed as if nothing had changed. The counts of each side are divided by its design effect.
     """
     reduced, reduced_live = np.maximum(1, np.floor(samples / effect)), np.maximum(1, np.floor(live / live_effect))
     share, live_share = before / samples, now / live
@@ -405,13 +385,10 @@ def _tail(n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray, up: np.nda
 
 
 def check_false_alarms(false_alarms: float) -> None:
-    """Refuse what is no probability.
-
-    Args:
-        false_alarms: Above 0 and below 1.
+    """Check that ``false_alarms`` is a probability above 0 and below 1.
 
     Raises:
-        NumericsError: it is not.
+        NumericsError: If it is not.
     """
     if not 0 < false_alarms < 1:
         raise NumericsError(f"is {false_alarms}", where="false_alarms", remedy="a probability, such as 0.001")

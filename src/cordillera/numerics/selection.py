@@ -1,9 +1,9 @@
-"""Which parts of a model may be kept in fewer bits, under a budget of quality, in few evaluations.
+"""Choice of the parts of a model that are kept in fewer bits, under a budget of quality, in few evaluations.
 
-The loop of low-precision recommendation inference (arXiv 2105.12676): everything at its cheapest, then the parts that
-cost most quality for what they save go back towards full precision until the budget is met. One evaluation of a part
-alone says what it costs; how many have to go back is found by bisection, so that ``n`` parts take about
-``n + log2(n) + 1`` evaluations of the whole model.
+The search follows low-precision recommendation inference (arXiv 2105.12676): it starts with every part at its cheapest,
+and then the parts that cost most quality for what they save move back towards full precision until the budget is met.
+One evaluation of each part alone measures its cost in quality; bisection finds how many parts must move back. So ``n``
+parts take about ``n + log2(n) + 1`` evaluations of the whole model.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import NamedTuple
 from cordillera.errors import NumericsError
 
 BUDGET = 2e-4
-"""Default budget: largest change of quality."""
+"""Default budget: largest relative change of quality."""
 
 
 class Part(NamedTuple):
-    """A table or a layer.
+    """Table or layer of a model.
 
     Attributes:
-        name: Its name.
-        options: From the cheapest to full precision, which comes last.
-        costs: Of the options, in any one unit: bytes, or time.
+        name: Name of the part.
+        options: Options from the cheapest to full precision, which is the last.
+        costs: Cost of each option, in one unit for all parts, such as bytes or time.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Part(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A quality beside that of full precision, relative, higher being worse.
+    """Relative change of quality compared with full precision; higher is worse.
 
     Attributes:
         mean: Estimate.
-        low: Of its confidence interval.
-        high: Likewise.
+        low: Lower end of its confidence interval.
+        high: Upper end of its confidence interval.
     """
 
     mean: float
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 
 Evaluate = Callable[[Mapping[str, str]], Change]
-"""From an option for each part that is not at full precision."""
+"""Function from the options of the parts that are not at full precision to the change of quality."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Evaluated:
     """One evaluation of the search.
 
     Attributes:
-        options: Of the parts that were not at full precision.
-        change: Of quality.
-        cost: Of all parts.
+        options: Options of the parts that were not at full precision.
+        change: Change of quality.
+        cost: Total cost of all parts.
     """
 
     options: dict[str, str]
@@ -68,14 +68,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        options: Of every part.
+        options: Option of every part.
         evaluated: All evaluations, in order.
-        alone: What each part costs alone at its cheapest, where it was looked at.
-        cost: Of the options.
-        full_cost: Of full precision.
+        alone: Change of quality of each part alone at its cheapest, if it was evaluated.
+        cost: Total cost of the options.
+        full_cost: Total cost of full precision.
     """
 
     options: dict[str, str]
@@ -86,25 +86,25 @@ class Selection:
 
 
 def sweep_evaluations(parts: Sequence[Part]) -> int:
-    """Evaluations of a sweep that tries every option of every part alone.
+    """Return the number of evaluations of a sweep that tries every option of every part alone.
 
     Args:
-        parts: Of a model.
+        parts: Parts of a model.
     """
     return sum(len(part.options) - 1 for part in parts)
 
 
 def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selection:
-    """The cheapest options found whose estimated change of quality keeps the budget.
+    """Find the cheapest options whose estimated change of quality is within the budget.
 
     Args:
-        parts: Of a model.
-        evaluate: Of the model with options; for ``n`` parts with up to ``m`` options it is called at most
-            ``n + m + log2(n)`` times.
+        parts: Parts of a model.
+        evaluate: Function that evaluates the model with options; for ``n`` parts with up to ``m`` options it is called
+            at most ``n + m + log2(n)`` times.
         budget: Largest estimate of a change; 0 or more.
 
     Raises:
-        NumericsError: a part has no option, or costs that do not go with them, or the budget is negative.
+        NumericsError: If a part has no option or another number of costs, or the budget is negative.
     """
     check_budget(budget)
     for part in parts:
@@ -133,7 +133,7 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
     alone = {part.name: run({**full, part.name: 0}) for part in parts if full[part.name]}
 
     def worth(part: Part) -> float:
-        """Quality that a part costs for what it saves; those that cost nothing come last."""
+        """Return the quality that a part costs for what it saves; parts that cost nothing come last."""
         return alone[part.name].mean / max(part.costs[-1] - part.costs[0], 1e-12)
 
     worst = sorted((part for part in parts if part.name in alone), key=lambda part: (-worth(part), part.name))
@@ -143,7 +143,7 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
             first = {part.name for part in worst[:count]}
             return {name: min(full[name], level + (name in first)) for name, level in levels.items()}
 
-        if run(raised(len(worst))).mean > budget:  # not enough, even if all go back one step
+        if run(raised(len(worst))).mean > budget:  # not enough, even if all parts move back one step
             levels = raised(len(worst))
             if levels == full:
                 return ended(full, alone)
@@ -159,13 +159,13 @@ def select(parts: Sequence[Part], evaluate: Evaluate, budget: float) -> Selectio
 
 
 def check_budget(budget: float) -> None:
-    """Refuse a budget that is none.
+    """Check that a budget is valid.
 
     Args:
         budget: Largest estimate of a change.
 
     Raises:
-        NumericsError: it is negative, NaN or infinite.
+        NumericsError: If it is negative, NaN or infinite.
     """
     if not 0 <= budget < math.inf:
         raise NumericsError(f"is {budget}", where="budget", remedy="0 or more, relative: 0.0002 is 0.02 %")

@@ -1,4 +1,4 @@
-"""The places of a model where precision is chosen: its linear layers, by name."""
+"""Linear layers of a model, by name: the places where its precision is chosen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from cordillera.errors import NumericsError
 
 
 def sites(model: nn.Module, only: Sequence[str] = (), without: Sequence[str] = ()) -> dict[str, nn.Linear]:
-    """Linear layers by their qualified names, each once, in the order of the model.
+    """Return linear layers by their qualified names, each once, in the order of the model.
 
     Args:
-        model: Any.
-        only: Patterns (``top.*``) of names to keep; none for all.
+        only: Patterns (``top.*``) of names to keep; empty for all.
         without: Patterns of names to leave out.
 
     Raises:
-        NumericsError: a pattern fits no layer.
+        NumericsError: If a pattern matches no layer.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for pattern in [*only, *without]:
@@ -37,12 +36,7 @@ def sites(model: nn.Module, only: Sequence[str] = (), without: Sequence[str] = (
 
 @contextmanager
 def replaced(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """The model with other modules in places of its own; what was there returns at the end, errors included.
-
-    Args:
-        model: Changed in place.
-        modules: By qualified name.
-    """
+    """Replace modules of a model, by qualified name, within a ``with`` statement; restore them at its end."""
     before = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():
@@ -54,34 +48,22 @@ def replaced(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[nn.Mod
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another.
-
-    Args:
-        model: Changed in place.
-        name: Qualified, of a module that is there.
-        module: What takes its place.
-    """
+    """Replace a module of a model, in place, by its qualified name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
 
 
 def products(module: nn.Linear, rows: int) -> int:
-    """Multiplications of a forward.
-
-    Args:
-        module: A linear layer.
-        rows: Of its input.
-    """
+    """Return the number of multiplications of a forward with ``rows`` rows."""
     return rows * module.in_features * module.out_features
 
 
 class Recorder:
-    """Keeps what linear layers were given in forward passes, for as long as it is open.
+    """Record of the inputs of linear layers in forward passes, within a ``with`` statement.
 
     Args:
-        model: Whose.
-        names: Of the layers.
-        most_rows: Of one layer's inputs that are kept, of the first batches.
+        names: Names of the layers.
+        most_rows: Maximum number of rows kept for each layer, from the first batches.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], most_rows: int = 4096) -> None:

@@ -1,11 +1,11 @@
-"""Attention over documents that are spread over ranks, for training, equal to attention in one place.
+"""Attention over documents that are spread over ranks, for training, equal to attention on one rank.
 
 Every rank has the queries, keys and values of its own tokens
 (:class:`~cordillera.distributed.context.shard_plan.ShardPlan`). ``all_gather`` brings all keys and values to every
-rank, and a reduce-scatter takes their gradients home: simple, one message each way, memory for all tokens' keys and
-values. ``ring`` passes keys and values on from rank to rank while the ones that are here are attended to, and merges by
-log-sum-exp; backwards, their gradients travel along. Both skip pairs of chunks that do not see each other, and neither
-pads a document.
+rank, and a reduce-scatter returns their gradients: it is simple and takes one collective each way, but memory for all
+tokens' keys and values. ``ring`` passes keys and values from rank to rank while each rank attends to those that it
+holds, and merges the results by log-sum-exp; in the backward, their gradients travel along. Both skip pairs of chunks
+that do not see each other, and neither pads a document.
 
 Source: all-gather as in Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2, and Wang et al. 2025 (arXiv
 2503.17924); the ring as in Liu et al. 2023 (arXiv 2310.01889), with the log-sum-exp of all keys in the backward.
@@ -33,13 +33,13 @@ from cordillera.kernels.attention.relation import RowBlock, blocks_between
 
 
 class ContextParallelConfig(BaseModel):
-    """How ranks share attention.
+    """Settings for sharing attention among ranks.
 
     Attributes:
-        transport: ``all_gather`` or ``ring``.
-        backend: Of :func:`cordillera.kernels.attention.partial.partial_attention`.
-        deadline_s: The longest that one wait for other ranks may take on CPUs, seconds. On CUDA the timeout of the
-            process group holds.
+        transport: Transport of keys and values: ``all_gather`` or ``ring``.
+        backend: Backend of :func:`cordillera.kernels.attention.partial.partial_attention`.
+        deadline_s: Longest time of one wait for other ranks on CPUs, in seconds. On CUDA the timeout of the process
+            group applies.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,17 +50,17 @@ class ContextParallelConfig(BaseModel):
 
 
 class ContextParallelAttention:
-    """An attention core for models whose tokens are spread over the ranks of a group.
+    """Attention core for models whose tokens are spread over the ranks of a group.
 
-    Give it a plan with :meth:`use` before each forward, the same on every rank; a backward uses that of its forward.
+    Call :meth:`use` with a plan before each forward, the same on every rank; a backward uses the plan of its forward.
 
     Args:
-        config: How.
-        group: Whose ranks are those of the plans; None for the default group.
-        ledger: Gets the traffic; None for one of its own.
+        config: Settings for sharing attention.
+        group: Process group whose ranks are those of the plans; None for the default group.
+        ledger: Ledger that counts the traffic; None for a new one.
 
     Attributes:
-        ledger: Likewise.
+        ledger: Ledger that counts the traffic.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -78,14 +78,14 @@ class ContextParallelAttention:
         self._checked: Tensor | None = None
 
     def use(self, plan: ShardPlan, device: torch.device | str = "cpu") -> None:
-        """Attend by this plan from now on. Every rank calls it.
+        """Attend by a plan from now on; every rank must call it.
 
         Args:
-            plan: Of the next forwards.
-            device: Of the tensors.
+            plan: Plan of the next forwards.
+            device: Device of the tensors.
 
         Raises:
-            PlanError: If it is for another number of ranks, or ranks have different plans.
+            PlanError: If the plan is for another number of ranks, or ranks have different plans.
             PeerError: If a rank does not call it in time.
         """
         if plan.size != self.size:
@@ -104,38 +104,38 @@ class ContextParallelAttention:
 
     @property
     def plan(self) -> ShardPlan:
-        """The one in use."""
+        """Plan in use."""
         return self._used().plan
 
     def shard(self, tokens: Tensor) -> Tensor:
-        """This rank's of all documents' tokens, ``[T, ...]``.
+        """Return this rank's part of a tensor with one row for each token of all documents, ``[T, ...]``.
 
         Args:
-            tokens: In document order, such as ids, labels or positions.
+            tokens: Tensor in document order, such as ids, labels or positions.
         """
         if len(tokens) != sum(self.plan.lengths):
             raise PlanError(f"{len(tokens)} tokens, the plan has {sum(self.plan.lengths)}", where="tokens")
         return tokens[torch.from_numpy(self.plan.indices(self.rank)).to(tokens.device)]
 
     def positions(self) -> Tensor:
-        """``int64 [T_local]``: of this rank's tokens in their documents, for rotary embeddings."""
+        """Return the positions of this rank's tokens in their documents, ``int64 [T_local]``, for rotary embeddings."""
         return torch.from_numpy(self.plan.positions(self.rank))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Attention of this rank's tokens to all tokens before them in their documents.
+        """Compute the attention of this rank's tokens to all tokens before them in their documents.
 
         Args:
-            q: ``[T_local, H, D]``, of the tokens of :meth:`shard`.
-            k: ``[T_local, KV, D]``.
-            v: ``[T_local, KV, D]``.
-            offsets: ``[B + 1]`` of all documents, as models pass it on; only to be held against the plan.
+            q: Queries of the tokens of :meth:`shard`, ``[T_local, H, D]``.
+            k: Keys, ``[T_local, KV, D]``.
+            v: Values, ``[T_local, KV, D]``.
+            offsets: Offsets of all documents, ``[B + 1]``, as models pass them on; used only to check the plan.
 
         Returns:
-            ``[T_local, H, D]``.
+            Outputs, ``[T_local, H, D]``.
 
         Raises:
-            PlanError: If the tensors are not of the plan in use.
-            PeerError: If another rank is not heard of in time; the group is then of no more use.
+            PlanError: If the tensors do not match the plan in use.
+            PeerError: If another rank does not respond in time. The group cannot be used afterwards.
         """
         share = self._used()
         if not len(q) == len(k) == len(v) == share.plan.tokens[self.rank]:
@@ -148,7 +148,7 @@ class ContextParallelAttention:
         if offsets is not None and offsets is not self._checked:
             if offsets.tolist() != share.plan.offsets.tolist():
                 raise PlanError("are not the plan's", where="offsets", remedy="use the plan of this batch")
-            self._checked = offsets  # layers pass on one tensor, and on CUDA reading it would hold up each of them
+            self._checked = offsets  # all layers pass the same tensor, and on CUDA reading it would stall each of them
         function = _AllGather if self.config.transport == "all_gather" else _Ring
         out: Tensor = function.apply(q, k, v, share)
         return out
@@ -161,14 +161,14 @@ class ContextParallelAttention:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's part of a plan, and the way to the others."""
+    """Rank's part of a plan, and its links to the other ranks."""
 
     plan: ShardPlan
     rank: int
     links: Collectives
     backend: AttentionBackend
-    rows: Tensor  # [T]: where tokens in document order are among the ranks' equally long, padded parts
-    longest: int  # of those parts
+    rows: Tensor  # [T]: place of each token of the document order among the ranks' equally long, padded parts
+    longest: int  # length of those parts
 
     @classmethod
     def of(
@@ -180,11 +180,11 @@ class _Share:
         return cls(plan, rank, links, config.backend, rows.to(device), longest)
 
     def blocks_with(self, source: int) -> list[RowBlock]:
-        """How this rank's queries see a rank's keys."""
+        """Return the blocks in which this rank's queries see the keys of the rank ``source``."""
         return blocks_between(self.plan.ranks[self.rank], self.plan.ranks[source])
 
     def blocks_with_all(self) -> list[RowBlock]:
-        """How they see all keys in document order."""
+        """Return the blocks in which this rank's queries see all keys in document order."""
         documents = [(document, 0, length) for document, length in enumerate(self.plan.lengths)]
         return blocks_between(self.plan.ranks[self.rank], documents)
 
@@ -245,7 +245,7 @@ class _Ring(torch.autograd.Function):
         held = torch.cat([k, v], 1)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         gradients: Arrival[Tensor] | None = (
-            None  # of the keys and values that are here, from the ranks that had them before
+            None  # gradients of the current keys and values, from the ranks that had them before
         )
         for step in range(plan.size):
             source, following = (rank - step) % plan.size, (rank - step - 1) % plan.size
@@ -262,7 +262,7 @@ class _Ring(torch.autograd.Function):
                 own = torch.zeros(held.shape, dtype=lse.dtype, device=q.device)
             if gradients is not None:
                 own += gradients.wait()
-            # the last step's go home: the rank after this one is whose keys these are
+            # in the last step, the next rank is the owner of these keys, so their gradients return to it
             if plan.size > 1:
                 gradients = links.pass_on("their gradients", own, plan.tokens[following], 2 * step + 1)
             if arriving is not None:
@@ -273,5 +273,5 @@ class _Ring(torch.autograd.Function):
 
 
 def _filled_up(x: Tensor, rows: int) -> Tensor:
-    """Filled up with zeros to a number of rows."""
+    """Pad with zeros to a number of rows."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

@@ -1,9 +1,9 @@
-"""Keys and values of long conversations, spread over the ranks of a group, exact in every turn.
+"""Cache of keys and values of long conversations, spread over the ranks of a group, exact in every turn.
 
-Each rank runs the model on its part of the new tokens; attention alone looks at other ranks, by a ring in which either
-keys and values (``pass_kv``) or queries (``pass_q``) go around while what is here is attended to. With queries, partial
-outputs come home by an all-to-all. What was cached in earlier turns stays where it is. Messages carry what ranks hold
-and nothing else: nothing is padded.
+Each rank runs the model on its part of the new tokens. Only attention needs other ranks: either keys and values
+(``pass_kv``) or queries (``pass_q``) travel around a ring while each rank attends to what it holds. With queries, an
+all-to-all returns partial outputs to their ranks. Tokens cached in earlier turns stay where they are. Messages contain
+only what ranks hold, without padding.
 
 Source: Yang et al. 2024 (arXiv 2411.01783), algorithms 2 to 4 and equation 4.
 """
@@ -30,18 +30,18 @@ from cordillera.errors import DataError, PlanError
 from cordillera.kernels.attention.merge import merge
 from cordillera.kernels.attention.partial import AttentionBackend, partial_attention
 
-_HOME, _TURN = 1, 3  # tags of partial outputs and of turns; steps of the ring have even ones
+_HOME, _TURN = 1, 3  # tags of partial outputs and of turns; steps of the ring have even tags
 
 
 class ContextCacheConfig(BaseModel):
-    """How ranks share conversations.
+    """Settings for sharing conversations among ranks.
 
     Attributes:
-        transport: ``pass_kv``, ``pass_q``, or ``auto`` for the cheaper one in each turn.
-        cost: By which ``auto`` chooses. The same on every rank.
-        backend: Of :func:`cordillera.kernels.attention.partial.partial_attention`.
-        deadline_s: The longest that one wait for other ranks may take on CPUs, seconds. On CUDA the timeout of the
-            process group holds.
+        transport: What travels around the ring: ``pass_kv``, ``pass_q``, or ``auto`` for the cheaper one in each turn.
+        cost: Cost model by which ``auto`` chooses; must be the same on every rank.
+        backend: Backend of :func:`cordillera.kernels.attention.partial.partial_attention`.
+        deadline_s: Longest time of one wait for other ranks on CPUs, in seconds. On CUDA the timeout of the process
+            group applies.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,17 +54,17 @@ class ContextCacheConfig(BaseModel):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a cache has room for.
+    """Dimensions and capacity of a cache.
 
     Attributes:
-        layers: Of the model.
-        heads: Of queries.
-        kv_heads: Of keys and values.
+        layers: Number of layers of the model.
+        heads: Number of query heads.
+        kv_heads: Number of key-value heads.
         head_dim: Width of a head.
-        sequences: Conversations beside one another.
-        capacity: Tokens of the longest, on all ranks together.
-        dtype: Of the model's activations.
-        device: The model's.
+        sequences: Number of simultaneous conversations.
+        capacity: Maximum number of tokens of a conversation, on all ranks together.
+        dtype: Dtype of the model's activations.
+        device: Device of the model.
     """
 
     layers: int
@@ -78,21 +78,22 @@ class CacheShape:
 
 
 class ContextCache:
-    """A cache for models, in place of one that holds everything in one place.
+    """Cache for a model, spread over the ranks of a group.
 
-    A turn begins with :meth:`shard`, on every rank with the same tokens; the model then reads this rank's tokens with
-    the offsets of all, and :meth:`gather_last` brings its last rows together. Room grows with what a rank holds.
+    A turn begins with :meth:`shard`, on every rank with the same tokens. The model then reads this rank's tokens with
+    the offsets of all, and :meth:`gather_last` collects the last rows of all sequences. Memory grows with the number of
+    tokens that a rank holds.
 
     Args:
-        config: How.
-        shape: For what.
-        group: Of the ranks; None for the default group.
-        ledger: Gets the traffic; None for one of its own.
+        config: Settings for sharing conversations.
+        shape: Dimensions and capacity.
+        group: Process group of the ranks; None for the default group.
+        ledger: Ledger that counts the traffic; None for a new one.
 
     Attributes:
-        ledger: Likewise.
-        turn: The latest one; None before the first.
-        transport: What goes around in it.
+        ledger: Ledger that counts the traffic.
+        turn: Latest turn; None before the first.
+        transport: What travels around the ring in the latest turn.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -112,36 +113,38 @@ class ContextCache:
         self.rank, self.size = self._links.rank, self._links.size
         self.turn: Turn | None = None
         self.transport: Transport = "pass_kv"
-        self._open = False  # whether the turn is yet to be read
-        self._owners = [np.zeros(0, np.int32) for _ in range(shape.sequences)]  # the rank of each token
-        self._room = 0  # rows of a sequence
+        self._open = False  # whether the model has yet to read the turn
+        self._owners = [np.zeros(0, np.int32) for _ in range(shape.sequences)]  # rank of each token
+        self._room = 0  # allocated rows of a sequence
         self._layers = [self._empty(0) for _ in range(shape.layers)]  # [sequences, room, 2 * kv_heads, head_dim]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, on all ranks together."""
+        """Number of tokens of each sequence, on all ranks together."""
         return [len(owners) for owners in self._owners]
 
     @property
     def held(self) -> list[list[int]]:
-        """``[ranks][sequences]``: tokens whose keys and values each rank holds."""
+        """Number of tokens whose keys and values each rank holds, ``[ranks][sequences]``."""
         counts = [np.bincount(owners, minlength=self.size).tolist() for owners in self._owners]
         return [[of_sequence[rank] for of_sequence in counts] for rank in range(self.size)]
 
     def shard(self, tokens: Tensor, offsets: Tensor) -> Tensor:
-        """Begin a turn: this rank's of the new tokens.
+        """Begin a turn, and return this rank's part of the new tokens.
 
         Args:
-            tokens: ``int64 [T]``, of all sequences one after another.
-            offsets: ``int64 [B + 1]``, where each sequence's begin, and ``T``; a sequence may add none.
+            tokens: New tokens of all sequences one after another, ``int64 [T]``.
+            offsets: Offsets at which the sequences' tokens begin, followed by ``T``, ``int64 [B + 1]``; a sequence may
+                add none.
 
         Returns:
-            ``int64 [T_local]``, perhaps none.
+            Tokens of this rank, ``int64 [T_local]``; may be empty.
 
         Raises:
-            DataError: If the number of sequences is not the cache's, one would pass the capacity, or there is no token.
+            DataError: If the number of sequences is not the cache's, a sequence would exceed the capacity, or there is
+                no token.
             PlanError: If ranks were given different tokens, or hold different sequences.
-            PeerError: If a rank does not come in time.
+            PeerError: If a rank does not respond in time.
         """
         added = [b - a for a, b in pairwise(offsets.tolist())]
         if len(added) != self.shape.sequences or sum(added) != len(tokens):
@@ -163,7 +166,7 @@ class ContextCache:
         transport = self._choose(turn)
         told = f"{turn} {transport} {tokens.tolist()}"
         digest = torch.tensor([zlib.crc32(told.encode())], device=self.shape.device)
-        # in messages of their own, so that a rank that does not come is named to all others
+        # in separate messages, so that all other ranks can name a rank that does not respond
         digests = self._links.all_to_all("turns", [digest] * self.size, _TURN)
         others = [rank for rank in range(self.size) if not torch.equal(digests[rank], digest)]
         if others:
@@ -176,10 +179,10 @@ class ContextCache:
         return tokens[torch.from_numpy(turn.plan.indices(self.rank)).to(tokens.device)]
 
     def extend(self, offsets: Tensor) -> _Reading:
-        """Prepare for reading the turn that :meth:`shard` began; models call it.
+        """Prepare for reading the turn that :meth:`shard` began; called by models.
 
         Args:
-            offsets: As given there.
+            offsets: Offsets as given to :meth:`shard`.
 
         Raises:
             PlanError: If no turn was begun, or one with other offsets.
@@ -191,17 +194,17 @@ class ContextCache:
         return _Reading(self, turn)
 
     def gather_last(self, hidden: Tensor) -> Tensor:
-        """What the model says of the last token of each sequence that had new ones, on every rank.
+        """Collect the model's output for the last new token of each sequence, on every rank.
 
         Args:
-            hidden: ``[T_local, width]``, of this rank's tokens of the latest turn.
+            hidden: Outputs for this rank's tokens of the latest turn, ``[T_local, width]``.
 
         Returns:
-            ``[n, width]``, in the order of sequences.
+            Outputs ``[n, width]`` of the ``n`` sequences that had new tokens, in order of sequences.
 
         Raises:
-            PlanError: If there was no turn, or ``hidden`` is not of its tokens.
-            PeerError: If a rank does not come in time.
+            PlanError: If there was no turn, or the number of rows is not that of its tokens.
+            PeerError: If a rank does not respond in time.
         """
         if self.turn is None or len(hidden) != self.turn.plan.tokens[self.rank]:
             raise PlanError(f"{len(hidden)} rows are not this turn's tokens", where="gather_last")
@@ -214,33 +217,33 @@ class ContextCache:
         return whole[[places[sequence] for sequence in self.turn.active]]
 
     def of_first_rank(self, name: str, x: Tensor) -> Tensor:
-        """A small tensor as the first rank has it, on every rank, such as tokens that it drew.
+        """Return a small tensor of the first rank on every rank, such as sampled tokens.
 
         Args:
-            name: For the ledger and for errors.
-            x: Of the same shape everywhere.
+            name: Name for the ledger and for errors.
+            x: Tensor of the same shape on all ranks.
 
         Raises:
-            PeerError: If a rank does not come in time.
+            PeerError: If a rank does not respond in time.
         """
         return self._links.all_gather(name, x)[: len(x)]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget the ends of sequences, on every rank alike; 0 makes place for another conversation.
+        """Drop the ends of sequences, on every rank alike; a length of 0 frees a sequence for another conversation.
 
-        Ranks' numbers of tokens may then differ by more, until new ones have filled them up.
+        The ranks' numbers of tokens may then be less balanced until new tokens fill the gaps.
 
         Args:
-            lengths: Tokens to keep of each sequence.
+            lengths: Number of tokens to keep of each sequence.
 
         Raises:
-            DataError: If a sequence does not hold as many.
+            DataError: If a sequence holds fewer tokens.
         """
         if len(lengths) != len(self._owners) or any(
             not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)
         ):
             raise DataError(f"cannot cut sequences of {self.lengths} tokens to {list(lengths)}", where="ContextCache")
-        # a rank's rows of a sequence rise in position, so the first ones stay
+        # a rank's rows of a sequence are in order of position, so the first ones are kept
         self._owners = [owners[:length] for owners, length in zip(self._owners, lengths, strict=True)]
         self._open = False
 
@@ -253,7 +256,7 @@ class ContextCache:
 
     def _empty(self, room: int) -> Tensor:
         shape = (self.shape.sequences, room, 2 * self.shape.kv_heads, self.shape.head_dim)
-        # zeros, because kernels look closer where anything is not finite
+        # zeros, because kernels take a slower path if any value is not finite
         return torch.zeros(shape, dtype=self.shape.dtype, device=self.shape.device)
 
     def _make_room(self, rows: int) -> None:
@@ -267,7 +270,7 @@ class ContextCache:
 
 
 class _Reading:
-    """One turn on its way through the model's layers; until :meth:`commit` the cache is as it was."""
+    """Reading of one turn by the model's layers; the cache does not change before :meth:`commit`."""
 
     def __init__(self, cache: ContextCache, turn: Turn) -> None:
         self._cache, self._turn, self._links = cache, turn, cache._links
@@ -286,7 +289,7 @@ class _Reading:
             self._blocks = [turn.blocks(source, rank, in_place) for source in range(size)]
 
     def core(self, layer: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """What takes the place of a layer's attention core.
+        """Return the function that replaces a layer's attention core.
 
         Args:
             layer: Number of the layer.
@@ -301,7 +304,7 @@ class _Reading:
         return attend
 
     def commit(self) -> None:
-        """Count the new tokens as part of their sequences."""
+        """Add the new tokens to their sequences."""
         cache, plan = self._cache, self._turn.plan
         owners = np.empty(sum(plan.lengths), np.int32)
         for rank in range(plan.size):
@@ -311,7 +314,7 @@ class _Reading:
         cache._open = False
 
     def _pass_kv(self, q: Tensor, stored: Tensor) -> Tensor:
-        """Keys and values of all ranks come by (algorithm 2)."""
+        """Attend while the keys and values of all ranks pass by (algorithm 2)."""
         turn, rank, size = self._turn, self._cache.rank, self._cache.size
         here = stored.flatten(0, 1)
         counts = [turn.held[rank][b] + turn.added[rank][b] for b in turn.active]
@@ -330,7 +333,7 @@ class _Reading:
         return merge(pieces)[0]
 
     def _pass_q(self, q: Tensor, stored: Tensor) -> Tensor:
-        """Queries of all ranks come by, and what they saw goes home (algorithm 3)."""
+        """Attend while the queries of all ranks pass by, and return partial outputs to their ranks (algorithm 3)."""
         turn, rank, size = self._turn, self._cache.rank, self._cache.size
         here = stored.flatten(0, 1)
         held = q

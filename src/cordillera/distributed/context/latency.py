@@ -1,4 +1,4 @@
-"""How long a rank's causal attention takes, by the lengths of its calls: analytic, or from a table of rates."""
+"""Latency of a rank's causal attention by the lengths of its calls: analytic, or from a table of measured rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cordillera.errors import DataError
 from cordillera.files import read_sealed
 from cordillera.toml_files import explain, known_keys
 
-# From the lengths of queries and keys of all calls of a rank, int64 [calls] each, to seconds.
+# Function from the lengths of queries and keys of all calls of a rank, int64 [calls] each, to seconds.
 Latency = Callable[[NDArray[np.int64], NDArray[np.int64]], float]
 
 Length = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -24,12 +24,14 @@ Length = Annotated[int, Field(ge=1, le=1 << 40)]
 
 @dataclass(frozen=True)
 class AnalyticLatency:
-    """Pairs at one rate, where a kernel computes whole tiles of queries.
+    """Latency at a constant rate of pairs, for a kernel that computes whole tiles of queries.
 
     Attributes:
-        tile: Queries that a kernel computes at once; 128 in FlashAttention's forward, 1 where short calls cost nothing.
-        seconds_per_pair: Seconds for a pair of a query and a key. In comparisons only its ratio to the next matters.
-        seconds_per_call: Beside its pairs.
+        tile: Number of queries that a kernel computes at once; 128 in FlashAttention's forward, 1 to neglect the
+            padding of short calls.
+        seconds_per_pair: Seconds for a pair of a query and a key. In comparisons, only its ratio to
+            ``seconds_per_call`` matters.
+        seconds_per_call: Seconds for a call in addition to its pairs.
     """
 
     tile: int = 128
@@ -42,15 +44,15 @@ class AnalyticLatency:
 
 
 class MeasuredLatency(BaseModel):
-    """Rates measured on a grid of lengths; between its points they are bilinear in logarithms, outside as at its edge.
+    """Latency from rates measured on a grid of lengths, with bilinear interpolation in logarithms, constant outside.
 
-    Source: Wang et al. 2025 (arXiv 2503.17924), section 5.3; the interpolation is ours.
+    Source: Wang et al. 2025 (arXiv 2503.17924), section 5.3; the interpolation is not from the paper.
 
     Attributes:
-        queries: Lengths of queries, rising.
-        keys: Lengths of keys, rising.
-        pairs_per_s: ``[queries][keys]``, of causal attention aligned at the bottom right, in whole tiles.
-        tile: Queries that a kernel computes at once.
+        queries: Lengths of queries, ascending.
+        keys: Lengths of keys, ascending.
+        pairs_per_s: Rates of causal attention aligned at the bottom right, in whole tiles, ``[queries][keys]``.
+        tile: Number of queries that a kernel computes at once.
         provenance: Device, dtype, heads, head dimension, version of torch.
     """
 
@@ -75,11 +77,11 @@ class MeasuredLatency(BaseModel):
         return self
 
     def __call__(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> float:
-        """Seconds of a rank.
+        """Return the seconds of a rank's calls.
 
         Args:
-            queries: ``[calls]``.
-            keys: ``[calls]``.
+            queries: Lengths of queries, ``[calls]``.
+            keys: Lengths of keys, ``[calls]``.
         """
         if not len(queries):
             return 0.0
@@ -100,14 +102,14 @@ class MeasuredLatency(BaseModel):
         provenance: str,
         tile: int = 128,
     ) -> MeasuredLatency:
-        """A table of what :func:`cordillera.kernels.attention_rates.measure` found.
+        """Create a table from the result of :func:`cordillera.kernels.attention_rates.measure`.
 
         Args:
-            queries: Queries of the measured call.
-            keys: Keys of the measured call.
-            seconds: Measured seconds of the call.
+            queries: Lengths of queries of the measured calls.
+            keys: Lengths of keys of the measured calls.
+            seconds: Measured seconds, ``[queries][keys]``.
             provenance: Device, dtype, heads, head dimension, version of torch.
-            tile: Queries that a kernel computes at once.
+            tile: Number of queries that a kernel computes at once.
         """
         k_lengths = np.array(keys)
         rates = [
@@ -125,7 +127,7 @@ class MeasuredLatency(BaseModel):
             path: Path of the file.
 
         Raises:
-            DataError: If it is not there or not such a table.
+            DataError: If the file is missing or not such a table.
         """
         content = read_sealed(path)
         try:
@@ -137,12 +139,12 @@ class MeasuredLatency(BaseModel):
 
 
 def _padded_pairs(queries: NDArray[np.int64], keys: NDArray[np.int64], tile: int) -> NDArray[np.float64]:
-    """Pairs of each call, its queries filled up to whole tiles that see as many keys as the others on average."""
+    """Return the pairs of each call, with queries padded to whole tiles that see the average number of keys."""
     return -(-queries // tile) * tile * (keys - (queries - 1) / 2)
 
 
 def _between(grid: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """For each value the grid point before it and how far it is to the next, held at the grid's ends."""
+    """Return the grid point before each value and the fraction to the next, limited to the grid's ends."""
     values = np.clip(values, grid[0], grid[-1])
     before = np.clip(np.searchsorted(grid, values, side="right") - 1, 0, max(len(grid) - 2, 0))
     after = np.minimum(before + 1, len(grid) - 1)

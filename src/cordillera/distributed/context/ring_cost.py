@@ -1,11 +1,11 @@
-"""Whether keys and values or queries go around the ring: by what a turn costs, or by the rules of the paper.
+"""Choice between passing keys and values or queries around the ring, by the cost of a turn or by the paper's rules.
 
 New tokens attend to cached ones that lie on other ranks. Either every rank's keys and values pass all ranks
-(``pass_kv``), or its queries do, and partial outputs come home (``pass_q``). Long prompts want the first, whose
-messages hide behind the work; few new tokens beside much that is cached want the second, whose messages are small.
+(``pass_kv``), or its queries do and partial outputs return (``pass_q``). ``pass_kv`` suits long prompts, whose messages
+overlap with the computation; ``pass_q`` suits few new tokens with many cached ones, as its messages are small.
 
 Source: Yang et al. 2024, Context Parallelism for Scalable Million-Token Inference (arXiv 2411.01783), section 3.5,
-algorithms 1 and 5, and appendix D. The cost by measured steps is ours.
+algorithms 1 and 5, and appendix D. The cost model fitted to measured steps is not from the paper.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The heads of one layer on one device.
+    """Heads of one layer on one device.
 
     Attributes:
-        heads: Of queries.
-        kv_heads: Of keys and values.
+        heads: Number of query heads.
+        kv_heads: Number of key-value heads.
         head_dim: Width of a head.
-        element_bytes: Of a number in queries, keys, values and outputs.
-        lse_bytes: Of a log-sum-exp.
+        element_bytes: Size of a number in queries, keys, values and outputs, in bytes.
+        lse_bytes: Size of a log-sum-exp in bytes.
     """
 
     heads: int
@@ -45,41 +45,41 @@ class AttentionShape:
 
     @property
     def kv_row(self) -> int:
-        """Bytes of a token's keys and values."""
+        """Number of bytes of a token's keys and values."""
         return 2 * self.kv_heads * self.head_dim * self.element_bytes
 
     @property
     def q_row(self) -> int:
-        """Bytes of a token's queries."""
+        """Number of bytes of a token's queries."""
         return self.heads * self.head_dim * self.element_bytes
 
     @property
     def out_row(self) -> int:
-        """Bytes of a token's partial output with its log-sum-exps."""
+        """Number of bytes of a token's partial output with its log-sum-exps."""
         return self.q_row + self.heads * self.lse_bytes
 
     def flops(self, new: Sequence[int], cached: Sequence[int]) -> float:
-        """Of the attention of a turn, causal.
+        """Return the number of operations of a turn's causal attention.
 
         Args:
-            new: Tokens that each sequence adds.
-            cached: Tokens that it has.
+            new: Number of tokens that each sequence adds.
+            cached: Number of tokens that each sequence already has.
         """
         pairs = sum(t * p + t * (t + 1) / 2 for t, p in zip(new, cached, strict=True))
         return 4 * self.heads * self.head_dim * pairs
 
 
 class RingCost(BaseModel):
-    """Seconds of a turn in one layer: what hides behind attention costs nothing, the rest in full.
+    """Cost of a turn in one layer, in seconds: messages that overlap with attention cost nothing, others in full.
 
-    The defaults know nothing of the machine: nothing hides, and the transport with fewer bytes is cheaper.
+    The defaults assume nothing about the machine: nothing overlaps, and the transport with fewer bytes is cheaper.
 
     Attributes:
-        flop_s: Seconds of an operation in attention.
-        pass_s: Seconds of each message around the ring, whatever its size.
-        pass_byte_s: Seconds of a byte in it.
-        return_s: Seconds of each all-to-all of partial outputs, whatever its size.
-        return_byte_s: Seconds of a byte that a rank sends in it.
+        flop_s: Seconds for each operation in attention.
+        pass_s: Seconds for each message around the ring, independent of its size.
+        pass_byte_s: Seconds for each byte of such a message.
+        return_s: Seconds for each all-to-all of partial outputs, independent of its size.
+        return_byte_s: Seconds for each byte that a rank sends in it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,7 +97,7 @@ class RingCost(BaseModel):
         passes: Sequence[tuple[float, float]],
         returns: Sequence[tuple[float, float]],
     ) -> RingCost:
-        """From measured steps, by least squares without negative constants.
+        """Fit the constants to measured steps, by non-negative least squares.
 
         Args:
             attention: Operations and seconds of steps of the ring.
@@ -105,7 +105,7 @@ class RingCost(BaseModel):
             returns: Bytes that a rank sends and seconds of all-to-alls.
 
         Raises:
-            PlanError: If there is no measurement of one of them, or one is not finite and above 0.
+            PlanError: If one of them has no measurement, or a value is not finite and above 0.
         """
         for name, points in (("attention", attention), ("passes", passes), ("returns", returns)):
             if not points or not all(math.isfinite(x) and x > 0 for point in points for x in point):
@@ -124,16 +124,16 @@ class RingCost(BaseModel):
     def seconds(
         self, transport: Transport, shape: AttentionShape, new: Sequence[int], cached: Sequence[int], ranks: int
     ) -> float:
-        """Of a turn in one layer.
+        """Return the seconds of a turn in one layer.
 
         Args:
-            transport: What goes around.
-            shape: Of the layer.
-            new: Tokens that each sequence adds.
-            cached: Tokens that it has; of sequences that add none they stay at home.
-            ranks: How many share it, evenly.
+            transport: What travels around the ring.
+            shape: Heads of the layer.
+            new: Number of tokens that each sequence adds.
+            cached: Number of tokens that each sequence already has; sequences that add none send nothing.
+            ranks: Number of ranks, which share the work evenly.
         """
-        compute = self.flop_s * shape.flops(new, cached) / ranks**2  # of one step on one rank
+        compute = self.flop_s * shape.flops(new, cached) / ranks**2  # one step on one rank
         tokens = sum(new)
         if transport == "pass_kv":
             rows = tokens + sum(p for t, p in zip(new, cached, strict=True) if t)
@@ -146,13 +146,13 @@ class RingCost(BaseModel):
         return compute + (ranks - 1) * max(compute, self.pass_s + self.pass_byte_s * message) + home
 
     def choose(self, shape: AttentionShape, new: Sequence[int], cached: Sequence[int], ranks: int) -> Transport:
-        """The cheaper transport, ``pass_kv`` where both cost the same.
+        """Return the cheaper transport, or ``pass_kv`` if both cost the same.
 
         Args:
-            shape: As in :meth:`seconds`, like the others.
-            new: Likewise.
-            cached: Likewise.
-            ranks: Likewise.
+            shape: Heads of the layer.
+            new: Number of tokens that each sequence adds.
+            cached: Number of tokens that each sequence already has.
+            ranks: Number of ranks, which share the work evenly.
         """
         kv, q = (self.seconds(transport, shape, new, cached, ranks) for transport in ("pass_kv", "pass_q"))
         return "pass_kv" if kv <= q else "pass_q"
@@ -161,15 +161,15 @@ class RingCost(BaseModel):
 def algorithm_1(
     new: int, cached: int, *, shape: AttentionShape, ranks: int, flops_per_s: float, bytes_per_s: float
 ) -> Transport:
-    """The paper's rule: keys and values where they hide behind attention (equation 2) or are the smaller message.
+    """Apply the paper's rule: ``pass_kv`` if it hides behind attention (equation 2) or has the smaller message.
 
     Args:
-        new: Tokens of the turn, 1 or more.
-        cached: Tokens before it.
-        shape: Of the layer on one device.
-        ranks: Of context parallelism.
-        flops_per_s: Of a device, in attention.
-        bytes_per_s: Of a device, between ranks.
+        new: Number of tokens of the turn, 1 or more.
+        cached: Number of tokens before it.
+        shape: Heads of the layer on one device.
+        ranks: Number of ranks of context parallelism.
+        flops_per_s: Operations per second of a device in attention.
+        bytes_per_s: Bytes per second of a device between ranks.
 
     Raises:
         PlanError: If there is no new token, or a rate is not above 0.
@@ -183,18 +183,18 @@ def algorithm_1(
 def algorithm_5(
     new: int, cached: int, *, shape: AttentionShape, ranks: int, flops_per_s: float, bytes_per_s: float
 ) -> Transport:
-    """:func:`algorithm_1` with the way home of partial outputs on the side of queries.
+    """Apply :func:`algorithm_1` with the return of partial outputs added to the cost of ``pass_q``.
 
     Args:
-        new: As in :func:`algorithm_1`, like all others.
-        cached: Likewise.
-        shape: Likewise.
-        ranks: Likewise.
-        flops_per_s: Likewise.
-        bytes_per_s: Likewise.
+        new: Number of tokens of the turn, 1 or more.
+        cached: Number of tokens before it.
+        shape: Heads of the layer on one device.
+        ranks: Number of ranks of context parallelism.
+        flops_per_s: Operations per second of a device in attention.
+        bytes_per_s: Bytes per second of a device between ranks.
 
     Raises:
-        PlanError: As in :func:`algorithm_1`.
+        PlanError: If there is no new token, or a rate is not above 0.
     """
     _check(new, cached, flops_per_s, bytes_per_s)
     way_home = 4 * new * bytes_per_s / (ranks * flops_per_s * shape.element_bytes)
@@ -204,17 +204,17 @@ def algorithm_5(
 
 
 def empirical(new: int, cached: int, *, alpha: float = -1.059, beta: float = 1.145, gamma: float = 12.112) -> Transport:
-    """Appendix D: keys and values where ``alpha ln T + beta ln(T / (T + P)) + gamma > 0``, or nothing is cached.
+    """Apply appendix D: ``pass_kv`` if ``alpha ln T + beta ln(T / (T + P)) + gamma > 0``, or nothing is cached.
 
-    The published constants hold for the lengths that they were fitted to: for turns in 128,000 tokens they always say
-    queries, against the paper's own times.
+    The published constants hold only for the lengths that they were fitted to: for turns in 128,000 tokens they always
+    choose queries, in contradiction to the paper's own times.
 
     Args:
-        new: Tokens ``T`` of the turn, 1 or more.
-        cached: Tokens ``P`` before it.
-        alpha: Of the logarithm of new tokens.
-        beta: Of the logarithm of their share.
-        gamma: Added.
+        new: Number ``T`` of tokens of the turn, 1 or more.
+        cached: Number ``P`` of tokens before it.
+        alpha: Coefficient of the logarithm of new tokens.
+        beta: Coefficient of the logarithm of their share.
+        gamma: Constant term.
 
     Raises:
         PlanError: If there is no new token.
@@ -225,7 +225,7 @@ def empirical(new: int, cached: int, *, alpha: float = -1.059, beta: float = 1.1
 
 
 def _hidden_from(shape: AttentionShape, ranks: int, flops_per_s: float, bytes_per_s: float) -> float:
-    """New tokens from which on a step's attention takes longer than its message of keys and values (equation 2)."""
+    """Return the number of new tokens from which a step's attention takes longer than its message (equation 2)."""
     return ranks * flops_per_s * shape.kv_heads * shape.element_bytes / (2 * shape.heads * bytes_per_s)
 
 
@@ -238,7 +238,7 @@ def _check(new: int, cached: int, flops_per_s: float, bytes_per_s: float) -> Non
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of nothing and of one more byte."""
+    """Fit the seconds of an empty message and of each further byte."""
     sizes, seconds = np.array(points, np.float64).T
     largest = sizes.max()
     found, _ = scipy.optimize.nnls(np.stack([np.ones_like(sizes), sizes / largest], 1), seconds)

@@ -1,13 +1,14 @@
-"""Documents over the ranks of context parallelism: who holds which tokens, as data that everything else reads.
+"""Distribution of documents over the ranks of context parallelism.
 
-Causal attention costs a token as many pairs as it has tokens before it, so equal shares of tokens are not equal shares
-of work. Cutting a sequence into ``2 * ranks`` chunks and giving rank ``i`` the ``i``-th from either end (head and tail)
-makes them equal where the sequence is one document; cutting every document so makes them equal always, but in shorter
-chunks, which kernels like less. :func:`adaptive` decides by predicted time.
+In causal attention a token costs as many pairs as there are tokens before it, so equal shares of tokens are not equal
+shares of work. If a sequence is cut into ``2 * ranks`` chunks and rank ``i`` gets the ``i``-th chunk from either end
+(head and tail), the work is equal provided that the sequence is one document. Cutting every document this way always
+makes the work equal, but yields shorter chunks, on which kernels are less efficient. :func:`adaptive` decides by
+predicted time.
 
 Source: Wang et al. 2025, WLB-LLM (arXiv 2503.17924), sections 4.3 and 5; Grattafiori et al. 2024 (arXiv 2407.21783),
-section 3.3.2. Unlike the paper's figure, chunks stay contiguous: leftover tokens lengthen chunks by one, by a cursor
-that goes on from document to document, so nothing is padded.
+section 3.3.2. Unlike in the paper's figure, chunks stay contiguous: leftover tokens lengthen chunks by one, at a cursor
+that continues from document to document, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class DocumentChunk(NamedTuple):
     """Consecutive tokens of a document.
 
     Attributes:
-        document: Which, counted from 0.
-        start: Position of the first in the document.
-        stop: One past the last.
+        document: Number of the document, counted from 0.
+        start: Position of the first token in the document.
+        stop: Position after the last token.
     """
 
     document: int
@@ -48,17 +49,18 @@ class DocumentChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which tokens of packed documents each rank holds, in which order.
+    """Tokens of packed documents that each rank holds, in order.
 
-    Documents lie one after another in document order (``offsets``); ranks hold their chunks one after another.
+    Packed documents lie one after another (document order, see ``offsets``). The chunks of a rank also lie one after
+    another.
 
     Attributes:
-        mode: Name of the strategy that made the plan, for people.
-        lengths: Tokens of each document; a document may be empty.
+        mode: Name of the strategy that made the plan, for display.
+        lengths: Number of tokens of each document; a document may be empty.
         ranks: Chunks of each rank; a rank may have none.
 
     Raises:
-        PlanError: If there are no ranks, or not every token is in one chunk.
+        PlanError: If there are no ranks, or not every token is in exactly one chunk.
     """
 
     mode: str
@@ -82,87 +84,87 @@ class ShardPlan:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @cached_property
     def offsets(self) -> Integers:
-        """``[documents + 1]``: where each document begins in document order."""
+        """Offset at which each document begins in document order, followed by the total, ``[documents + 1]``."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """How many each rank holds."""
+        """Number of tokens of each rank."""
         return tuple(sum(chunk.stop - chunk.start for chunk in chunks) for chunks in self.ranks)
 
     @cached_property
     def work(self) -> Integers:
-        """``[ranks]``: pairs of a query and a key that it sees, exactly."""
+        """Exact number of pairs of a query and a visible key for each rank, ``[ranks]``."""
         pairs = [sum(_triangle(chunk.stop) - _triangle(chunk.start) for chunk in chunks) for chunks in self.ranks]
         return np.array(pairs, np.int64)
 
     @property
     def imbalance(self) -> float:
-        """The most work of a rank over the mean; 1 where there is none."""
+        """Ratio of the largest work of a rank to the mean; 1 if there is no work."""
         return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
 
     def indices(self, rank: int) -> Integers:
-        """``[tokens[rank]]``: where a rank's tokens are in document order.
+        """Return the indices of a rank's tokens in document order, ``[tokens[rank]]``.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the tokens.
         """
         return self.positions(rank) + self.offsets[self.documents(rank)]
 
     def positions(self, rank: int) -> Integers:
-        """``[tokens[rank]]``: positions of a rank's tokens, which restart at 0 in every document.
+        """Return the positions of a rank's tokens, which restart at 0 in every document, ``[tokens[rank]]``.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the tokens.
         """
         ranges = [np.arange(chunk.start, chunk.stop) for chunk in self.ranks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def documents(self, rank: int) -> Integers:
-        """``[tokens[rank]]``: the documents of a rank's tokens.
+        """Return the document of each of a rank's tokens, ``[tokens[rank]]``.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the tokens.
         """
         chunks = self.ranks[rank]
         own = np.array([chunk.document for chunk in chunks], np.int64)
         return np.repeat(own, [chunk.stop - chunk.start for chunk in chunks])
 
     def cu_seqlens(self, rank: int) -> Integers:
-        """``[chunks + 1]``: where each chunk begins among a rank's tokens.
+        """Return the offset of each chunk among a rank's tokens, followed by their number, ``[chunks + 1]``.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the tokens.
         """
         return np.array([0, *accumulate(chunk.stop - chunk.start for chunk in self.ranks[rank])], np.int64)
 
     @cached_property
     def order(self) -> Integers:
-        """``[T]``: all ranks' :meth:`indices`, one rank after another."""
+        """Concatenation of all ranks' :meth:`indices`, ``[T]``."""
         return np.concatenate([self.indices(rank) for rank in range(self.size)])
 
     @cached_property
     def restore(self) -> Integers:
-        """``[T]``: where each token of the document order is when ranks' tokens lie one rank after another."""
+        """Place of each token of the document order in the concatenation of all ranks' tokens, ``[T]``."""
         return np.argsort(self.order)
 
     def calls(self, rank: int) -> tuple[Integers, Integers]:
-        """Lengths of the queries and keys of a rank's attention: a chunk sees its document up to its own end.
+        """Return the lengths of queries and keys in a rank's attention: a chunk sees its document up to its own end.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the chunks.
         """
         chunks = self.ranks[rank]
         queries = np.array([chunk.stop - chunk.start for chunk in chunks], np.int64)
         return queries, np.array([chunk.stop for chunk in chunks], np.int64)
 
     def predicted(self, latency: Latency) -> float:
-        """Seconds of the slowest rank's attention.
+        """Return the predicted seconds of attention on the slowest rank.
 
         Args:
             latency: Latency of attention calls by their lengths.
@@ -170,18 +172,18 @@ class ShardPlan:
         return max(latency(*self.calls(rank)) for rank in range(self.size))
 
     def to_json(self) -> str:
-        """The plan as one line that :meth:`from_json` reads."""
+        """Return the plan as one line of JSON."""
         return json.dumps({"mode": self.mode, "lengths": self.lengths, "ranks": self.ranks})
 
     @classmethod
     def from_json(cls, text: str) -> ShardPlan:
-        """Read what :meth:`to_json` wrote.
+        """Read the result of :meth:`to_json`.
 
         Args:
-            text: One JSON object.
+            text: JSON object.
 
         Raises:
-            PlanError: If it is not a possible plan.
+            PlanError: If the text is not a valid plan.
         """
         try:
             found: dict[str, Any] = parse_json(text, "shard plan", error=PlanError)
@@ -199,10 +201,10 @@ class ShardPlan:
 
 
 def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Each rank one run of the packed documents, of equal numbers of tokens: the simplest, and not balanced.
+    """Give each rank one run of the packed documents, all with equal numbers of tokens; the work is not balanced.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Number of tokens of each document.
         ranks: Number of ranks.
 
     Raises:
@@ -215,10 +217,10 @@ def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
 
 def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """The packed documents as one sequence, cut into head and tail chunks.
+    """Cut the packed documents as one sequence into head and tail chunks.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Number of tokens of each document.
         ranks: Number of ranks.
 
     Raises:
@@ -228,15 +230,15 @@ def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
 
 def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> ShardPlan:
-    """Every document cut into head and tail chunks.
+    """Cut every document into head and tail chunks.
 
-    Ranks' numbers of tokens differ by one at most, and not at all if ``2 * ranks`` divides their sum; their work
-    differs by at most ``2 * (tokens + documents)`` pairs.
+    The numbers of tokens of the ranks differ by at most one, and are equal if ``2 * ranks`` divides their sum; their
+    work differs by at most ``2 * (tokens + documents)`` pairs.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Number of tokens of each document.
         ranks: Number of ranks.
-        whole_below: Shorter documents are cut together, as one sequence.
+        whole_below: Length below which documents are cut together, as one sequence.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -248,12 +250,13 @@ def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> Sh
 
 
 def adaptive(lengths: Sequence[int], ranks: int, latency: Latency = AnalyticLatency()) -> ShardPlan:
-    """The fastest by prediction of: per sequence, per document, and per document but for short ones.
+    """Choose the plan with the shortest predicted time.
 
-    The same on every rank that calls it with the same arguments.
+    The candidates are: per sequence, per document, and per document except short ones. The result is the same on every
+    rank that passes the same arguments.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Number of tokens of each document.
         ranks: Number of ranks.
         latency: Latency of a rank's attention.
 
@@ -293,14 +296,14 @@ def _integer(value: Any) -> int:
 
 
 def _triangle(tokens: int) -> int:
-    """Pairs of a document's first tokens."""
+    """Return the number of pairs among a document's first tokens."""
     return tokens * (tokens + 1) // 2
 
 
 def _pieces(
     lengths: Sequence[int], sizes: Iterable[int], documents: Sequence[int] | None = None
 ) -> list[list[DocumentChunk]]:
-    """Documents one after another, cut into runs of given sizes."""
+    """Cut the sequence of documents into runs of given sizes."""
     left = iter(range(len(lengths)) if documents is None else documents)
     document, start = -1, 0
     runs = []
@@ -319,7 +322,7 @@ def _pieces(
 
 
 def _head_tail(mode: str, lengths: Sequence[int], groups: Sequence[Sequence[int]], ranks: int) -> ShardPlan:
-    """Each group of documents as one sequence of ``2 * ranks`` chunks; leftover tokens are dealt around them."""
+    """Cut each group of documents as one sequence into ``2 * ranks`` chunks; leftover tokens are dealt in turn."""
     _check_lengths(lengths, ranks)
     slots = 2 * ranks
     dealt: list[tuple[int, list[DocumentChunk]]] = []
@@ -334,7 +337,7 @@ def _head_tail(mode: str, lengths: Sequence[int], groups: Sequence[Sequence[int]
 
 
 def _plan(mode: str, lengths: Sequence[int], dealt: Iterable[tuple[int, list[DocumentChunk]]], ranks: int) -> ShardPlan:
-    """Ranks' chunks in document order; neighbours become one."""
+    """Put each rank's chunks in document order, and join neighbouring chunks."""
     held: list[list[DocumentChunk]] = [[] for _ in range(ranks)]
     for rank, run in dealt:
         held[rank] += run

@@ -1,11 +1,11 @@
-"""Turns of a conversation over ranks: who gets which new tokens, beside what ranks hold already, as data.
+"""Turns of a conversation over ranks: which rank gets which new tokens.
 
-New tokens of a sequence are cut into ``2 * ranks`` chunks, head and tail to each rank, wherever its cached tokens lie.
-Leftover tokens lengthen the chunks of ranks that hold the fewest, so that after any turns, long or of one token each,
-ranks' numbers of tokens differ by one at most. Decoding is the same with one token a sequence, and comes to dealing
-them around.
+New tokens of a sequence are split into ``2 * ranks`` chunks, head and tail to each rank, wherever its cached tokens
+lie. Leftover tokens lengthen the chunks of the ranks that hold the fewest. So after any turns, long or of one token
+each, the ranks' numbers of tokens differ by at most one. Decoding works the same way with one token for each sequence,
+which deals the tokens to the ranks in turn.
 
-Source: Yang et al. 2024 (arXiv 2411.01783), sections 3.3 to 3.5 and algorithm 4. There sequences are padded to equal
+Source: Yang et al. 2024 (arXiv 2411.01783), sections 3.3 to 3.5 and algorithm 4. There, sequences are padded to equal
 chunks, and decoded tokens go to rank ``(sequence + step) mod ranks``, which balances only in the long run.
 """
 
@@ -24,11 +24,11 @@ from cordillera.kernels.attention.relation import RowBlock, blocks_between
 
 @dataclass(frozen=True)
 class Turn:
-    """New tokens of sequences, and how many tokens of each the ranks held before.
+    """New tokens of sequences, and the number of tokens of each that the ranks held before.
 
     Attributes:
-        plan: Of the new tokens alone, whose positions count from 0.
-        held: ``[ranks][sequences]``.
+        plan: Plan of the new tokens, whose positions count from 0.
+        held: Number of tokens held before, ``[ranks][sequences]``.
     """
 
     plan: ShardPlan
@@ -36,12 +36,12 @@ class Turn:
 
     @cached_property
     def cached(self) -> tuple[int, ...]:
-        """``[sequences]``: tokens on all ranks before."""
+        """Number of tokens of each sequence on all ranks before the turn, ``[sequences]``."""
         return tuple(map(sum, zip(*self.held, strict=True)))
 
     @cached_property
     def added(self) -> tuple[tuple[int, ...], ...]:
-        """``[ranks][sequences]``: how many new tokens go where."""
+        """Number of new tokens of each sequence on each rank, ``[ranks][sequences]``."""
         count = len(self.plan.lengths)
         ranks = range(self.plan.size)
         return tuple(tuple(np.bincount(self.plan.documents(rank), minlength=count).tolist()) for rank in ranks)
@@ -52,41 +52,41 @@ class Turn:
         return [sequence for sequence, length in enumerate(self.plan.lengths) if length]
 
     def positions(self, rank: int) -> Integers:
-        """``[plan.tokens[rank]]``: of a rank's new tokens in their sequences.
+        """Return the positions of a rank's new tokens in their sequences, ``[plan.tokens[rank]]``.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the tokens.
         """
         return self.plan.positions(rank) + np.array(self.cached, np.int64)[self.plan.documents(rank)]
 
     def rows(self, rank: int) -> int:
-        """Tokens of active sequences, cached and new, whose keys and values a rank holds.
+        """Return the number of tokens of active sequences, cached and new, whose keys and values a rank holds.
 
         Args:
-            rank: Which.
+            rank: Rank that holds the tokens.
         """
         return sum(self.held[rank][sequence] + self.added[rank][sequence] for sequence in self.active)
 
     def packed(self, rank: int) -> list[int]:
-        """``[sequences]``: where each one's rows begin if a rank's active sequences lie one after another.
+        """Return the first row of each sequence if a rank's active sequences lie one after another, ``[sequences]``.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the sequences.
         """
         counts = [self.held[rank][b] + self.added[rank][b] for b in range(len(self.plan.lengths))]
         sizes = [count if length else 0 for count, length in zip(counts, self.plan.lengths, strict=True)]
         return [0, *np.cumsum(sizes).tolist()][:-1]
 
     def blocks(self, queries: int, keys: int, starts: Sequence[int]) -> list[RowBlock]:
-        """How one rank's new tokens see what another holds.
+        """Return the blocks in which one rank's new tokens see the keys of another.
 
-        All of a sequence's cached tokens lie before all of its new ones, so they are one block wherever they were
-        written; only among new tokens positions matter.
+        All of a sequence's cached tokens lie before all of its new ones, so they form one block in whatever order they
+        were written; positions matter only among new tokens.
 
         Args:
             queries: Rank of the new tokens, which lie in the order of the plan.
-            keys: Rank of the keys, each sequence's cached ones before its new ones.
-            starts: ``[sequences]``, the row where each sequence's keys begin.
+            keys: Rank of the keys, with each sequence's cached keys before its new ones.
+            starts: First row of each sequence's keys, ``[sequences]``.
         """
         blocks = []
         row = 0
@@ -104,10 +104,10 @@ class Turn:
         return blocks
 
     def last(self, rank: int) -> dict[int, int]:
-        """Rows, among a rank's new tokens, of the last tokens of active sequences, by sequence.
+        """Return the rows, among a rank's new tokens, of the last tokens of active sequences, by sequence.
 
         Args:
-            rank: Whose.
+            rank: Rank that holds the tokens.
         """
         documents, positions = self.plan.documents(rank), self.plan.positions(rank)
         ends = np.array(self.plan.lengths, np.int64)[documents] - 1 == positions
@@ -115,14 +115,14 @@ class Turn:
 
 
 def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
-    """Cut new tokens for ranks, by what they hold.
+    """Distribute new tokens over ranks, depending on the tokens that they hold.
 
     Args:
-        lengths: New tokens of each sequence.
-        held: ``[ranks][sequences]``, tokens that ranks hold.
+        lengths: Number of new tokens of each sequence.
+        held: Number of tokens that the ranks hold, ``[ranks][sequences]``.
 
     Raises:
-        PlanError: If a number is negative, there are no ranks, or sequences differ in number.
+        PlanError: If a number is negative, there are no ranks, or the number of sequences differs.
     """
     ranks = len(held)
     if any(len(counts) != len(lengths) or min(counts, default=0) < 0 for counts in held) or min(lengths, default=0) < 0:
@@ -130,15 +130,15 @@ def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
     if not ranks:
         raise PlanError("there are no ranks", where="turn")
     totals = [sum(counts) for counts in held]
-    step = sum(totals) // max(1, sum(length > 0 for length in lengths))  # rises by one with each when decoding
+    step = sum(totals) // max(1, sum(length > 0 for length in lengths))  # increases by one with each turn of decoding
     chunks: list[list[DocumentChunk]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
         even, left = divmod(length, 2 * ranks)
         own = [counts[document] for counts in held]
         extra = [0] * ranks
         for _ in range(left):
-            # of ranks that hold as much, the one with least of this sequence, so that no sequence settles on one rank;
-            # of those, the one that the paper's rule names or the next
+            # of ranks with the fewest tokens, the one with the fewest of this sequence, so that ranks alternate;
+            # of those, the one by the paper's rule or the next
             fewest = min(range(ranks), key=lambda rank: (totals[rank], own[rank], (rank - document - step) % ranks))
             extra[fewest] += 1
             totals[fewest] += 1

@@ -1,7 +1,7 @@
-"""What sharded weights send, written to a ledger: gathered weights, reduced gradients, and what of it leaves a host.
+"""Traffic of sharded weights, recorded in a ledger: gathered weights, reduced gradients, and bytes that leave a host.
 
-Bytes are those of a ring over a group's ranks in their order, counted from the tensors of every call; a rank sends all
-it sends to the next rank. What a backend does on the wire may differ.
+Bytes are those of a ring over a group's ranks in their order, computed from the tensors of every call; a rank sends all
+its messages to the next rank. A backend may send other amounts.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ GATHERED, SCATTERED, REDUCED = "weights gathered", "gradients scattered", "gradi
 def record_weight_traffic(
     model: nn.Module, mesh: DeviceMesh, ledger: Ledger, ranks_per_host: int | None = None
 ) -> None:
-    """Have every collective of sharded weights written to a ledger, from the next step on.
+    """Record every collective of sharded weights in a ledger, from the next step on.
 
-    Numbers do not change. It takes the place of hooks on the units' reductions that were set before
-    (``set_all_reduce_hook``), and of their own collectives.
+    Results do not change. This replaces earlier hooks on the units' reductions (``set_all_reduce_hook``), and custom
+    collectives.
 
     Args:
-        model: In which modules were given to ``fully_shard``, all over the same mesh.
-        mesh: That they were given: of shards, or of replicas and shards.
-        ledger: Gets the traffic, as :data:`GATHERED`, :data:`SCATTERED` and :data:`REDUCED`.
-        ranks_per_host: As many consecutive ranks of the job are on one host; None where hosts are not known.
+        model: Model whose modules were passed to ``fully_shard``, all with the same mesh.
+        mesh: Mesh passed to ``fully_shard``: of shards, or of replicas and shards.
+        ledger: Ledger that counts the traffic as :data:`GATHERED`, :data:`SCATTERED` and :data:`REDUCED`.
+        ranks_per_host: Number of consecutive ranks of the job on one host; None if unknown.
 
     Raises:
-        PlanError: If nothing of the model is sharded, or hosts have no ranks.
+        PlanError: If nothing of the model is sharded, or ``ranks_per_host`` is below 1.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -56,7 +56,7 @@ def record_weight_traffic(
 
 
 class _Collective:
-    """What torch asks of a collective of its own: where its tensors come from."""
+    """Base of custom collectives of ``fully_shard``: allocates tensors and records traffic."""
 
     def __init__(self, ledger: Ledger, ranks_per_host: int | None) -> None:
         self.ledger, self.ranks_per_host = ledger, ranks_per_host
@@ -65,7 +65,7 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def record(self, name: str, group: dist.ProcessGroup, sent: int, messages: int, seconds: float) -> None:
-        """A call, in which the host waited until it was over, or on CUDA until it was queued."""
+        """Record a call during which the host waited until it was complete, or on CUDA until it was queued."""
         leaves = self.ranks_per_host is not None and _leaves_host(group, self.ranks_per_host)
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds, sent * leaves))
 
@@ -88,13 +88,13 @@ class _Gather(_Collective):
 
 
 class _Scatter(_Collective):
-    """Of one unit, whose reduction over replicas begins when this ends."""
+    """Reduce-scatter of one unit; the unit's reduction over replicas begins when it ends."""
 
     ended = math.nan
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         made = super().allocate(size, dtype=dtype, device=device)
-        self.ended = time.perf_counter()  # where a rank has all of a unit, there is no call after this
+        self.ended = time.perf_counter()  # if a rank has all of a unit, no call follows this one
         return made
 
     def __call__(
@@ -109,7 +109,7 @@ class _Scatter(_Collective):
 
 
 class _Reduced:
-    """Called by torch after a unit's reduction over replicas, which takes no collective of one's own."""
+    """Hook that torch calls after a unit's reduction over replicas, which cannot be replaced by a custom collective."""
 
     def __init__(self, scatter: _Scatter, group: dist.ProcessGroup) -> None:
         self.scatter, self.group = scatter, group

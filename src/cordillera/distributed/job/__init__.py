@@ -1,1 +1,1 @@
-"""Processes of a job: start, watch, end."""
+"""Processes of a job: their start, supervision and end."""

@@ -1,4 +1,4 @@
-"""Variables by which a launcher gives a process its rank, the number of processes and the address of their store."""
+"""Environment variables with which a launcher gives a process its rank, the number of processes and their store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from cordillera.errors import PlanError
 TOKEN = "CORDILLERA_JOB_TOKEN"
 """Environment variable with the secret that signs the values that the processes of a job exchange."""
 
-_MOST = 1_000_000  # processes of a job
+_MOST = 1_000_000  # largest number of processes of a job
 
 
 class JobPlace(NamedTuple):
-    """The place of this process in a job that a launcher started.
+    """Place of this process in a job that a launcher started.
 
     Attributes:
-        rank: Number of this process, from 0.
-        size: Number of processes.
         local_rank: Number of this process on its machine, from 0.
         address: Host of the job's store.
         port: TCP port of the job's store.
@@ -38,15 +36,15 @@ class JobPlace(NamedTuple):
 
 
 def place_in_job(environment: Mapping[str, str] | None = None) -> JobPlace | None:
-    """The place that a launcher gave this process, or None if no launcher started it.
+    """Return the place that a launcher gave this process, or None if no launcher started it.
 
     A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
 
     Args:
-        environment: Environment variables. Default: those of this process.
+        environment: Environment variables; None for those of this process.
 
     Raises:
-        PlanError: If a variable is absent, is not a number, or is out of range.
+        PlanError: If a variable is missing, is not a number, or is out of range.
     """
     given = os.environ if environment is None else environment
     if "RANK" not in given or "WORLD_SIZE" not in given:
@@ -80,7 +78,7 @@ def is_silent() -> bool:
 
 
 def job_key(scope: str, token: str | None = None) -> bytes:
-    """Key that signs the values of a job, derived from the job's token; without a token, from public values.
+    """Return the key that signs the values of a job, derived from its token; without a token, from public values.
 
     Args:
         scope: Name of the job among the jobs of one token; values of one scope are not valid in another.

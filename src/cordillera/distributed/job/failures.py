@@ -1,4 +1,4 @@
-"""Errors of a process, carried to the one that started it."""
+"""Errors of a process, transferred to the process that started it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cordillera.errors import CordilleraError
 
 
 class Failure(NamedTuple):
-    """What a process raised.
+    """Error of a process.
 
     Attributes:
         text: Class and message.
-        packed: Class, arguments and attributes, pickled; None where they cannot be.
-        traced: The traceback's text.
-        is_consequence: Whether it was for another process's sake.
-        is_exit: Whether it ended itself by other than an error.
+        packed: Class, arguments and attributes, pickled; None if they cannot be.
+        traced: Text of the traceback.
+        is_consequence: Whether another process caused the error.
+        is_exit: Whether the process ended by something other than an error, such as KeyboardInterrupt.
     """
 
     text: str
@@ -32,14 +32,13 @@ class Failure(NamedTuple):
 
 
 class RankTraceback(Exception):
-    """The cause of an error that a rank raised: its traceback's text."""
+    """Cause of an error that a rank raised, with the text of its traceback."""
 
 
 def pack(error: BaseException) -> Failure:
-    """An error as it leaves its process.
+    """Convert an error for transfer to another process.
 
-    Args:
-        error: As raised. Its class may take other arguments than those that it keeps, so it is not pickled as a whole.
+    The error is not pickled as a whole, as its class may take other arguments than those that it keeps.
     """
     packed = None
     with contextlib.suppress(Exception):
@@ -56,12 +55,12 @@ def pack(error: BaseException) -> Failure:
 
 
 def unpack(failure: Failure, who: str | None = None, others: Sequence[str] = ()) -> BaseException:
-    """An error of another process, of its class where that is known here, to be raised.
+    """Return the error of another process, of its original class if that is available, to be raised.
 
     Args:
-        failure: What :func:`pack` made; of a process that this one started, as it is unpickled.
-        who: Named before its place; None for all processes.
-        others: What else went wrong, a line each.
+        failure: Result of :func:`pack` in a process that this one started, as it is unpickled.
+        who: Name of the process in the message; None for all processes.
+        others: Descriptions of other failures, one line each.
     """
     error: BaseException | None = None
     if failure.packed is not None and not failure.is_exit:

@@ -1,9 +1,9 @@
-"""Hearts of a job's processes in a store that all of them reach: who is silent, who stands still, whose fault it was.
+"""Heartbeats of a job's processes in a store, and the decision which process is silent, stuck or at fault.
 
-Every process writes a beat again and again: a number that rises, and where its loop is. A process that was ended or
-stopped beats no more; one whose loop hangs still beats and does not move. Which of those that do not move is waited for
-follows from where they are: the others stand in a collective. Here is the decision only; threads and time limits are
-in :mod:`cordillera.distributed.job.watchdog`.
+Every process repeatedly writes a heartbeat: an increasing number, and the position of its loop. A process that was
+ended or stopped writes no more; one whose loop hangs still writes, but does not move. The positions tell which of the
+processes that do not move is awaited: the others wait in a collective. This module contains only the decision; threads
+and time limits are in :mod:`cordillera.distributed.job.watchdog`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MOST_PLACE, _MOST_TEXT = 300, 8_000  # characters
 
 
 class RankError(PeerError):
-    """A rank ended, stopped, stood still or failed, so that the others cannot go on.
+    """A rank ended, stopped, hung or failed, so that the others cannot continue.
 
     Args:
         what: One sentence that names the rank.
-        ranks: Whose fault it was; empty where that cannot be said.
-        where: Who says so.
-        remedy: Advice on what to do about it.
+        ranks: Ranks at fault; empty if unknown.
+        where: Rank that reports the error.
+        remedy: Advice on what to do.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class RankError(PeerError):
 
 
 class Beat(NamedTuple):
-    """What a process says of itself.
+    """Heartbeat of a process.
 
     Attributes:
-        number: Rises with every beat.
-        life: Rises when the loop said where it is or computed since the last beat.
+        number: Number of the beat, which increases with every beat.
+        life: Number that increases if the loop reported its position or computed since the last beat.
         moves: Number of times that the loop has reported its position.
-        where: It was then, and the line of its program.
+        where: Position of the loop, and the current line of its program.
         waits: Whether that line waits for other processes.
     """
 
@@ -58,12 +58,12 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a job cannot go on.
+    """Reason why a job cannot continue.
 
     Attributes:
-        ranks: Whose fault it was; empty where that cannot be said.
+        ranks: Ranks at fault; empty if unknown.
         what: One sentence.
-        remedy: Advice on what to do about it.
+        remedy: Advice on what to do.
     """
 
     ranks: tuple[int, ...]
@@ -71,17 +71,17 @@ class Verdict(NamedTuple):
     remedy: str
 
     def error(self, where: str | None = None) -> RankError:
-        """As what is raised.
+        """Return the verdict as an error.
 
         Args:
-            where: Who says so.
+            where: Rank that reports the error.
         """
         return RankError(self.what, ranks=self.ranks, where=where, remedy=self.remedy)
 
 
 @dataclass
 class _SeenBeat:
-    """Of one process, and when, by the clock of the one who looks."""
+    """Last beat of one process, and the times at which it was heard and moved, by the reader's clock."""
 
     heard: float
     moved: float
@@ -89,20 +89,21 @@ class _SeenBeat:
 
 
 class HeartbeatBoard:
-    """What a process knows of all processes of its job.
+    """Heartbeats of all processes of a job, as one process reads them.
 
-    Time in which the one who looks did not run itself says nothing about the others and is not counted. Every process
-    reads every heart each time, which is for hundreds of processes, not for many thousands.
+    Time in which the reader itself did not run reveals nothing about the others and is not counted. Every process reads
+    every heartbeat each time, which suits hundreds of processes, not many thousands.
 
     Args:
         store: Store that all processes reach, used by this job and attempt only.
-        size: Processes.
-        deadline_s: The longest that a heart may be silent, and that all may stand still while one is waited for.
+        size: Number of processes.
+        deadline_s: Longest time in seconds for which a process may be silent, and for which all may stand still while
+            they wait for one.
         join_s: Longest time until a first beat, in seconds.
-        clock: Seconds.
+        clock: Function that returns the time in seconds.
 
     Attributes:
-        verdict: Why the job cannot go on, once any process has said so.
+        verdict: Reason why the job cannot continue, once any process has reported one.
     """
 
     def __init__(
@@ -119,16 +120,16 @@ class HeartbeatBoard:
         self._seen = [_SeenBeat(now, now) for _ in range(size)]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Say where a process is.
+        """Write a heartbeat of a process.
 
         Args:
-            rank: It.
-            beat: Beat of this process.
+            rank: Rank of the process.
+            beat: Heartbeat to write.
         """
         self._store.set(f"heart/{rank}", beat._replace(where=beat.where[:_MOST_PLACE]))
 
     def look(self) -> None:
-        """Read what the processes say."""
+        """Read the heartbeats and the verdict."""
         now = self._clock()
         if now - self._looked > min(5.0, self._deadline / 2):
             for seen in self._seen:
@@ -139,7 +140,7 @@ class HeartbeatBoard:
         for seen, value in zip(self._seen, values, strict=True):
             beat = _beat(value)
             if beat is None or (seen.beat is not None and beat.number <= seen.beat.number):
-                continue  # nothing new
+                continue  # no new beat
             seen.heard = now
             if seen.beat is None or beat.life != seen.beat.life:
                 seen.moved = now
@@ -147,20 +148,20 @@ class HeartbeatBoard:
         self.verdict = self.verdict or _verdict(verdict, len(self._seen))
 
     def accuse(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot go on.
+        """Tell all processes why the job cannot continue.
 
         Args:
-            verdict: Verdict to tell to all processes.
+            verdict: Verdict of this process.
 
         Returns:
-            What they are told: the first that any process came to.
+            Verdict that all processes receive: the first that any process gave.
         """
         told = self._store.first("verdict", [verdict.ranks, verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]])
         self.verdict = _verdict(told, len(self._seen)) or verdict
         return self.verdict
 
     def judge(self) -> Verdict | None:
-        """Why the job cannot go on, by what was read; None if it can, as far as is known."""
+        """Return why the job cannot continue, from the last reading; None if it can, as far as is known."""
         now = self._clock()
         absent = [i for i, seen in enumerate(self._seen) if seen.beat is None and now - seen.heard > self._join]
         if absent:
@@ -175,11 +176,11 @@ class HeartbeatBoard:
         if any(seen.beat is None or now - seen.moved <= self._deadline for seen in self._seen):
             return None
         if not any(seen.beat and seen.beat.waits for seen in self._seen):
-            return None  # each does something of its own
+            return None  # each is computing
         return self.blame(self._deadline)
 
     def blame(self, seconds: float) -> Verdict:
-        """Whom the others wait for.
+        """Return the verdict on the ranks that the others wait for.
 
         Args:
             seconds: Time that the processes have waited, in seconds.
@@ -195,20 +196,20 @@ class HeartbeatBoard:
         )
 
     def silent(self, seconds: float) -> list[int]:
-        """Ranks whose hearts were heard once and then no more.
+        """Return the ranks that have been silent since an earlier heartbeat.
 
         Args:
-            seconds: For how long.
+            seconds: Time without a heartbeat after which a rank is silent.
         """
         now = self._clock()
         return [rank for rank, seen in enumerate(self._seen) if seen.beat and now - seen.heard > seconds]
 
     def still(self) -> float:
-        """Seconds for which no process has moved."""
+        """Return the seconds for which no process has moved."""
         return self._clock() - max(seen.moved for seen in self._seen)
 
     def suspects(self) -> list[int]:
-        """Ranks for which others wait, if they can be told from those."""
+        """Return the ranks that the others wait for; empty if they cannot be told apart."""
         busy = [rank for rank, seen in enumerate(self._seen) if not (seen.beat and seen.beat.waits)]
         if 0 < len(busy) < len(self._seen):
             return busy
@@ -217,10 +218,10 @@ class HeartbeatBoard:
         return behind if len(behind) < len(moves) else []
 
     def late(self, seconds: float) -> list[int]:
-        """Ranks that others wait for, or that are silent.
+        """Return the ranks that are silent or that others wait for.
 
         Args:
-            seconds: For how long at least.
+            seconds: Minimum time for which they are late.
         """
         now = self._clock()
         waiting = [now - seen.moved > seconds for seen in self._seen if seen.beat and seen.beat.waits]
@@ -228,10 +229,10 @@ class HeartbeatBoard:
         return sorted({*self.silent(seconds), *suspects})
 
     def describe(self, rank: int) -> str:
-        """Where a process was when it was last heard of.
+        """Describe the position of a process at its last heartbeat.
 
         Args:
-            rank: Its number.
+            rank: Rank of the process.
         """
         beat = self._seen[rank].beat
         return f"rank {rank} was last heard of {beat.where}" if beat else f"rank {rank} has not come yet"
@@ -245,10 +246,10 @@ class HeartbeatBoard:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks as people say them: ``rank 3``, ``ranks 3 and 5``.
+    """Format ranks for messages: ``rank 3``, ``ranks 3 and 5``.
 
     Args:
-        ranks: At least one.
+        ranks: At least one rank.
     """
     numbers = [str(rank) for rank in ranks]
     if len(numbers) > _MOST_NAMED:
@@ -258,7 +259,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _beat(value: Any) -> Beat | None:
-    """Beat of a value from the store; None if the value is not a beat."""
+    """Convert a value from the store to a beat; None if it is not valid."""
     if not isinstance(value, list) or len(value) != len(Beat._fields):
         return None
     number, life, moves, where, waits = value
@@ -270,7 +271,7 @@ def _beat(value: Any) -> Beat | None:
 
 
 def _verdict(value: Any, size: int) -> Verdict | None:
-    """Verdict of a value from the store; None if the value is not a verdict."""
+    """Convert a value from the store to a verdict; None if it is not valid."""
     if not isinstance(value, list) or len(value) != len(Verdict._fields):
         return None
     ranks, *texts = value

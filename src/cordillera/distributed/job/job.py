@@ -1,7 +1,7 @@
-"""A process's part in its job: its process group from the first moment to the last, under a watchdog.
+"""A process's part in its job: its process group and its watchdog, from beginning to end.
 
-Processes that :func:`cordillera.distributed.job.launch.launch`, ``torchrun`` or SLURM started find in their environment
-which of them they are; one that nobody started so is a job by itself. Gloo aborts a process that ends while its
+Processes that :func:`cordillera.distributed.job.launch.launch`, ``torchrun`` or SLURM started find their rank in the
+environment. Without a launcher, the job consists of this process alone. Gloo aborts a process that ends while its
 threads are at work, so all processes wait for one another before any destroys its group.
 """
 
@@ -31,10 +31,10 @@ from cordillera.distributed.job.store import JobStore, StoreError, within
 from cordillera.distributed.job.watchdog import JOIN_S, Watchdog, WatchdogConfig
 from cordillera.errors import DependencyError, PlanError, printable
 
-_END_S = 60  # until a process that failed is ended although torch still waits
-_TAKEN_S = 10.0  # until a port on which something listens must answer
+_END_S = 60  # seconds until a failed process is ended although torch still waits
+_TAKEN_S = 10.0  # seconds within which a port must answer if something listens on it
 _LOOK_S = 0.1
-_SAME_S = 1.0  # launchers send again what the terminal has sent: signals within this time are one
+_SAME_S = 1.0  # signals within this time count as one, as launchers may repeat the terminal's signal
 
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -42,12 +42,12 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 class Job(NamedTuple):
-    """What a process is in its job.
+    """Place of a process in its job.
 
     Attributes:
-        rank: Its number.
-        size: Processes.
-        watchdog: Over all of them.
+        rank: Rank of the process.
+        size: Number of processes.
+        watchdog: Watchdog over all processes.
         restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
         store: Store that survives a restart of the processes; the launcher holds it.
     """
@@ -61,7 +61,8 @@ class Job(NamedTuple):
 
 _job: Job | None = None
 _joined = 0
-_held: dict[tuple[str, int], dist.TCPStore] = {}  # stores of this process, by address and port; jobs use them in turn
+# Stores that this process holds, by address and port; successive jobs share them.
+_held: dict[tuple[str, int], dist.TCPStore] = {}
 
 
 @contextlib.contextmanager
@@ -75,23 +76,25 @@ def join_job(
 ) -> Iterator[Job]:
     """Join a job as one of its processes, with a process group, until the end of the ``with`` block.
 
-    A launcher's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK`` for its
-    GPU) says which; without it, the job is this process. A group that exists is used and left as it is, and within a
-    job, joining gives that job. Ctrl-C, SIGTERM and SIGHUP set the watchdog's ``stop``; a second one, or one before all
-    processes have come, raises KeyboardInterrupt. What the processes tell each other is signed with the environment's
-    ``CORDILLERA_JOB_TOKEN``, which :func:`~cordillera.distributed.job.launch.launch` makes; other launchers make none.
+    The rank is taken from the launcher's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and
+    ``LOCAL_RANK`` for the GPU); without it, the job is this process alone. An existing process group is used and not
+    destroyed, and within a job, joining again returns that job. Ctrl-C, SIGTERM and SIGHUP set the watchdog's ``stop``;
+    a second signal, or one before all processes have joined, raises KeyboardInterrupt. Values that the processes
+    exchange are signed with the environment's ``CORDILLERA_JOB_TOKEN``, which only
+    :func:`~cordillera.distributed.job.launch.launch` sets.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
         deadline_s: Longest time of one wait for other processes, in seconds.
         join_s: Longest time until all processes have joined, in seconds.
-        stop: Event that a request to stop sets; a new one if None.
-        abandon: Function that ends this process at once, with an error that its main thread did not raise.
+        stop: Event that a request to stop sets; None for a new one.
+        abandon: Function that ends this process at once, with an error that its main thread did not raise; None for the
+            watchdog's default.
 
     Raises:
         RankError: If another process ended, stalled or failed, in place of torch's error of a broken collective; or if
             a process did not join, or two processes have the same rank.
-        PlanError: If an environment variable of the launcher is absent or not valid.
+        PlanError: If an environment variable of the launcher is missing or invalid.
         DependencyError: If there is no GPU for this process.
     """
     global _job, _joined
@@ -106,7 +109,7 @@ def join_job(
     is_owner = not dist.is_initialized()
     found, rank, size, host = _rendezvous(place, join_s) if is_owner else _existing()
     _joined += 1
-    restarts = place.restarts if place else 0  # a launcher may keep its store over several
+    restarts = place.restarts if place else 0  # a launcher may keep its store over several restarts
     kept = _job_store(found, f"cordillera/kept/{_joined}", config)
     scope = f"cordillera/{restarts}/{_joined}"
     board = _job_store(found, scope, config)
@@ -116,8 +119,8 @@ def join_job(
             _call_roll(board, rank, size, watchdog)
         with contextlib.ExitStack() as handled, watchdog, watchdog.explaining():
             if is_owner:
-                watchdog.meet("beginning")  # the time that a group takes for connections is one wait's
-            handled.enter_context(stopped_by_signals(watchdog.stop))  # until the cause of an error is found
+                watchdog.meet("beginning")  # so that connecting the group takes no longer than one wait
+            handled.enter_context(stopped_by_signals(watchdog.stop))  # active until the cause of an error is found
             if is_owner:
                 if device is not None:
                     torch.cuda.set_device(device)
@@ -148,7 +151,7 @@ def _job_store(store: dist.Store, scope: str, config: WatchdogConfig) -> JobStor
 
 
 def _rendezvous(place: JobPlace | None, join_s: float) -> tuple[dist.Store, int, int, str]:
-    """A store for all processes of the job, this one's rank, their number, and who holds the store."""
+    """Return a store for all processes of the job, this process's rank, their number, and the holder of the store."""
     if place is None:
         return dist.HashStore(), 0, 1, "this process"
     began = time.monotonic()
@@ -184,7 +187,7 @@ def _rendezvous(place: JobPlace | None, join_s: float) -> tuple[dist.Store, int,
 
 
 def _listen(place: JobPlace) -> socket.socket | None:
-    """A socket for the store that this process holds; None if the port is taken."""
+    """Return a socket for the store that this process holds; None if the port is taken."""
     try:
         loopback = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address).is_loopback
     except ValueError:
@@ -209,7 +212,7 @@ def _listen(place: JobPlace) -> socket.socket | None:
 
 
 def _find(place: JobPlace, seconds: float) -> None:
-    """Wait until something listens at the store's address; the wait is in Python, so that Ctrl-C is handled."""
+    """Wait until something listens at the store's address. The wait is in Python, so that Ctrl-C is handled."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -246,7 +249,7 @@ def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -
 
 
 def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog) -> None:
-    """Register this process, and refuse a rank that another process has or a different number of processes."""
+    """Register this process; raise an error if its rank is taken or the numbers of processes differ."""
     try:
         agreed = board.first("size", size)
         own = [socket.gethostname()[:100], os.getpid(), secrets.token_hex(8)]
@@ -270,7 +273,7 @@ def _call_roll(board: JobStore, rank: int, size: int, watchdog: Watchdog) -> Non
 
 
 def _who(entry: Any) -> str:
-    """Description of the process of an entry in the roll."""
+    """Describe the process of an entry in the roll."""
     if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str) and type(entry[1]) is int:
         return f"process {entry[1]} on {printable(entry[0])[:100]}"
     return "another process"
@@ -282,7 +285,7 @@ def _existing() -> tuple[dist.Store, int, int, str]:
 
 
 def _device(device_type: str, place: JobPlace | None) -> int | None:
-    """The GPU of this process, by its number on the machine."""
+    """Return the number of this process's GPU on the machine."""
     if device_type != "cuda":
         return None
     here, count = place.local_rank if place else 0, torch.cuda.device_count()
@@ -299,8 +302,8 @@ def _device(device_type: str, place: JobPlace | None) -> int | None:
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """Set an event on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
 
-    Outside of the main thread nothing is handled. Signals that are ignored stay ignored; the launcher then passes on
-    the request.
+    Outside the main thread, no signals are handled. Ignored signals stay ignored; the launcher then forwards the
+    request.
 
     Args:
         stop: Event that the first signal sets.
@@ -325,7 +328,7 @@ def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle Ctrl-C, SIGTERM and SIGHUP until the end of the ``with`` block, except signals that are ignored.
 
     Args:
-        handle: Function that is called with the number of the signal and the frame.
+        handle: Function called with the number of the signal and the frame.
     """
     heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in heard}

@@ -1,8 +1,8 @@
-"""Processes of a job, started on this machine.
+"""Launch of a job's processes on this machine.
 
-:func:`launch` starts them and stays: it says which rank failed, ended or stalled, once; it alone hears Ctrl-C and tells
-the ranks; and it leaves nothing running. A rank whose launcher is killed ends itself. What each process does from its
-first moment to its last is :func:`~cordillera.distributed.job.job.join_job`, as under any other launcher.
+:func:`launch` starts the processes and waits for them. It reports once which rank failed, ended or stalled. It alone
+receives Ctrl-C and forwards it to the ranks, and it leaves no process running. A rank whose launcher is killed ends
+itself. Each process runs within :func:`~cordillera.distributed.job.job.join_job`, as under any other launcher.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from cordillera.errors import DependencyError, PlanError, printable
 from cordillera.kernels.threads import usable_cores
 
 _POLL_S = 0.1
-_FIND_S = 20.0  # until the store, which is in this process, answers
-_FINISH_S = 15.0  # from what a process gave back to its end
-_SAME_S = 1.0  # signals within this time are one: a launcher may send again what the terminal has sent
+_FIND_S = 20.0  # longest wait for the store in this process to answer
+_FINISH_S = 15.0  # longest time from the result of a process to its end
+_SAME_S = 1.0  # signals within this time count as one, as a launcher may repeat the terminal's signal
 _LAST_LINES, _LAST_BYTES = 5, 4_000
-_PREFIX = "cordillera/0/1"  # of the first attempt's first job, as join_job has it
+_PREFIX = "cordillera/0/1"  # prefix that join_job uses for the first job of the first attempt
 
-_starting = threading.Lock()  # the environment is the process's
+_starting = threading.Lock()  # the environment is shared by all threads
 
 
 class LaunchConfig(BaseModel):
@@ -87,7 +87,7 @@ def tell(message: Any) -> None:
     """Send a message from a rank to the process that launched it, which calls ``hear`` with it.
 
     Args:
-        message: A plain value.
+        message: Message that can be pickled.
 
     Raises:
         PlanError: If :func:`launch` did not start this process.
@@ -108,24 +108,25 @@ def launch(
     """Run a function in several processes on this machine, which form a process group and watch each other.
 
     Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watch.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In the
-    ranks, :func:`~cordillera.distributed.job.job.join_job` gives the job and its watchdog. Values that the ranks
+    (:attr:`Watchdog.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In
+    the ranks, :func:`~cordillera.distributed.job.job.join_job` returns the job and its watchdog. Values that the ranks
     exchange are signed with a secret that only they receive.
 
     Args:
         work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.
         size: Number of processes.
-        arguments: Arguments of ``work``, plain values.
+        arguments: Arguments of ``work``; they must be picklable.
         config: Settings for starting the processes.
-        hear: Function called with every message that a rank sends by :func:`tell`, in order. An error that it raises
-            ends all ranks.
+        hear: Function called with every message that a rank sends by :func:`tell`, in order. If it raises an error, all
+            ranks are ended.
 
     Returns:
         Result of ``work`` on rank 0.
 
     Raises:
-        RankError: If a rank was ended or stalled; the message names it.
-        CordilleraError: If a rank raised one. The class is kept; the rank is named unless all raised the same error.
+        RankError: If a rank was ended or stalled; the message names the rank.
+        CordilleraError: If a rank raised one. The class is preserved; the rank is named unless all ranks raised the
+            same error.
         DependencyError: If there are fewer GPUs than processes.
         KeyboardInterrupt: At the second Ctrl-C, SIGTERM or SIGHUP.
     """
@@ -152,7 +153,6 @@ def launch(
 
 
 def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
-    """Create the job's store in this process."""
     seconds, port = config.deadline_s, listener.getsockname()[1]
 
     def hold() -> dist.TCPStore:
@@ -174,17 +174,17 @@ def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
 
 
 class _Rank:
-    """A process, seen from the one that started it."""
+    """Process of a rank, as seen by its launcher."""
 
     def __init__(self, number: int, process: Any, pipe: Connection, log: IO[bytes]) -> None:
         self.number, self.process, self.log = number, process, log
         self.pipe: Connection | None = pipe
         self.outcome: _Done | Failure | _Death | None = None
-        self.known = 0.0  # when the outcome was
+        self.known = 0.0  # time.monotonic() of the outcome
 
     def look(self, hear: Callable[[Any], object] | None) -> None:
-        """Take what it says, or how it ended."""
-        code = self.process.exitcode  # before its last words are read, so that none are missed
+        """Read the process's messages, and note how it ended if it has ended."""
+        code = self.process.exitcode  # read before its messages, so that none are missed
         messages = []
         try:
             while self.pipe is not None and self.pipe.poll():
@@ -201,20 +201,19 @@ class _Rank:
             self._note(_Death(code))
 
     def stop(self) -> None:
-        """Ask it to stop."""
         with contextlib.suppress(OSError):
             if self.pipe is not None:
                 self.pipe.send_bytes(b"stop")
 
     def end(self) -> None:
-        """End it and all that it started."""
+        """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 
     def last_words(self) -> str:
-        """The last lines that it wrote, where they were not seen."""
+        """Return the last lines of the process's log; empty for rank 0, which writes to the terminal."""
         size = os.fstat(self.log.fileno()).st_size
         text = os.pread(self.log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
@@ -226,7 +225,7 @@ class _Rank:
 
 
 class _Supervisor:
-    """What the process that started the ranks does until they end."""
+    """Supervision of the ranks from their start to their end."""
 
     def __init__(
         self,
@@ -250,7 +249,7 @@ class _Supervisor:
         return self._hearts.verdict or self._lost
 
     def result(self) -> Any:
-        """Of rank 0, when all have ended."""
+        """Wait until all ranks have ended, and return the result of rank 0."""
         # The store may not answer, so this thread, which handles signals, never calls it.
         threading.Thread(target=self._keep_looking, name="cordillera launcher", daemon=True).start()
         try:
@@ -310,7 +309,7 @@ class _Supervisor:
                 self._lost = Verdict((), what, "see whether the loopback link is up")
 
     def _judge(self) -> None:
-        """Look for what the ranks cannot go on with, and tell them."""
+        """Look for reasons why the ranks cannot continue, and tell them."""
         if self._verdict is not None or any(isinstance(rank.outcome, _Done) for rank in self._ranks):
             return
         self._hearts.look()
@@ -341,7 +340,7 @@ class _Supervisor:
         return verdict._replace(remedy=f"{verdict.remedy}; {self._config.remedy}").error()
 
     def _error(self) -> BaseException:
-        """What went wrong first, of what is no consequence of something else."""
+        """Return the first error that is not a consequence of another one."""
         ended = sorted((rank for rank in self._ranks if rank.outcome is not None), key=lambda rank: rank.known)
         first = next((rank for rank in ended if not _is_consequence(rank.outcome)), None)
         verdict = self._verdict
@@ -364,9 +363,9 @@ class _Supervisor:
 
 
 def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, port: int, token: str) -> None:
-    """Begin the processes; those that were begun are in ``ranks``, whatever happens."""
+    """Start the processes and append each to ``ranks``, also if a later one fails to start."""
     context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # unblocks signals where it begins
+    resource_tracker.ensure_running()  # its start unblocks signals, so it must come before they are blocked
     threads = config.threads or max(1, usable_cores() // size)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     job = {
@@ -382,12 +381,12 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
     }
     if loopback:
         job |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    # until a process has said what it does at signals, they wait
+    # signals stay pending until a process has set its handlers
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         for number in range(size):
             pipe, other = context.Pipe()
-            log = tempfile.TemporaryFile()  # noqa: SIM115 (has no name, deleted with its last process)
+            log = tempfile.TemporaryFile()  # noqa: SIM115 (unnamed, deleted with its last process)
             output = _Output(log if number else None)
             process = context.Process(
                 target=_be_rank, args=(payload, other, config, threads, output), name=f"cordillera rank {number}"
@@ -401,7 +400,7 @@ def _start(ranks: list[_Rank], size: int, payload: bytes, config: LaunchConfig, 
 
 
 class _Output:
-    """File without a name to which a rank writes, passed to its process; None for the terminal."""
+    """Unnamed file to which a rank writes, passed to its process; None for the terminal."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
@@ -415,12 +414,12 @@ def _redirected(handed: Any) -> int | None:
 
 
 def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: int, output: int | None) -> None:
-    """What a process does from its first moment to its last."""
+    """Run one rank: the target function of its process."""
     global _to_launcher
     with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # what it starts ends with it
+        os.setpgid(0, 0)  # processes that it starts end with it
     stop = threading.Event()
-    for number in STOPPING:  # the launcher passes on the terminal's signals
+    for number in STOPPING:  # the launcher forwards the terminal's signals
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
@@ -441,7 +440,7 @@ def _be_rank(payload: bytes, pipe: Connection, config: LaunchConfig, threads: in
 
 
 def _listen(pipe: Connection, stop: threading.Event) -> None:
-    """To the process that started this one: it asks to stop, or is no more."""
+    """Set ``stop`` when the launcher asks to stop, and end this process when the launcher has ended."""
     with contextlib.suppress(EOFError, OSError):
         while pipe.recv_bytes():
             stop.set()
@@ -451,24 +450,24 @@ def _listen(pipe: Connection, stop: threading.Event) -> None:
 
 
 def _give_up(pipe: Connection, error: BaseException) -> None:
-    """Say why, and end at once: torch would wait for what was begun."""
+    """Report an error and exit at once, as torch would wait for unfinished collectives."""
     with contextlib.suppress(OSError):
         pipe.send_bytes(pickle.dumps(pack(error)))
     for output in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
             output.flush()
     os._exit(ABANDONED if isinstance(error, RankError) else 1)
 
 
 def _is_consequence(outcome: _Done | Failure | _Death | None) -> bool:
-    """Whether a process ended well or for another's sake; gloo aborts some whose peers are gone."""
+    """Whether a process ended normally or because of another one; gloo aborts some processes whose peers are gone."""
     if isinstance(outcome, Failure):
         return outcome.is_consequence
     return not isinstance(outcome, _Death) or outcome.code in (-signal.SIGABRT, ABANDONED)
 
 
 def _name(number: int) -> str:
-    """Of a signal; those of real time have none."""
+    """Return the name of a signal; real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -481,7 +480,7 @@ def _is_exit(outcome: _Done | Failure | _Death | None) -> bool:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """For processes that are started meanwhile."""
+    """Set environment variables for processes that are started within the ``with`` statement."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -496,7 +495,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _asked() -> Iterator[Callable[[], int]]:
-    """How often a signal asked to stop."""
+    """Count the signals that asked to stop."""
     times: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0

@@ -2,8 +2,8 @@
 
 torch's stores do not authenticate users: any process that reaches the TCP port can read, write and delete keys.
 Therefore every value is signed with the job's key, and values without a valid signature count as absent. A TCP
-connection to a store may also stop answering, because a link is down or a host is suspended. torch then waits in a call
-during which Python handles no signals. Therefore a separate thread makes the calls, and callers wait no longer than the
+connection to a store may also stop answering because a link is down or a host is suspended. torch then waits in a call
+during which Python handles no signals. Therefore a separate thread makes the calls, and callers wait at most until the
 deadline.
 """
 
@@ -36,13 +36,9 @@ class StoreSilent(StoreError):
 
 
 def within(seconds: float, function: Callable[[], _Result]) -> _Result:
-    """Call a function that Python cannot interrupt, with a deadline.
+    """Call a function that Python cannot interrupt, in a separate thread that is abandoned after ``seconds``.
 
-    Time during which this process was suspended is not counted. Signals are handled during the wait.
-
-    Args:
-        seconds: Deadline, in seconds.
-        function: Function to call, in a separate thread that is abandoned when the deadline passes.
+    Time during which this process was suspended does not count. Signals are handled during the wait.
 
     Raises:
         TimeoutError: If the deadline passes.
@@ -67,10 +63,9 @@ def within(seconds: float, function: Callable[[], _Result]) -> _Result:
 
 
 class JobStore:
-    """Values of one job in a store, by key; values are those that JSON can hold.
+    """Values of one job in a store, by key; values are those that JSON can represent.
 
     Args:
-        store: Store that all processes of the job reach.
         key: Key that signs values, equal in all processes (:func:`cordillera.distributed.job.environment.job_key`).
         deadline_s: Longest time of a call, in seconds.
     """
@@ -85,22 +80,14 @@ class JobStore:
     def set(self, key: str, value: Any) -> None:
         """Write a value.
 
-        Args:
-            key: Key of the value.
-            value: Value that JSON can hold.
-
         Raises:
-            StoreError: If the store does not take it in time.
+            StoreError: If the store does not respond in time.
         """
         text = self._sign(key, value)
         self._call(lambda: self._store.set(key, text))
 
     def first(self, key: str, value: Any) -> Any:
         """Write a value unless the key has one, and return the value of the key.
-
-        Args:
-            key: Key of the value.
-            value: Value that JSON can hold.
 
         Raises:
             StoreError: If the store does not answer in time.
@@ -117,10 +104,7 @@ class JobStore:
         return self._read(key, self._call(propose))
 
     def read(self, keys: Sequence[str]) -> list[Any]:
-        """Current values of keys; None for values that are absent or not signed with the job's key.
-
-        Args:
-            keys: Keys of the values.
+        """Return the current values of keys; None for values that are absent or not signed with the job's key.
 
         Raises:
             StoreError: If the store does not answer in time.

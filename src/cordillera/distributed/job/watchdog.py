@@ -1,9 +1,9 @@
-"""A watchdog over the processes of a job: a rank that ends, stops or hangs ends the job with one error that names it.
+"""Watchdog over the processes of a job: if a rank ends, stops or hangs, the job ends with one error that names it.
 
-A thread writes this process's beats into the job's store and reads the others'
+A thread writes this process's heartbeats to the job's store and reads those of the others
 (:mod:`cordillera.distributed.job.heartbeats`). Python cannot interrupt a thread that waits in a collective. So an error
-that was found is raised where the loop next says where it is, or instead of the error with which the collective ends;
-where neither comes in time, the process is ended at once.
+is raised the next time the training loop reports its position, or in place of the error with which the collective ends.
+If neither happens in time, the process is ended at once.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cordillera.distributed.pipeline.runner import PeerError
 from cordillera.errors import CordilleraError
 
 ABANDONED = 75
-"""Exit code of a process that was ended because another could not go on: to be tried again, by sysexits.h."""
+"""Exit code of a process that was ended because another failed; in sysexits.h it means that a retry may succeed."""
 
 JOIN_S = 60.0
 """Seconds after which a process that has not joined counts as missing."""
 
-_SILENT_S = 3.0  # a heart that is silent for so long is taken for dead once a connection broke
-_EXPLAIN_S = 15.0  # the longest that is waited for such evidence
+_SILENT_S = 3.0  # silence after which a rank counts as dead once a connection broke
+_EXPLAIN_S = 15.0  # longest wait for such evidence
 _LOOK_S = 0.02
 _MOST_LOOK_S = 0.25
-_IDLE = 0.02  # of the processor's time; a thread that uses less stands still
+_IDLE = 0.02  # share of processor time below which a thread counts as standing still
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
 _STANDARD = str(Path(os.__file__).parent) + os.sep
@@ -58,7 +58,7 @@ class WatchdogConfig:
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two beats of a process."""
+        """Seconds between two heartbeats of a process."""
         return min(1.0, self.deadline_s / 20)
 
     @property
@@ -68,25 +68,26 @@ class WatchdogConfig:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without a beat or progress after which a process counts as lost; the job ends by the deadline."""
+        """Seconds without a heartbeat or progress after which a process counts as lost, so that the deadline is met."""
         return self.deadline_s - self.grace_s - 2 * self.beat_s
 
 
 class Watchdog:
-    """This process's part in the watchdog, from ``with`` to its end.
+    """This process's part in the watchdog, active within a ``with`` statement.
 
     Args:
         config: Time limits.
         store: Store that all processes of the job reach, used by this job and attempt only.
         rank: Rank of this process.
-        size: Processes; alone, there is nothing to watch.
-        host: Who holds the store, for errors.
-        stop: Event that a request to stop sets; a new one if None.
-        abandon: Ends this process at once, with an error that its main thread did not raise.
+        size: Number of processes; with one, there is nothing to watch.
+        host: Holder of the store, as named in errors.
+        stop: Event that a request to stop sets; None for a new one.
+        abandon: Function that ends this process at once with an error that its main thread did not raise; None to print
+            the error and exit with code :data:`ABANDONED`.
 
     Attributes:
-        stop: Set where the processes were asked to stop. Each hears of it at another moment: they must agree on the
-            step after which they do.
+        stop: Event that is set when the processes are asked to stop. Each process is notified at a different moment, so
+            they must agree on the step after which they stop.
     """
 
     Config = WatchdogConfig
@@ -120,17 +121,17 @@ class Watchdog:
 
     @property
     def should_stop(self) -> bool:
-        """Whether this process was asked to stop; the others may not know yet."""
+        """Whether this process was asked to stop; the others may not have been notified yet."""
         return self.stop.is_set()
 
     def at(self, where: str) -> None:
-        """Say where the main thread is: that it moves.
+        """Report the position of the main thread, which shows that it makes progress.
 
         Args:
-            where: For instance ``step 12, forward``.
+            where: Position, for instance ``step 12, forward``.
 
         Raises:
-            RankError: If a rank was found that the job cannot go on without.
+            RankError: If a rank was lost without which the job cannot continue.
         """
         self._where = f"at {where}"
         self._moves += 1
@@ -138,22 +139,22 @@ class Watchdog:
             raise self._error
 
     def late(self, seconds: float = 10.0) -> list[str]:
-        """What ranks do that others wait for, or that are silent.
+        """Describe the ranks that are silent or that others wait for.
 
         Args:
-            seconds: For how long at least.
+            seconds: Minimum time for which they are late.
         """
         with self._lock:
             return [self._hearts.describe(rank) for rank in self._hearts.late(seconds)]
 
     def meet(self, name: str) -> None:
-        """Wait until every process has come here.
+        """Wait until every process has reached this place.
 
         Args:
             name: Name of the place, used only once.
 
         Raises:
-            RankError: If one does not come.
+            RankError: If a process does not reach it.
         """
         try:
             self._store.set(f"meet/{name}/{self._rank}", True)
@@ -162,10 +163,12 @@ class Watchdog:
             raise self.lost_store(error) from error
 
     def leave(self) -> None:
-        """Wait until all processes are at their ends, and their watchdog ends: what comes after concerns no other.
+        """Wait until all processes have reached their ends, and stop watching.
+
+        Later failures of this process do not affect the others.
 
         Raises:
-            RankError: If one does not come there.
+            RankError: If a process does not reach its end.
         """
         self.at("its end")
         self.meet("end")
@@ -191,10 +194,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Errors of communication become ones that name the rank; others stay as they are.
+        """Convert communication errors within a ``with`` statement to errors that name the rank.
 
         Raises:
-            RankError: Instead of what torch raises where a collective breaks.
+            RankError: In place of the error that torch raises when a collective breaks.
         """
         try:
             yield
@@ -206,7 +209,7 @@ class Watchdog:
             raise self.explain(error) from error
 
     def explain(self, error: Exception) -> CordilleraError:
-        """Who ended or was late, where a collective broke; waits some seconds until that can be told.
+        """Return an error that names the rank behind a broken collective; waits some seconds for evidence.
 
         Args:
             error: Error of the collective.
@@ -222,7 +225,7 @@ class Watchdog:
                 return self._error
             time.sleep(_LOOK_S)
         if isinstance(error, PeerError) and error.peer is not None:
-            return error  # as much as is known
+            return error  # nothing more is known
         with self._lock:
             suspects = self._hearts.suspects()
             verdict = self._hearts.blame(self.config.patience_s) if is_late and suspects else None
@@ -257,7 +260,7 @@ class Watchdog:
         self._end_threads()
 
     def _end_threads(self) -> None:
-        """The heart ends before the guard, which ends a process that cannot end its heart."""
+        """End the heart first: the guard ends a process whose heart does not end."""
         self._left.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -280,13 +283,13 @@ class Watchdog:
             self._answered = float("inf")
 
     def _keep_guard(self) -> None:
-        """Talks to nobody, so that nothing can hold it up."""
+        """End this process if it does not end by itself; calls nothing that can block."""
         state, since = (False, False), 0.0
         looked = time.monotonic()
         while not self._left.is_set() or self._threads[0].is_alive():
             time.sleep(min(0.1, self._beat_s))
             now = time.monotonic()
-            if now - looked > min(5.0, self.config.deadline_s / 2):  # this process itself did not run
+            if now - looked > min(5.0, self.config.deadline_s / 2):  # this process itself was suspended
                 self._answered += now - looked
             looked = now
             if self._error is None and now - self._answered > self.config.patience_s:
@@ -306,7 +309,7 @@ class Watchdog:
         self._hearts.beat(self._rank, Beat(self._beats, self._life, self._moves, f"{self._where}{place}", waits))
 
     def _found(self, verdict: Verdict) -> None:
-        """Tell the others, and take what was told first."""
+        """Tell the others about a verdict, and adopt the first one that was told."""
         try:
             told = self.tell(verdict)
         except StoreError:
@@ -314,7 +317,7 @@ class Watchdog:
         self._error = self._error or told.error()
 
     def tell(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot go on.
+        """Tell all processes why the job cannot continue.
 
         Args:
             verdict: Verdict of this process.
@@ -333,7 +336,7 @@ class Watchdog:
         return (0,) if self._host == "rank 0" else ()
 
     def lost_store(self, error: StoreError) -> RankError:
-        """The error of a job whose store has ended or does not answer.
+        """Return the error of a job whose store has ended or does not answer.
 
         Args:
             error: Error of the store.
@@ -348,7 +351,7 @@ class Watchdog:
 def _abandon(error: RankError) -> None:
     try:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    finally:  # whatever became of the terminal
+    finally:  # even if the terminal is gone
         os._exit(ABANDONED)
 
 
@@ -359,14 +362,14 @@ def _is_of_communication(error: RuntimeError) -> bool:
 
 
 def _processor_seconds(thread: int) -> float:
-    """That a thread has used; 0 where the system does not say."""
+    """Return the processor time that a thread has used; 0 if the system does not report it."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _place(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of a program that is neither torch's nor Python's own, and whether it waits for others."""
+    """Return the innermost line outside torch and the standard library, and whether it waits for other ranks."""
     waits = False
     while frame is not None:
         file = frame.f_code.co_filename

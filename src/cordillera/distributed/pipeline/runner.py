@@ -1,10 +1,10 @@
-"""A pipeline schedule on a process group: the same object that the planner simulates, executed.
+"""Execution of a pipeline schedule on a process group: the same schedule object that the planner simulates.
 
-Every process of a ``torch.distributed`` group (Gloo) is one rank of the schedule. It takes its actions in order, each
-as soon as its inputs are there. A message leaves when the action that makes it ends; sends never hold up computation,
-and the messages of an ordered pair of ranks leave in the order in which they were made, as in
-:mod:`cordillera.planning.pipeline.simulator`. Slow links can be emulated (:class:`Throttle`), and every step records
-when its actions started and ended, so that a simulated step and an executed one can be laid side by side.
+Every process of a ``torch.distributed`` group (Gloo) is one rank of the schedule. A rank takes its actions in order,
+each as soon as its inputs have arrived. A message leaves when the action that produces it ends. Sends never delay
+computation, and the messages between an ordered pair of ranks leave in the order in which they were produced, as in
+:mod:`cordillera.planning.pipeline.simulator`. :class:`Throttle` emulates slow links. Every step records when its
+actions started and ended, so that an executed step can be compared with a simulated one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from cordillera.errors import CordilleraError, PlanError
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
 from cordillera.planning.pipeline.simulator import Timeline, Way
 
-# Receives that are posted beyond the one that is waited for: a message is then copied while others are computed.
+# Number of receives posted beyond the awaited one, so that messages are copied while others are computed.
 _AHEAD = 8
 
-# Tags count the messages of a pair from here; below are those of the layouts, by stage, and of the start of a step.
+# First tag of a pair's messages; the tags below it are those of the layouts, by stage, and of the start of a step.
 _FIRST = 1 << 20
 _START = _FIRST - 1
 _LAYOUT = _FIRST - 2
@@ -47,15 +47,15 @@ _MOST_DIMENSIONS = 8
 
 
 class PeerError(CordilleraError):
-    """Another rank did not give or take a message in time, or its connection broke.
+    """Another rank did not send or receive a message in time, or its connection broke.
 
     Args:
-        what: One sentence that says what was waited for.
-        peer: The rank that was waited for, counted in the group; None where it could be any.
-        stage: The stage that makes the message; None where the wait was for something else.
-        microbatch: The message's microbatch; None likewise.
-        where: The rank that waited.
-        remedy: What to do about it.
+        what: One sentence that says what was awaited.
+        peer: Awaited rank, as a rank of the group; None if it could be any.
+        stage: Stage that produces the message; None if no message was awaited.
+        microbatch: Microbatch of the message; None if no message was awaited.
+        where: Rank that waited.
+        remedy: Advice on what to do.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class PeerError(CordilleraError):
 
 @dataclass(frozen=True)
 class Throttle:
-    """A slow way from one rank to another, emulated on the sender's side.
+    """Emulated slow link from one rank to another, applied on the sender's side.
 
-    A message occupies the way for its bytes over ``bytes_per_s``, after the messages before it, and is delivered
-    ``latency_s`` after that.
+    A message occupies the link for its number of bytes divided by ``bytes_per_s``, after the messages before it, and is
+    delivered ``latency_s`` later.
 
     Attributes:
-        latency_s: One-way, seconds.
-        bytes_per_s: Capacity; infinity for a way that is only long.
+        latency_s: One-way latency in seconds.
+        bytes_per_s: Capacity in bytes per second; infinity to emulate latency only.
     """
 
     latency_s: float = 0.0
@@ -94,11 +94,11 @@ class Throttle:
             raise PlanError(f"a capacity of {self.bytes_per_s} bytes/s", where="throttle", remedy="one above 0")
 
     def way(self, forward_bytes: float, backward_bytes: float | None = None) -> Way:
-        """What the simulator takes for this throttle.
+        """Return this link in the form that the simulator takes.
 
         Args:
-            forward_bytes: Of a message of activations.
-            backward_bytes: Of a message of gradients; None for as many.
+            forward_bytes: Size of a message of activations in bytes.
+            backward_bytes: Size of a message of gradients in bytes; None for the same as ``forward_bytes``.
         """
         backward = None if backward_bytes is None else backward_bytes / self.bytes_per_s
         return Way(self.latency_s, forward_bytes / self.bytes_per_s, backward)
@@ -109,12 +109,12 @@ StageLinks = Mapping[tuple[int, int], Throttle] | Callable[[int, int], Throttle 
 
 @dataclass(frozen=True)
 class Recording:
-    """When one rank's actions started and ended in a step, in seconds since all ranks were ready.
+    """Start and end of one rank's actions in a step, in seconds since all ranks were ready.
 
     Attributes:
-        rank: Whose.
-        starts: Of its actions in the schedule's order, after their inputs had arrived.
-        ends: Likewise; when their messages were given away.
+        rank: Rank that took the actions.
+        starts: Time at which each action started, in the schedule's order, after its inputs had arrived.
+        ends: Time at which each action ended and its message was handed over.
     """
 
     rank: int
@@ -123,11 +123,11 @@ class Recording:
 
 
 class ExecutedStep(NamedTuple):
-    """What a step gives.
+    """Result of a step.
 
     Attributes:
-        losses: ``[m]``, one for each microbatch, not divided by ``m``; None except on the rank of the last stage.
-        recording: Of this rank's actions.
+        losses: Loss of each microbatch, ``[m]``, not divided by ``m``; None except on the rank of the last stage.
+        recording: Start and end of this rank's actions.
     """
 
     losses: Tensor | None
@@ -135,16 +135,16 @@ class ExecutedStep(NamedTuple):
 
 
 def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Timeline:
-    """All ranks' recordings of a step as the simulator gives its own.
+    """Combine all ranks' recordings of a step into a timeline like the simulator's.
 
-    Messages are not recorded: there are none in it, and ``waiting``, which follows from them, is not a number.
+    Messages are not recorded, so the timeline has none, and ``waiting``, which is derived from them, is NaN.
 
     Args:
-        schedule: What was executed.
-        recordings: One of each rank, in any order.
+        schedule: Schedule that was executed.
+        recordings: One recording for each rank, in any order.
 
     Raises:
-        PlanError: If they are not of this schedule's ranks and actions.
+        PlanError: If the recordings do not match the schedule's ranks and actions.
     """
     by_rank = {recording.rank: recording for recording in recordings}
     for rank, actions in enumerate(schedule.actions):
@@ -158,35 +158,39 @@ def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Ti
 class PipelineRunner:
     """One rank of a pipeline that takes training steps by a schedule.
 
-    A stage is a module of one tensor, and of arguments that its rank has, to one tensor of floating-point numbers on
-    the CPU, of the same shape for every microbatch and step; what a stage passes on is agreed between its rank and the
-    next with the first message. Only the leading dimension may differ, where :meth:`step` is told each microbatch's.
-    Gradients are added to the parameters' ``.grad`` as the schedule's backwards come, of the mean or the sum of the
-    microbatches' losses; clearing them and stepping an optimizer is the caller's. Where a backward is split, ``I``
-    computes the gradients of intermediate results and ``W`` those of the weights from them, without computing anything
-    twice unless a weight is used in two places of a stage; hooks on intermediate tensors then run in both. The first
-    stage computes no gradient of inputs that do not require one, so all of its split backward is in ``W``. Activations
-    are freed by ``B`` and ``W``.
+    A stage is a module that takes one tensor, and further arguments that its rank supplies, and returns one
+    floating-point tensor on the CPU. The shape is the same for every microbatch and step; the ranks on both sides of a
+    boundary agree on it with the first message. Only the leading dimension may differ, if :meth:`step` is given that of
+    each microbatch.
 
-    A schedule of forwards alone gives losses and keeps nothing for a backward.
+    Gradients of the mean or the sum of the microbatches' losses are added to the parameters' ``.grad`` by each backward
+    action. The caller clears them and steps the optimizer. If a backward is split, ``I`` computes the gradients of
+    intermediate results, and ``W`` computes those of the weights from them. Nothing is computed twice unless a stage
+    uses a weight in two places; hooks on intermediate tensors then run in both actions. The first stage computes no
+    gradient of inputs that do not require one, so all of its split backward is in ``W``. ``B`` and ``W`` free the
+    activations.
 
-    A joined pair runs one after the other, each action as soon as its own inputs are there; the schedule without its
-    marks (``Action.joined``) is what to simulate beside it.
+    A schedule that has only forwards yields losses and keeps nothing for a backward.
+
+    The actions of a joined pair run one after the other, each as soon as its own inputs have arrived. To compare with a
+    simulation, simulate the schedule without these marks (``Action.joined``).
 
     Args:
-        schedule: Any that passes :meth:`Schedule.check`, the same on every rank.
-        stages: The modules of this rank's stages, by stage.
-        loss: Of the last stage's output and a microbatch's target to a scalar; called on the last stage's rank only.
-        group: Whose ranks are the schedule's; None for the default group.
-        link: Slow ways to emulate, from rank to rank of the group: a mapping, or a function of both ranks; None, or a
-            missing pair, for the way as it is. Each rank heeds those that begin with it.
-        deadline_s: The longest that one wait for another rank may take, seconds; more than the longest step.
-        reduction: Of the microbatches' losses: ``mean`` or ``sum``.
-        before: Called with each action before it is taken, when its inputs are there.
-        ledger: Gets the messages; this rank waits for them in the schedule's gaps as well. None for none.
+        schedule: Schedule that passes :meth:`Schedule.check`, the same on every rank.
+        stages: Modules of this rank's stages, by stage.
+        loss: Function from the last stage's output and a microbatch's target to a scalar; called only on the last
+            stage's rank.
+        group: Process group whose ranks are the schedule's ranks; None for the default group.
+        link: Slow links to emulate: a mapping from pairs of ranks of the group, or a function of both ranks. None, or a
+            missing pair, leaves the link as it is. Each rank applies the links that begin at it.
+        deadline_s: Longest time of one wait for another rank, in seconds; must exceed the longest step.
+        reduction: Reduction of the microbatches' losses: ``mean`` or ``sum``.
+        before: Function called with each action before it is taken, when its inputs have arrived.
+        ledger: Ledger that counts the messages; its waiting time includes the gaps of the schedule. None to count
+            nothing.
 
     Raises:
-        PlanError: If schedule, stages and group do not fit together.
+        PlanError: If schedule, stages and group do not match.
     """
 
     def __init__(
@@ -235,19 +239,19 @@ class PipelineRunner:
         arguments: Sequence[tuple[Any, ...]] | None = None,
         rows: Sequence[int] | None = None,
     ) -> ExecutedStep:
-        """Forwards and, where the schedule has them, backwards of all microbatches; every rank of the group calls it.
+        """Run the forwards and, if the schedule has them, the backwards of all microbatches; every rank must call it.
 
         Args:
-            inputs: One tensor a microbatch, needed on the rank of the first stage. One that requires a gradient gets
-                it added to its ``.grad``.
-            targets: One tensor a microbatch, needed on the rank of the last stage.
-            arguments: What this rank's stages take after the tensor, a tuple a microbatch; None for nothing.
-            rows: Leading dimension of what stages pass on, one a microbatch, the same on every rank; it may be 0. None
-                where all are equal.
+            inputs: One tensor for each microbatch, needed on the rank of the first stage. The gradient of an input that
+                requires one is added to its ``.grad``.
+            targets: One tensor for each microbatch, needed on the rank of the last stage.
+            arguments: One tuple for each microbatch of further arguments for this rank's stages; None for no arguments.
+            rows: Leading dimension of the stages' outputs for each microbatch, the same on every rank; may be 0. None
+                if it is the same for all.
 
         Raises:
-            PlanError: For a wrong number of microbatches, and for stages whose results cannot be passed on.
-            PeerError: If another rank is not heard of in time; this runner and its group are then of no more use.
+            PlanError: If the number of microbatches is wrong, or a stage's result cannot be sent.
+            PeerError: If another rank does not respond in time. The runner and its group cannot be used afterwards.
         """
         holders, count = self.schedule.rank_of, self.schedule.microbatches
         for name, given, holder in (("inputs", inputs, holders[0]), ("targets", targets, holders[-1])):
@@ -294,7 +298,7 @@ class PipelineRunner:
         arguments: tuple[Any, ...],
         losses: dict[int, Tensor],
     ) -> tuple[float, float]:
-        """One action, from the arrival of what it needs to the departure of what it gives: its start and end."""
+        """Take one action as soon as its inputs have arrived, and return its start and end."""
         kind, stage, microbatch = action[:3]
         last = self.schedule.stages - 1
         result: Tensor | None = None
@@ -334,13 +338,13 @@ class PipelineRunner:
         return start, end
 
     def _from(self, kind: Kind, stage: int, action: Action) -> Tensor:
-        """What another stage gives to an action."""
+        """Return the input of an action that another stage produces."""
         if self.schedule.rank_of[stage] == self.rank:
             return self._passed.pop((kind, stage, action.microbatch))
         return self._mail.receive(_Message(kind, stage, action.microbatch))
 
     def _pass_on(self, action: Action, result: Tensor | None, end: float) -> None:
-        """Give what an action made to the stage that needs it."""
+        """Hand the result of an action to the stage that needs it."""
         kind, stage, microbatch = action[:3]
         if kind is Kind.WEIGHT:
             return
@@ -361,7 +365,7 @@ class PipelineRunner:
 
 
 class _Message(NamedTuple):
-    """Activations (``F``) or a gradient (``B``), by the stage that makes them."""
+    """Activations (``F``) or a gradient (``B``), identified by the stage that produces them."""
 
     kind: Kind
     stage: int
@@ -373,7 +377,7 @@ class _Message(NamedTuple):
 
     @property
     def boundary(self) -> int:
-        """The stage before the boundary that it crosses."""
+        """Stage before the boundary that the message crosses."""
         return min(self.stage, self.to_stage)
 
     def __str__(self) -> str:
@@ -382,7 +386,7 @@ class _Message(NamedTuple):
 
 
 def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Message]]:
-    """For each ordered pair of ranks its messages, in the order in which they are made."""
+    """Return the messages between each ordered pair of ranks, in the order in which they are produced."""
     found: dict[tuple[int, int], list[_Message]] = {}
     for rank, actions in enumerate(schedule.actions):
         for kind, stage, microbatch, _ in actions:
@@ -423,11 +427,11 @@ class _Letter(NamedTuple):
 
 
 class _Mail:
-    """The messages of one rank: what it sends and receives in a step, by name.
+    """Messages that one rank sends and receives in a step.
 
-    A send of Gloo ends when the other side has posted its receive, so sends are waited for in threads of their own, one
-    for each target, which keep the tensors until then. Receives are posted in the order of the sender's messages, at
-    the latest when they are waited for; as sends wait for nothing, no order of them can block.
+    A Gloo send ends only when the other side has posted its receive, so each target has a thread that waits for its
+    sends and keeps their tensors until then. Receives are posted in the order of the sender's messages, at the latest
+    when one is awaited. As a send waits for no other send, no order of them can deadlock.
     """
 
     def __init__(
@@ -462,7 +466,7 @@ class _Mail:
         self._reapers: dict[int, _Reaper] = {}
 
     def begin(self, rows: Sequence[int] | None) -> float:
-        """Wait until every rank is here with the same schedule and rows; the time then."""
+        """Wait until every rank has arrived with the same schedule and rows, and return the time."""
         self._posted, self._rows = dict.fromkeys(self._incoming, 0), rows
         others = [other for other in range(self._ranks) if other != self._rank]
         checksum = self._checksum if rows is None else zlib.crc32(repr(tuple(rows)).encode(), self._checksum)
@@ -490,7 +494,7 @@ class _Mail:
         return origin
 
     def send(self, message: _Message, tensor: Tensor, queued: float) -> None:
-        """Give a message away; returns at once."""
+        """Send a message without waiting."""
         target, index = self._target[message]
         layout, agreed = _Layout.of(tensor), self._layout(message)
         self._check_rows(message, layout)
@@ -505,7 +509,7 @@ class _Mail:
                 where=f"stage {message.stage}",
                 remedy="the same shape for every microbatch and step, or another runner",
             )
-        if not tensor.numel():  # the other side knows as well
+        if not tensor.numel():  # the receiver also knows that the message is empty
             return
         self._ledger.record(PASSED_ON, Traffic(1, tensor.nbytes, 1))
         letter = _Letter(target, _FIRST + index, tensor, queued, message)
@@ -516,7 +520,6 @@ class _Mail:
         self._raise_failures()
 
     def receive(self, message: _Message) -> Tensor:
-        """Wait for a message."""
         self._raise_failures()
         began = time.perf_counter()
         source, index = self._number[message]
@@ -528,7 +531,7 @@ class _Mail:
         return tensor
 
     def finish(self) -> None:
-        """Wait until the other ranks have taken what was sent."""
+        """Wait until the other ranks have received all messages."""
         began = time.perf_counter()
         for target, sender in self._senders.items():
             self._join(sender, target, self._deadline + sender.seconds_left())
@@ -537,7 +540,7 @@ class _Mail:
         self._record_wait(began)
 
     def abandon(self) -> None:
-        """Let go of everything; what is under way is given up."""
+        """Stop all workers and give up unfinished messages."""
         for worker in self._workers():
             worker.stop()
         self._senders, self._reapers, self._arriving = {}, {}, {}
@@ -548,15 +551,13 @@ class _Mail:
             self._ledger.record(PASSED_ON, Traffic(seconds=seconds, exposed_seconds=seconds))
 
     def dispatch(self, letter: _Letter) -> dist.Work:
-        """Begin a send."""
         return self._send(letter.tensor, letter.target, letter.tag, letter.message)
 
     def reap(self, letter: _Letter, work: dist.Work) -> None:
-        """Wait until a send is done."""
         self._wait(work, letter.target, "take", letter.message)
 
     def _post(self, source: int, end: int, needed: int = -1) -> None:
-        """Post receives of a rank's messages up to a number, beyond the needed one as far as their shapes are known."""
+        """Post receives up to message ``end``; past message ``needed``, only those whose layouts are known."""
         messages = self._incoming[source]
         for index in range(self._posted[source], min(end + 1, len(messages))):
             message = messages[index]
@@ -571,7 +572,7 @@ class _Mail:
             self._posted[source] = index + 1
 
     def _layout(self, message: _Message) -> _Layout | None:
-        """What was agreed for a message's boundary, with the message's own rows."""
+        """Return the layout agreed for a message's boundary, with its microbatch's rows; None before the agreement."""
         agreed = self._layouts.get(message.boundary)
         if agreed is None or self._rows is None:
             return agreed
@@ -660,7 +661,7 @@ _Item = TypeVar("_Item")
 
 
 class _Worker(Generic[_Item]):
-    """A thread that takes items in order; its first failure ends it and is kept."""
+    """Thread that handles items in order; it ends at the first error and keeps it."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
@@ -674,14 +675,14 @@ class _Worker(Generic[_Item]):
         self._items.put(item)
 
     def close(self, seconds: float) -> _Message | None:
-        """Wait until the items are done; what is in hand if that takes longer."""
+        """Wait until all items are handled; return the message of the current item if that exceeds ``seconds``."""
         self._items.put(None)
         self._thread.join(seconds)
         item = self._current if self._thread.is_alive() else None
         return None if item is None else self._message(item)
 
     def stop(self) -> None:
-        """Take no more items; the one in hand may still be waited for, but nothing waits for it."""
+        """Handle no more items. The current one may still be in progress, but nothing waits for it."""
         self._stopped.set()
         self._items.put(None)
 
@@ -695,7 +696,7 @@ class _Worker(Generic[_Item]):
             except Exception as error:
                 self.failure = error
                 return
-            self._current = item = None  # else a tensor lives until the next one
+            self._current = item = None  # otherwise the tensor lives until the next item
 
     def _do(self, item: _Item) -> None:
         raise NotImplementedError
@@ -705,7 +706,7 @@ class _Worker(Generic[_Item]):
 
 
 class _Reaper(_Worker[tuple[_Letter, "dist.Work"]]):
-    """Keeps what was sent to a rank until it is there."""
+    """Worker that keeps tensors sent to a rank until they have arrived."""
 
     def __init__(self, mail: _Mail) -> None:
         self._mail = mail
@@ -719,12 +720,12 @@ class _Reaper(_Worker[tuple[_Letter, "dist.Work"]]):
 
 
 class _Sender(_Worker[_Letter]):
-    """Delivers messages to a rank as late as a slow way would."""
+    """Worker that delivers messages to a rank with the delay of a slow link."""
 
     def __init__(self, mail: _Mail, throttle: Throttle, reaper: _Reaper) -> None:
         self._mail, self._throttle, self._reaper = mail, throttle, reaper
-        self._free = -math.inf  # when the way is free, seconds of time.perf_counter
-        self._occupied = 0.0  # by messages that were put, seconds
+        self._free = -math.inf  # time.perf_counter() at which the link is free
+        self._occupied = 0.0  # seconds that the messages put so far occupy the link
         super().__init__()
 
     def put(self, item: _Letter) -> None:
@@ -732,7 +733,7 @@ class _Sender(_Worker[_Letter]):
         super().put(item)
 
     def seconds_left(self) -> float:
-        """No less than what remains to be slept."""
+        """Return an upper bound of the remaining delay in seconds."""
         return self._occupied + self._throttle.latency_s
 
     def _do(self, item: _Letter) -> None:
@@ -747,7 +748,7 @@ class _Sender(_Worker[_Letter]):
 
 
 class _Forward:
-    """A stage's forward of one microbatch: its input and, of the last stage the loss, its output with their graph."""
+    """Forward of one microbatch in a stage: its input and its output (the loss in the last stage), with their graph."""
 
     output: Tensor
 
@@ -755,7 +756,7 @@ class _Forward:
         self.input = given
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """Add the weights' gradients to them; the input's, where it requires one."""
+        """Add the gradients of the weights; return that of the input if it requires one."""
         if self.output.requires_grad:
             torch.autograd.backward(self.output, gradient)
         if not self.input.requires_grad:
@@ -767,13 +768,13 @@ class _Forward:
 
 
 class _Split(NamedTuple):
-    """What is left of a backward after its input's gradient.
+    """Remainder of a backward after the gradient of its input.
 
     Attributes:
-        output: Of the forward.
-        gradient: Of the output; None for that of a loss.
-        from_output: Weights whose gradients are computed from the output; None for all.
-        joints: For the other weights, where they join the trunk: edges, gradients that reached them, weights.
+        output: Output of the forward.
+        gradient: Gradient of the output; None if the output is a loss.
+        from_output: Weights whose gradients are computed from the output; None for all weights.
+        joints: Places where the other weights join the trunk: edges, gradients that reached them, and weights.
     """
 
     output: Tensor
@@ -782,7 +783,7 @@ class _Split(NamedTuple):
     joints: Sequence[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = ()
 
     def weights(self) -> None:
-        """Add the weights' gradients to them."""
+        """Add the gradients of the weights."""
         if not self.output.requires_grad:
             return
         if self.from_output is None:
@@ -795,13 +796,13 @@ class _Split(NamedTuple):
 
 
 def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor | None]:
-    """The first part of a backward in two: the input's gradient, where it requires one, and what the second needs.
+    """Run the first half of a split backward: return what the second half needs, and the input's gradient or None.
 
-    The trunk of the graph are the nodes between output and input. A weight joins it at some node, as a linear layer's
-    does at its product, and the gradient that reaches this node is all that the weight's own needs. So the first part
-    goes down the trunk and keeps what reaches those nodes, and the second takes each of them to its weights and no
-    further. A weight that joins in several places would lead from one along the trunk to the other: those weights go
-    from the output again.
+    The trunk of the graph consists of the nodes between output and input. A weight joins it at some node (the weight of
+    a linear layer at its product), and the gradient that reaches this node is all that the weight's gradient needs. So
+    the first half goes down the trunk and keeps the gradients that reach those nodes, and the second half goes from
+    each of them to its weights. From a weight that joins in several places, a path would lead along the trunk from one
+    place to another, so the gradients of such weights are computed from the output again.
     """
     given, output = forward.input, forward.output
     if not given.requires_grad:
@@ -815,7 +816,7 @@ def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor |
     shared = [weight for weight, count in times.items() if count > 1]
     single = [(edges, [weight for weight in weights if times[weight] == 1]) for edges, weights in joints]
     single = [(edges, weights) for edges, weights in single if weights]
-    # an input is an edge as well: the call takes tensors or edges, not both
+    # the input is passed as an edge because the call takes either tensors or edges
     wanted = [get_gradient_edge(given), *(edge for edges, _ in single for edge in edges)]
     seed = None if gradient is None else [gradient]
     found = torch.autograd.grad([output], wanted, seed, retain_graph=True, allow_unused=True)
@@ -829,16 +830,16 @@ def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor |
 
 
 def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
-    """Where weights join the trunk of a graph: the edges into each such node, and the weights beside the trunk there.
+    """Return the nodes at which weights join the trunk: the edges into each node, and the weights that join there.
 
     Args:
-        root: Of the output.
-        end: The node of the input.
+        root: Edge of the output.
+        end: Node of the input.
 
     Returns:
-        From input to output; None if no path leads from output to input.
+        Joints ordered from input to output; None if no path leads from output to input.
     """
-    below: list[Node] = []  # every node after those that it leads to
+    below: list[Node] = []  # each node comes after the nodes that it leads to
     entries: dict[Node, dict[int, None]] = {root.node: {root.output_nr: None}}
     stack: list[tuple[Node, bool]] = [(root.node, False)]
     seen: set[Node] = set()
@@ -856,7 +857,7 @@ def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], lis
                 entries.setdefault(child, {})[number] = None
                 stack.append((child, False))
     trunk: set[Node] = set()
-    weights: dict[Node, dict[Tensor, None]] = {}  # of nodes beside the trunk; dicts keep the order
+    weights: dict[Node, dict[Tensor, None]] = {}  # weights of nodes beside the trunk; dicts keep the order
     joints: list[tuple[list[GradientEdge], list[Tensor]]] = []
     for node in below:
         children = [child for child, _ in node.next_functions if child is not None]
@@ -873,5 +874,4 @@ def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], lis
 
 
 def _accumulate(tensor: Tensor, gradient: Tensor) -> None:
-    """Add to a tensor's gradient."""
     tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient

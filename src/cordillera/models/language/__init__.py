@@ -1,1 +1,1 @@
-"""Language models: what is computed, and the files that hold their weights."""
+"""Language models, and the files that hold their weights."""

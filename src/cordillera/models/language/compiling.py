@@ -1,8 +1,8 @@
-"""Blocks of a Llama compiled by ``torch.compile``, one graph for all of them and for any number of tokens.
+"""Compilation of a Llama's blocks by ``torch.compile``, with one graph for all blocks and any number of tokens.
 
-Attention's core, which reads where documents begin, and what ranks send one another stay outside: a graph ends before
-them and another begins after them. Blocks have the same code and give their weights as inputs, so the first block's
-graphs serve all of a process.
+Attention's core, which reads where documents begin, and communication are excluded: a graph ends before them and
+another begins after them. Blocks have the same code and pass their weights as inputs, so the first block's graphs serve
+all blocks of a process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cordillera.models.language.stages import LlamaStage
 
 
 def check_compiler(device_type: str) -> None:
-    """Refuse to compile where it would fail later.
+    """Check that a compiler is available, which would otherwise fail later.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
@@ -53,8 +53,8 @@ def compile_blocks(stage: LlamaStage, ranks: TensorRanks | None = None) -> None:
     """Compile each block's forward, and with it its backward, when it is first called.
 
     Args:
-        stage: Changed; its matrices are cut already, its weights not yet sharded.
-        ranks: Over which its matrices are cut; changed. None where they are whole.
+        stage: Stage to change; its matrices are already split, its weights not yet sharded.
+        ranks: Ranks over which its matrices are split, which are changed; None if they are whole.
     """
     if ranks is not None:
         ranks.enter = torch.compiler.disable(ranks.enter)  # type: ignore[method-assign]
@@ -65,7 +65,7 @@ def compile_blocks(stage: LlamaStage, ranks: TensorRanks | None = None) -> None:
 
 
 class _Outside:
-    """An attention core that is called from compiled code and not looked into."""
+    """Attention core that is called from compiled code but not compiled."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -76,7 +76,7 @@ class _Outside:
 
 
 class _Compiled:
-    """A block's forward; of no token or one it is not compiled, as torch would make a graph of its own for each."""
+    """Forward of a block; not compiled for zero or one token, as torch would create a separate graph for each."""
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._plain, self._compiled = forward, torch.compile(forward, dynamic=True)

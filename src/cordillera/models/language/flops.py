@@ -1,9 +1,9 @@
-"""Floating-point operations that training a Llama truly takes, and the most that a device could do.
+"""Floating-point operations of training a Llama, and the peak rate of a device.
 
-A multiply-add is two operations; a backward pass takes twice those of its forward; what is computed again to save
-memory is not counted. Only matrix products count: lookups, norms, rotations and softmax do not. A token attends to
-those before it in its document and to itself, so a document of ``d`` tokens has ``d (d + 1) / 2`` pairs, whatever it is
-packed with: work on pairs that the mask hides is none.
+A multiply-add is two operations; a backward pass takes twice those of its forward; recomputation to save memory is not
+counted. Only matrix products count: lookups, norms, rotations and softmax do not. A token attends to itself and to
+those before it in its document, so a document of ``d`` tokens has ``d (d + 1) / 2`` pairs, however it is packed; masked
+pairs do not count.
 
 Source: Chowdhery et al. 2022 (PaLM), appendix B, which counts all ``d**2`` pairs.
 """
@@ -19,9 +19,9 @@ from cordillera import topology
 from cordillera.kernels.products import measure
 from cordillera.models.language.llama import LlamaConfig
 
-_MATRIX = 1024  # rows of the factors that a peak is measured with
+_MATRIX = 1024  # rows of the factors with which a peak is measured
 
-# What drivers call the devices that shipped clusters are made of. An H200 is an H100 with more memory.
+# Drivers' names of the devices of shipped clusters. An H200 is an H100 with more memory.
 _CALLED = {
     "NVIDIA A100-SXM4-80GB": "A100 SXM4 80GB",
     "NVIDIA H100 80GB HBM3": "H100 SXM5 80GB",
@@ -30,11 +30,11 @@ _CALLED = {
 
 
 class Peak(NamedTuple):
-    """The most that one device does.
+    """Peak rate of one device.
 
     Attributes:
-        flops_per_s: Operations a second in dense matrix products.
-        source: Where the number is from: ``published``, or ``measured`` now on this machine.
+        flops_per_s: Operations per second in dense matrix products.
+        source: Origin of the number: ``published``, or ``measured`` on this machine.
     """
 
     flops_per_s: float
@@ -42,12 +42,12 @@ class Peak(NamedTuple):
 
 
 def flops_per_token(config: LlamaConfig) -> int:
-    """Of forward and backward, without attention's own: 6 for each parameter that multiplies every token.
+    """Return the operations of forward and backward for a token without attention's core: 6 for each such parameter.
 
-    The embedding is looked up and does not count; the head does, tied or not.
+    The embedding is a lookup and does not count; the head does, tied or not.
 
     Args:
-        config: The model's sizes.
+        config: Sizes of the model.
     """
     attention = 2 * config.hidden * config.head_width * (config.heads + config.kv_heads)
     block = attention + 3 * config.hidden * config.ffn
@@ -55,14 +55,14 @@ def flops_per_token(config: LlamaConfig) -> int:
 
 
 def training_flops(config: LlamaConfig, lengths: Iterable[int]) -> int:
-    """Of forward and backward of documents, with attention under their mask.
+    """Return the operations of forward and backward of documents, with attention under their mask.
 
-    Each pair of a query and a key takes ``4 heads head_width`` forward (its score, its part of the sum) and twice that
-    backward, in each layer.
+    Each pair of a query and a key takes ``4 heads head_width`` operations in the forward (its score, its part of the
+    sum) and twice that in the backward, in each layer.
 
     Args:
-        config: The model's sizes.
-        lengths: Of the documents, in tokens.
+        config: Sizes of the model.
+        lengths: Lengths of the documents in tokens.
     """
     tokens = pairs = 0
     for length in lengths:
@@ -72,17 +72,17 @@ def training_flops(config: LlamaConfig, lengths: Iterable[int]) -> int:
 
 
 def peak_flops(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16) -> Peak | None:
-    """The most operations a second that one device does in matrix products.
+    """Return the peak rate of one device in matrix products.
 
-    Of accelerators it is what their maker says, in 16 bits; of CPUs a product of two large matrices is timed with as
-    many threads as this process has now, which is less where other processes compute meanwhile.
+    For accelerators it is the manufacturer's number in 16 bits. For CPUs a product of two large matrices is timed with
+    the current number of threads, which gives less if other processes compute at the same time.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        dtype: Of the factors.
+        dtype: Dtype of the factors.
 
     Returns:
-        None where it is not known: other accelerators, other dtypes.
+        Peak rate; None if unknown, for other accelerators and other dtypes.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -92,7 +92,7 @@ def peak_flops(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bf
 
 
 def _published(name: str, dtype: torch.dtype) -> Peak | None:
-    """Of an accelerator by its driver's name."""
+    """Return the published peak of an accelerator, by its driver's name."""
     if dtype in (torch.bfloat16, torch.float16):
         for cluster in topology.shipped():
             known = topology.load(cluster).device

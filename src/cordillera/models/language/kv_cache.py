@@ -1,4 +1,4 @@
-"""Keys and values of sequences under generation, so that each token is computed once."""
+"""Keys and values of sequences during generation, so that each token is computed once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from cordillera.models.language.llama import Core, LlamaConfig
 
 
 class KVCache:
-    """Room for ``B`` sequences of up to ``capacity`` tokens, taken at once; sequences may differ in length.
+    """Cache for ``B`` sequences of up to ``capacity`` tokens, allocated at once; sequences may differ in length.
 
-    One call of the model with the cache adds any number of tokens to each sequence: the whole prompt, one token, a
-    few drafted ones, or none (an empty document).
+    One call of the model with the cache adds any number of tokens to each sequence: the whole prompt, one token, a few
+    drafted ones, or none (an empty document).
 
     Args:
-        config: The model's.
-        sequences: ``B``.
-        capacity: Tokens of the longest sequence.
-        dtype: Of the model's activations.
-        device: The model's.
+        config: Configuration of the model.
+        sequences: Number ``B`` of sequences.
+        capacity: Maximum number of tokens of a sequence.
+        dtype: Dtype of the model's activations.
+        device: Device of the model.
 
     Attributes:
-        lengths: Tokens in each sequence.
-        keys: One ``[B, kv_heads, capacity, D]`` a layer.
-        values: As ``keys``.
+        lengths: Number of tokens in each sequence.
+        keys: Keys of each layer, ``[B, kv_heads, capacity, D]``.
+        values: Values of each layer, of the same shape.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class KVCache:
         """Prepare for adding document ``b`` of a row of tokens to sequence ``b``.
 
         Args:
-            offsets: ``int64 [B + 1]``, where documents begin in the row, and ``T``.
+            offsets: Offsets at which documents begin in the row, followed by ``T``, ``int64 [B + 1]``.
 
         Raises:
-            DataError: the number of documents is not that of sequences, or a sequence would pass the capacity.
+            DataError: If the number of documents is not that of sequences, or a sequence would exceed the capacity.
         """
         bounds = offsets.tolist()
         added = [b - a for a, b in pairwise(bounds)]
@@ -70,13 +70,13 @@ class KVCache:
         return Extension(self, bounds, totals)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget the ends of sequences, such as drafted tokens that were refused.
+        """Drop the ends of sequences, such as rejected draft tokens.
 
         Args:
-            lengths: Tokens to keep of each sequence.
+            lengths: Number of tokens to keep of each sequence.
 
         Raises:
-            DataError: a sequence does not hold as many.
+            DataError: If a sequence holds fewer tokens.
         """
         if len(lengths) != len(self.lengths) or any(
             not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)
@@ -86,17 +86,17 @@ class KVCache:
 
 
 class Extension:
-    """One addition to a cache: layers store and attend through :meth:`core`, and :meth:`commit` makes it count.
+    """One addition to a cache: layers store and attend through :meth:`core`, and :meth:`commit` makes it permanent.
 
-    Until then the cache is as it was, so a call that fails half-way can be repeated.
+    Until then the cache does not change, so a call that fails can be repeated.
 
     Args:
-        cache: What is added to.
-        bounds: Where documents begin in the row of tokens, and ``T``.
-        totals: Tokens of each sequence afterwards.
+        cache: Cache to which tokens are added.
+        bounds: Offsets at which documents begin in the row of tokens, followed by ``T``.
+        totals: Number of tokens of each sequence afterwards.
 
     Attributes:
-        positions: ``int64 [T]``, of each new token in its sequence.
+        positions: Position of each new token in its sequence, ``int64 [T]``.
     """
 
     def __init__(self, cache: KVCache, bounds: list[int], totals: list[int]) -> None:
@@ -105,12 +105,14 @@ class Extension:
         device = cache.keys[0].device
         added = torch.tensor([b - a for a, b in pairwise(bounds)], dtype=torch.int64)
         starts = torch.tensor(bounds[:-1], dtype=torch.int64)
-        shift = torch.tensor(cache.lengths, dtype=torch.int64) - starts  # from the place in the row to the position
+        shift = torch.tensor(cache.lengths, dtype=torch.int64) - starts  # from the index in the row to the position
         self._sequence = torch.arange(len(totals)).repeat_interleave(added).to(device)  # [T]
         self.positions = (torch.arange(bounds[-1]) + shift.repeat_interleave(added)).to(device)
 
     def core(self, layer: int) -> Core:
-        """What takes the place of a layer's attention core: it stores keys and values, then attends to all of them.
+        """Return the function that replaces a layer's attention core.
+
+        It stores the new keys and values, and attends to all keys and values of the sequences.
 
         Args:
             layer: Number of the layer.
@@ -130,15 +132,15 @@ class Extension:
         return attend
 
     def commit(self) -> None:
-        """Count the new tokens as part of their sequences."""
+        """Add the new tokens to their sequences."""
         self._cache.lengths = self._totals
 
 
 def _runs(bounds: list[int], totals: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Neighbouring sequences that add as many tokens and then hold as many, so that one call serves them.
+    """Group neighbouring sequences that add and then hold the same numbers of tokens, so that one call serves them.
 
     Yields:
-        The first sequence, how many, where they start in the row, tokens that each adds, tokens that each holds.
+        First sequence, number of sequences, their start in the row, tokens that each adds, and tokens that each holds.
     """
     first = 0
     for last in range(len(totals)):

@@ -1,11 +1,11 @@
-"""Llama 3: a decoder of pre-normalised blocks, as published and nothing else.
+"""Llama 3: a decoder of pre-normalised blocks.
 
 Source: Grattafiori et al. 2024, section 3.2 and table 3; for what the paper leaves open, the released reference code.
-Notable: root-mean-square norms in 32 bits, rotary positions with base 500,000 (stretched from 3.1 on), grouped-query
-attention, a gated feed-forward net (SwiGLU), no bias anywhere, attention never leaves a document.
+The model has root-mean-square norms in 32 bits, rotary positions with base 500,000 (stretched from 3.1 on),
+grouped-query attention, a gated feed-forward net (SwiGLU) and no biases. Attention never crosses documents.
 
-There is one layout: tokens of all documents lie in one row, ``tokens [T]`` with ``offsets [B + 1]`` that say where
-documents begin. There is no padding. ``T`` below is the number of tokens in the row.
+Tokens of all documents lie in one row, ``tokens [T]``, and ``offsets [B + 1]`` say where documents begin. There is no
+padding. ``T`` below is the number of tokens in the row.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ class CacheStep(Protocol):
     """One addition to a :class:`Cache`.
 
     Attributes:
-        positions: ``int64 [T]``, of each new token in its sequence.
+        positions: Position of each new token in its sequence, ``int64 [T]``.
     """
 
     positions: Tensor
 
     def core(self, layer: int) -> Core:
-        """What takes the place of the core of a layer, by its number ``layer``."""
+        """Return the function that replaces the attention core of the layer with number ``layer``."""
 
     def commit(self) -> None:
-        """Make it count."""
+        """Make the addition permanent."""
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, in one place or many."""
+    """Keys and values of earlier tokens."""
 
     def extend(self, offsets: Tensor) -> CacheStep:
         """Prepare for new tokens whose documents begin at ``offsets``, ``int64 [B + 1]``."""
 
 
 class RopeScaling(BaseModel):
-    """Stretched rotary frequencies of Llama 3.1 and later, for contexts longer than those of early training.
+    """Scaling of the rotary frequencies in Llama 3.1 and later, for contexts longer than those of early training.
 
     Attributes:
-        rope_type: The only kind there is; without a ``RopeScaling``, frequencies are as first published.
-        factor: By which the slow frequencies are divided.
-        low_freq_factor: Frequencies with fewer turns than this in ``original_context`` tokens are slow.
-        high_freq_factor: Those with more turns than this are kept; between, the two are blended.
-        original_context: Tokens of a sequence in early training.
+        rope_type: Kind of scaling; ``llama3`` is the only one.
+        factor: Divisor of the slow frequencies.
+        low_freq_factor: Number of turns in ``original_context`` tokens below which a frequency is slow.
+        high_freq_factor: Number of turns above which a frequency is kept; between both numbers, the two are blended.
+        original_context: Length of a sequence in early training, in tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,7 +78,7 @@ class RopeScaling(BaseModel):
 
 
 class LlamaConfig(BaseModel):
-    """Shapes of a Llama; the defaults are those of 8B.
+    """Shapes of a Llama; the defaults are those of the 8B model.
 
     Attributes:
         layers: Number of blocks, at most 1,024.
@@ -86,13 +86,13 @@ class LlamaConfig(BaseModel):
         heads: Number of query heads.
         kv_heads: Number of key and value heads; divides ``heads``.
         head_dim: Width of a head; None for ``hidden / heads``.
-        ffn: Width of the feed-forward net; see :func:`ffn_width` for the rule behind the published ones.
+        ffn: Width of the feed-forward net; :func:`ffn_width` computes the published ones.
         vocabulary: Number of tokens in the vocabulary.
         context: Longest sequence that the model was made for, in tokens.
-        tied: Whether the output head shares the embedding's weights, as in 3.2 and in small models.
+        tied: Whether the output head shares the embedding's weights, as in Llama 3.2 and in small models.
         norm_eps: Constant added to the mean square in RMSNorm.
         rope_theta: Base of the rotary frequencies.
-        rope_scaling: None for frequencies as in 3.0.
+        rope_scaling: Scaling of the rotary frequencies; None for none, as in Llama 3.0.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,12 +128,12 @@ class LlamaConfig(BaseModel):
 
 
 def ffn_width(hidden: int, multiplier: float | None = None, multiple_of: int = 256) -> int:
-    """The rule behind the published widths: two thirds of ``4 hidden``, times a factor, rounded up.
+    """Return the published width of a feed-forward net: two thirds of ``4 hidden``, times a factor, rounded up.
 
     Args:
         hidden: Width of the residual stream.
-        multiplier: ``ffn_dim_multiplier``: 1.3 for 8B and 70B, 1.2 for 405B; None for 1.
-        multiple_of: 1024 for 8B, 4096 for 70B and 405B.
+        multiplier: Factor ``ffn_dim_multiplier``: 1.3 for 8B and 70B, 1.2 for 405B; None for 1.
+        multiple_of: Divisor of the width: 1024 for 8B, 4096 for 70B and 405B.
     """
     width = int(2 * 4 * hidden / 3)
     if multiplier is not None:
@@ -142,7 +142,7 @@ def ffn_width(hidden: int, multiplier: float | None = None, multiple_of: int = 2
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """Parameters of a model with this ``config``; a tied head counts once."""
+    """Return the number of parameters of a model with this ``config``; a tied head counts once."""
     width = config.head_width
     attention = 2 * config.hidden * width * (config.heads + config.kv_heads)
     block = attention + 3 * config.hidden * config.ffn + 2 * config.hidden
@@ -176,14 +176,14 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = None) -> Tensor:
-    """Radians that each pair of a head's numbers turns by from one position to the next.
+    """Return the angle in radians by which each pair of a head's numbers turns from one position to the next.
 
     Args:
-        config: Names base and scaling.
+        config: Configuration with the base and the scaling.
         device: Device of the result.
 
     Returns:
-        ``float32 [D / 2]``.
+        Frequencies, ``float32 [D / 2]``.
     """
     width = config.head_width
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
@@ -200,28 +200,28 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = No
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles at ``positions``.
+    """Return cosines and sines of the angles at ``positions``.
 
     Args:
-        config: Names base and scaling.
-        positions: ``int64 [T]``.
+        config: Configuration with the base and the scaling.
+        positions: Positions, ``int64 [T]``.
 
     Returns:
-        Two ``float32 [T, D / 2]``.
+        Cosines and sines, each ``float32 [T, D / 2]``.
     """
     angles = positions.float()[:, None] * rope_frequencies(config, positions.device)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn queries or keys to their positions; number ``j`` of a head is paired with number ``j + D / 2``.
+    """Rotate queries or keys to their positions; number ``j`` of a head is paired with number ``j + D / 2``.
 
     Args:
-        x: ``[T, heads, D]``.
-        table: From :func:`rope_table`.
+        x: Queries or keys, ``[T, heads, D]``.
+        table: Cosines and sines from :func:`rope_table`.
 
     Returns:
-        ``[T, heads, D]``, in the dtype of ``x``.
+        Rotated queries or keys, ``[T, heads, D]``, in the dtype of ``x``.
     """
     cos, sin = (part[:, None] for part in table)  # [T, 1, D / 2]; stays in 32 bits beside 16-bit heads
     first, second = x.chunk(2, dim=-1)
@@ -233,7 +233,7 @@ class RMSNorm(nn.Module):
 
     Args:
         width: Width of the last dimension.
-        eps: Added to the mean square.
+        eps: Constant added to the mean square.
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -250,12 +250,11 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     Args:
-        config: The model's.
+        config: Configuration of the model.
 
     Attributes:
-        core: What happens between queries, keys, values and the output projection: a callable
-            ``(q [T, H, D], k [T, G, D], v [T, G, D], offsets [B + 1]) -> [T, H, D]``. Replaced from outside where
-            documents are spread over devices.
+        core: Function between queries, keys, values and the output projection: ``(q [T, H, D], k [T, G, D], v [T, G,
+            D], offsets [B + 1]) -> [T, H, D]``. Context parallelism replaces it.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -268,7 +267,7 @@ class Attention(nn.Module):
         self.core: Core = document_attention
 
     def forward(self, x: Tensor, offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> Tensor:
-        # The number of heads is left open: devices that share a layer hold some of them.
+        # The number of heads is inferred, as each device of a shared layer holds only some of them.
         q = self.query(x).unflatten(-1, (-1, self.head_width))  # [T, H, D]
         k = self.key(x).unflatten(-1, (-1, self.head_width))  # [T, G, D]
         v = self.value(x).unflatten(-1, (-1, self.head_width))  # [T, G, D]
@@ -281,7 +280,7 @@ class FeedForward(nn.Module):
 
     Args:
         hidden: Width of input and output.
-        ffn: Width between.
+        ffn: Width of the hidden layer.
     """
 
     def __init__(self, hidden: int, ffn: int) -> None:
@@ -295,10 +294,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward net; each reads a norm of the residual stream and adds to it.
+    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it.
 
     Args:
-        config: The model's.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -314,19 +313,20 @@ class Block(nn.Module):
 
 
 def _make_embedding(config: LlamaConfig) -> nn.Embedding:
-    """Create an embedding; on the meta device no values are drawn, as that would import torch's compiler."""
+    """Create an embedding. On the meta device no values are drawn, as that would import torch's compiler."""
     weight = torch.empty(config.vocabulary, config.hidden)
     return nn.Embedding.from_pretrained(weight if weight.is_meta else weight.normal_(), freeze=False)
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, norm, head.
+    """Llama 3: embedding, blocks, norm, head.
 
-    Weights are those of torch's layers until :meth:`init_weights` is called or a checkpoint is loaded. Made under
-    ``torch.device("meta")``, the model takes no memory until ``to_empty``; nothing but parameters needs restoring then.
+    Weights have the default initialization of torch's layers until :meth:`init_weights` is called or a checkpoint is
+    loaded. A model created under ``torch.device("meta")`` takes no memory until ``to_empty``; only its parameters need
+    restoring then.
 
     Args:
-        config: Shapes.
+        config: Shapes of the model.
     """
 
     Config = LlamaConfig
@@ -342,30 +342,30 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """Logits of the token that follows each token.
+        """Compute logits of the token that follows each token.
 
         Args:
-            tokens: ``int64 [T]``, below ``config.vocabulary``.
-            offsets: ``int64 [B + 1]``, where documents begin, and ``T``; a document may be empty.
-            positions: ``int64 [T]``, of each token in its document; None to count from 0 (with a cache, from where the
-                cached sequence ends).
-            cache: With one, document ``b`` continues the cached sequence ``b``, and is added to it.
+            tokens: Tokens, ``int64 [T]``, below ``config.vocabulary``.
+            offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``; a document may be empty.
+            positions: Position of each token in its document, ``int64 [T]``; None to count from 0 (with a cache, from
+                the end of the cached sequence).
+            cache: Cache of earlier tokens; document ``b`` continues the cached sequence ``b`` and is added to it.
 
         Returns:
-            ``[T, vocabulary]``, in the dtype of the weights.
+            Logits ``[T, vocabulary]``, in the dtype of the weights.
         """
         return self.logits(self.hidden(tokens, offsets, positions, cache))
 
     def hidden(
         self, tokens: Tensor, offsets: Tensor, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """What the head reads, ``[T, hidden]``, for those who need few logits, or all of them but not at once.
+        """Compute the input of the head, ``[T, hidden]``, for callers that need few logits or compute them in parts.
 
         Args:
-            tokens: As in :meth:`forward`.
-            offsets: As in :meth:`forward`.
-            positions: As in :meth:`forward`.
-            cache: As in :meth:`forward`.
+            tokens: Tokens, ``int64 [T]``.
+            offsets: Offsets at which documents begin, as in :meth:`forward`.
+            positions: Position of each token in its document, or None, as in :meth:`forward`.
+            cache: Cache of earlier tokens, or None, as in :meth:`forward`.
         """
         step = None if cache is None else cache.extend(offsets)
         if positions is None:
@@ -379,24 +379,25 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``[n, vocabulary]`` of rows of :meth:`hidden`, ``[n, hidden]``."""
+        """Compute logits ``[n, vocabulary]`` from rows of :meth:`hidden`, ``[n, hidden]``."""
         return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
         """Draw all weights anew.
 
-        The paper is silent. Matrices are normal with deviation 0.02, those that write into the residual stream with
-        ``0.02 / sqrt(2 layers)`` (Radford et al. 2019, section 2.3), so that its variance does not grow with depth.
+        The paper does not describe the initialization. Matrices are normal with standard deviation 0.02. Those that
+        write into the residual stream have ``0.02 / sqrt(2 layers)`` (Radford et al. 2019, section 2.3), so that its
+        variance does not grow with depth.
 
         Args:
-            seed: The same seed gives the same weights, on devices of one kind, whatever dtype they are cast to and
-                however parameters are cut over devices.
+            seed: Seed. The same seed gives the same weights on devices of one kind, whatever dtype they are cast to and
+                however parameters are sharded.
         """
         from torch.distributed.tensor.experimental import implicit_replication
 
         for name, parameter in self.named_parameters():
-            # Drawn whole on each device, which then takes its part: random numbers of parts would differ with the cut.
+            # Each device draws the whole weight and keeps its part, so that the values do not depend on the sharding.
             whole = torch.empty(parameter.shape, device=parameter.device)
             draw_weight(whole, name, self.config, seed)
             with implicit_replication():
@@ -405,29 +406,29 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -> None:
-    """Draw one whole weight anew, as :meth:`Llama.init_weights` does, whatever was drawn before it.
+    """Draw one whole weight anew, as :meth:`Llama.init_weights` does, independently of all other weights.
 
     Args:
-        weight: Weight of the model, ``[out, in]`` or ``[width]``; filled.
+        weight: Weight of the model, ``[out, in]`` or ``[width]``, which is filled.
         name: Name of the parameter in the model.
-        config: The model's.
-        seed: As in :meth:`Llama.init_weights`.
+        config: Configuration of the model.
+        seed: Seed of :meth:`Llama.init_weights`.
     """
     if name.endswith("norm.weight"):
         weight.fill_(1.0)
         return
     residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
     deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
-    # A stream for each weight, so that a device can draw those that it holds and no others. Generators heed 32 bits.
+    # Each weight has its own stream, so that a device draws only the weights that it holds. Generators use 32 bits.
     generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     weight.normal_(0.0, deviation, generator=generator)
 
 
 def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Positions that count from 0 in every document, ``int64 [T]``.
+    """Return positions that count from 0 in every document, ``int64 [T]``.
 
     Args:
-        offsets: ``[B + 1]``, where documents begin, and ``T``.
+        offsets: Offsets at which documents begin, followed by ``T``, ``[B + 1]``.
         device: Device of the result; None for that of ``offsets``.
     """
     starts = offsets[:-1].repeat_interleave(offsets[1:] - offsets[:-1])

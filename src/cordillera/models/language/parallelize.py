@@ -1,10 +1,10 @@
-"""A stage of a Llama over many processes, applied from outside: the model does not know of it.
+"""Parallelism of a Llama stage over many processes, applied from outside without changes to the model.
 
-The order matters: matrices are cut first, then blocks are compiled as they are cut, then recomputation is put around
-whole blocks, then weights are sharded, so that a block's weights are gathered once for both its forwards. What cuts a
-sequence is given with each microbatch.
+The order matters. Matrices are split first; then the split blocks are compiled; then whole blocks are wrapped for
+recomputation; then weights are sharded, so that a block's weights are gathered once for both of its forwards. The split
+of a sequence is given with each microbatch.
 
-Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for how matrices are cut;
+Source: Grattafiori et al. 2024, section 3.3.2; Shoeybi et al. 2019 (Megatron-LM), section 3, for the split of matrices;
 Korthikanti et al. 2022, section 4.2.2, for activations between them; Zhao et al. 2023 (FSDP), sections 3 and 4.4.
 """
 
@@ -37,14 +37,14 @@ from cordillera.numerics.formats.precision import Precision, compute_dtype
 
 
 def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
-    """Refuse a cut that the model's sizes do not allow.
+    """Check that a model's sizes can be split over a mesh.
 
     Args:
-        model: Its sizes.
-        parallel: The cut.
+        model: Sizes of the model.
+        parallel: Sizes of the mesh.
 
     Raises:
-        PlanError: Names everything that does not fit.
+        PlanError: If a size does not fit; the message names all of them.
     """
     wrong = [
         f"{name} ({getattr(model, name)}) is not divisible by tensor ({parallel.tensor})"
@@ -66,16 +66,16 @@ def parallelize(
     ledger: Ledger | None = None,
     compiles: bool = False,
 ) -> None:
-    """Cut a stage over the processes of a mesh. Its weights are not filled.
+    """Split a stage over the processes of a mesh, in place; its weights are allocated but not filled.
 
-    Weights stay in 32 bits, and gradients are added up in them over all ranks, without being divided.
+    Weights stay in 32 bits, and their gradients are summed over all ranks without division.
 
     Args:
-        stage: On the meta device; changed.
-        mesh: Of all processes.
-        precision: In which blocks compute.
-        ledger: Gets the traffic of weights and of cut matrices; None for none.
-        compiles: Whether blocks are compiled, apart from attention's core and what ranks send one another.
+        stage: Stage on the meta device, which is changed.
+        mesh: Mesh of all processes.
+        precision: Precision in which blocks compute.
+        ledger: Ledger that counts the traffic of weights and of split matrices; None to count nothing.
+        compiles: Whether blocks are compiled, except attention's core and communication.
     """
     parallel = mesh.config
     ranks = None
@@ -97,7 +97,7 @@ def parallelize(
     fully_shard(stage, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            # losses are divided by the tokens of the whole iteration already
+            # losses are already divided by the tokens of the whole iteration
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if ledger is not None:
@@ -106,14 +106,14 @@ def parallelize(
 
 
 def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
-    """Say before a stage's backward whether gradients are reduced over ranks after it.
+    """Set, before a stage's backward, whether gradients are reduced over ranks after it.
 
-    Until then they stay whole on each rank and are added up there: one reduction for all microbatches.
+    Until then each rank accumulates whole gradients, so that there is one reduction for all microbatches.
 
     Args:
-        stage: Parallelised.
-        is_last: Whether it is the last backward of a step.
-        reshards: Whether weights are freed after a backward that is not.
+        stage: Parallelized stage.
+        is_last: Whether the backward is the last one of a step.
+        reshards: Whether weights are freed after a backward that is not the last.
     """
     assert isinstance(stage, FSDPModule)
     stage.set_requires_gradient_sync(is_last)
@@ -122,10 +122,10 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
 
 
 def free_weights(stage: LlamaStage) -> None:
-    """Let each rank have its part of the weights alone, as a backward does and a forward without one does not.
+    """Free the gathered weights, so that each rank holds only its part; needed after a forward without a backward.
 
     Args:
-        stage: Parallelised.
+        stage: Parallelized stage.
     """
     for module in stage.modules():
         if isinstance(module, FSDPModule):
@@ -133,7 +133,7 @@ def free_weights(stage: LlamaStage) -> None:
 
 
 def _recompute(module: nn.Module) -> None:
-    """Keep of a forward what it is given, and compute it again in the backward."""
+    """Wrap a module so that only its inputs are stored in the forward, and the backward recomputes it."""
     inner = module.forward
 
     def forward(*given: Any) -> Any:
@@ -143,7 +143,7 @@ def _recompute(module: nn.Module) -> None:
 
 
 def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
-    """Each half of a block has matrices cut by outputs, then one by inputs, and needs one sum."""
+    """Split each half of a block, first matrices by outputs and then one by inputs, so that it needs one sum."""
 
     def tokens(offsets: Tensor, table: tuple[Tensor, Tensor], core: Core | None = None) -> int:
         return len(table[0])
@@ -166,12 +166,12 @@ def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
 
 
 def reduce_now(stage: LlamaStage) -> None:
-    """Reduce over ranks what split backwards left on each: they go around what would reduce it after them.
+    """Reduce over ranks the gradients that split backwards left, as these bypass the hooks that would reduce them.
 
-    It is done by the whole backward of a token that predicts nothing, to which it belongs.
+    The reduction is a part of a whole backward, so this runs one for a token that predicts nothing.
 
     Args:
-        stage: Parallelised; every rank that shares its weights calls it.
+        stage: Parallelized stage; every rank that shares its weights must call this.
     """
     reduce_after(stage, True, True)
     weight = next(stage.parameters())

@@ -1,4 +1,4 @@
-"""Attention's core by matrix products that stand alone, so that each can be rounded from outside."""
+"""Attention's core as separate matrix products, so that each can be rounded from outside."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from torch import Tensor
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Causal attention within documents, one document at a time; takes the place of an attention's core.
+    """Compute causal attention within documents, one document at a time, in place of an attention's core.
 
-    Products of one head of queries with another's keys are not made; those with later keys are, and left out.
+    Products of one query head with another's keys are not computed; those with later keys are, and are masked.
 
     Args:
-        q: ``[T, H, D]``.
-        k: ``[T, G, D]``, where ``G`` divides ``H``.
-        v: ``[T, G, D]``.
-        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
-
-    Returns:
-        ``[T, H, D]``.
+        q: Queries, ``[T, H, D]``.
+        k: Keys, ``[T, G, D]``, where ``G`` divides ``H``.
+        v: Values, ``[T, G, D]``.
+        offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
     """
     heads, width = q.shape[1:]
     groups = k.shape[1]

@@ -1,8 +1,8 @@
-"""A Llama cut into stages, each of which computes some of its blocks and hands the residual stream on.
+"""Stages of a Llama, each of which computes some of its blocks and passes the residual stream on.
 
-The first stage holds the embedding, the last the norm and the head, and computes the loss. Weights keep the names that
-they have in the whole model. A tied head is the embedding: where first and last stage are two, each holds a copy, and
-the copies' gradients are added up by whoever trains them.
+The first stage holds the embedding; the last holds the norm and the head, and computes the loss. Weights keep their
+names in the whole model. A tied head is the embedding: if the first and the last stage are different, each holds a
+copy, and the trainer adds the gradients of the copies.
 
 Source: Grattafiori et al. 2024, section 3.3.2.
 """
@@ -31,33 +31,35 @@ from cordillera.models.language.llama import (
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:
-    """Which blocks each stage holds: as equally many as can be, fewer at the ends, which hold more beside them.
+    """Return the blocks of each stage, as equal in number as possible.
+
+    Stages at the ends, which also hold the embedding or the head, get fewer.
 
     Args:
-        layers: Blocks of the model.
-        stages: At most as many.
+        layers: Number of blocks of the model.
+        stages: Number of stages; at most ``layers``.
     """
     even, left = divmod(layers, stages)
-    # stages from the middle outwards, the last one last of all: it has the head
+    # stages from the middle outwards; the last stage comes last, as it has the head
     outwards = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))
     sizes = [even + (stage in outwards[:left]) for stage in range(stages)]
     return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]
 
 
 class LlamaStage(nn.Module):
-    """Consecutive blocks of a Llama, with what comes before the first and after the last.
+    """Consecutive blocks of a Llama, with the embedding in the first stage, and norm and head in the last.
 
     Args:
-        model: Whose modules it takes; made under ``torch.device("meta")``, it takes no memory.
-        stage: Which one, from 0.
-        stages: How many there are.
+        model: Model whose modules the stage uses; created under ``torch.device("meta")``, it takes no memory.
+        stage: Number of the stage, from 0.
+        stages: Number of stages.
 
     Attributes:
-        config: The model's.
-        is_first: Whether it reads tokens.
-        is_last: Whether it gives the loss.
-        vocabulary_links: To the ranks over which the head is cut; None where it is whole.
-        loss_rows: Of whose logits as many exist at a time.
+        config: Configuration of the model.
+        is_first: Whether the stage reads tokens.
+        is_last: Whether the stage computes the loss.
+        vocabulary_links: Collectives between the ranks over which the head is split; None if it is whole.
+        loss_rows: Number of rows whose logits exist at a time.
     """
 
     def __init__(self, model: Llama, stage: int = 0, stages: int = 1) -> None:
@@ -77,30 +79,30 @@ class LlamaStage(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """In order."""
+        """Blocks of the stage, in order."""
         return list(self.layers.values())  # type: ignore[arg-type]
 
     @property
     def head_weight(self) -> Tensor:
-        """Of the last stage: ``[vocabulary, hidden]``."""
+        """Weight of the head in the last stage, ``[vocabulary, hidden]``."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
         self, x: Tensor, offsets: Tensor, positions: Tensor | None, labels: Tensor, core: Core | None = None
     ) -> Tensor:
-        """The residual stream, or of the last stage the sum of the losses.
+        """Compute the residual stream or, in the last stage, the sum of the losses.
 
         Args:
-            x: Tokens ``int64 [T]`` for the first stage, else what the stage before gave, ``[T, hidden]``. Where a
-                sequence is cut over the ranks that share matrices, this rank's rows of it.
-            offsets: ``int64 [B + 1]``, where documents begin.
-            positions: ``int64 [T]``, of each token in its document; None to count from 0.
-            labels: ``int64 [T]``: each token's target, or
-                :data:`~cordillera.distributed.vocabulary_loss.IGNORED`; read by the last stage alone.
-            core: What takes the place of attention's core, where documents are spread over devices.
+            x: Tokens ``int64 [T]`` for the first stage, otherwise the output of the previous stage, ``[T, hidden]``. If
+                a sequence is split over the ranks that share matrices, this rank's rows of it.
+            offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
+            positions: Position of each token in its document, ``int64 [T]``; None to count from 0.
+            labels: Target of each token, ``int64 [T]``, or :data:`~cordillera.distributed.vocabulary_loss.IGNORED`;
+                read only by the last stage.
+            core: Function that replaces attention's core if documents are spread over devices.
 
         Returns:
-            ``[T, hidden]``, or a scalar in 32 bits.
+            Residual stream ``[T, hidden]``, or a scalar in 32 bits.
         """
         if positions is None:
             positions = document_positions(offsets, x.device)
@@ -116,14 +118,14 @@ class LlamaStage(nn.Module):
 
     @torch.no_grad()
     def fill(self, weights: Callable[[str, torch.Size], Tensor]) -> None:
-        """Give every weight its values, whole one after whole one; each device keeps its part.
+        """Set every weight, one at a time as a whole; each device keeps its part.
 
         Args:
-            weights: From a weight's name in the model and its whole shape to its values; called for each weight of this
-                stage.
+            weights: Function from a weight's name in the model and its whole shape to its values; called for each
+                weight of this stage.
 
         Raises:
-            CheckpointError: If the values are of another shape.
+            CheckpointError: If the values have another shape.
         """
         for name, parameter in self.named_parameters():
             whole = weights(name, parameter.shape)
@@ -135,7 +137,7 @@ class LlamaStage(nn.Module):
             mesh = parameter.device_mesh
             assert mesh.mesh_dim_names is not None
             cuts = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
-            for dimension in ("tensor", "fsdp"):  # the matrix is cut first, then what each rank has of it
+            for dimension in ("tensor", "fsdp"):  # the matrix is split first, then each rank's part of it
                 if dimension in cuts and not cuts[dimension].is_replicate():
                     along = cuts[dimension].dim  # type: ignore[attr-defined]
                     parts = whole.chunk(mesh[dimension].size(), along)
@@ -144,10 +146,10 @@ class LlamaStage(nn.Module):
             parameter.to_local().copy_(whole)
 
     def init_weights(self, seed: int = 0) -> None:
-        """Draw all weights anew, as :meth:`~cordillera.models.language.llama.Llama.init_weights` of the whole does.
+        """Draw the weights anew, equal to those of :meth:`~cordillera.models.language.llama.Llama.init_weights`.
 
         Args:
-            seed: The same seed gives the same weights, however the model is cut.
+            seed: Seed. The same seed gives the same weights, however the model is split.
         """
 
         def drawn(name: str, shape: torch.Size) -> Tensor:
@@ -159,13 +161,13 @@ class LlamaStage(nn.Module):
 
 
 def cut_model(config: LlamaConfig, stages: int, held: list[int]) -> dict[int, LlamaStage]:
-    """Stages without memory, to be given it when they have been parallelised.
+    """Create stages without memory, which is allocated when they are parallelized.
 
     Args:
-        config: Of the whole model.
-        stages: How many.
-        held: Which of them are wanted.
+        config: Configuration of the whole model.
+        stages: Number of stages.
+        held: Numbers of the stages to create.
     """
     with torch.device("meta"):
-        # a model each: first and last stage of a tied one must not share what each cuts for itself
+        # one model for each stage, as the first and the last stage of a tied model split the embedding separately
         return {stage: LlamaStage(Llama(config), stage, stages) for stage in held}

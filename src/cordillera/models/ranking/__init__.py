@@ -1,4 +1,4 @@
-"""Ranking models: their registry and the Config that a recipe's ``[model]`` section is."""
+"""Ranking models: their registry, and the configuration in a recipe's ``[model]`` section."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ __all__ = ["MODELS", "ModelConfig", "RankingModel", "build"]
 
 
 def build(config: ModelConfig, features: FeatureSpec, tables: TablesConfig) -> RankingModel:
-    """Make the model that a Config names, freshly initialised from torch's global random state, with its mods.
+    """Create the configured model with its mods, initialised from torch's global random state.
 
-    Weights do not depend on the mods: what models with and without them share begins with the same numbers.
+    Weights do not depend on the mods: the parameters that models with and without them share start with the same
+    values.
 
     Args:
-        config: Any model's Config; its ``name`` chooses the model.
+        config: Configuration of any model; its ``name`` chooses the model.
         features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
 
     Raises:
-        DataError: ``features`` holds no feature or no task.
-        NumericsError: a mod of the Config finds nothing to change.
+        DataError: If ``features`` holds no feature or no task.
+        NumericsError: If a mod of the configuration finds nothing to change.
     """
     model: RankingModel = MODELS[config.name](config, features, tables)
     model.built = weights_sum(model)

@@ -1,4 +1,4 @@
-"""What all ranking models have in common: tables, a representation, heads."""
+"""Common parts of all ranking models: embedding tables, a representation, heads."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ EmbeddingInit = Annotated[float, Field(gt=0)] | Literal["uniform_by_rows"]
 
 
 class RankingConfig(BaseModel):
-    """Base of every model's Config: fixed once made, unknown keys refused."""
+    """Base class of every model's configuration: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class DeepConfig(RankingConfig):
-    """What the Configs of all models with a trunk and heads share.
+    """Settings that all models with a trunk and heads share.
 
     Attributes:
         embedding_dim: Width ``d`` of every embedding.
         embedding_init: Standard deviation of normally distributed initial embeddings, or ``uniform_by_rows``: uniform
             within ``sqrt(1 / rows of the table)`` of zero.
-        head_mlp: Hidden widths of each task's tower on the shared representation; empty for one linear layer a task.
-        dropout: Probability with which activations of hidden layers are zeroed while training.
-        mods: LoKA's changes for low precision: ``no-bias`` (no biases but the prediction layers'), ``block-norm``
+        head_mlp: Hidden widths of each task's tower on the shared representation; empty for one linear layer for each
+            task.
+        dropout: Probability of zeroing an activation of a hidden layer in training.
+        mods: LoKA's changes for low precision: ``no-bias`` (no biases except the prediction layers'), ``block-norm``
             (root-mean-square norms over blocks, without weights, in place of layer norms), ``hard-swish`` (in place of
             ReLU).
-        norm_block: Features of a block of ``block-norm``; where a width is no multiple the last block is smaller.
+        norm_block: Number of features of a block of ``block-norm``; the last block is smaller if the width is not a
+            multiple.
     """
 
     embedding_dim: int = Field(16, ge=1, le=2**16)
@@ -53,19 +55,20 @@ class DeepConfig(RankingConfig):
 
 
 class RankingModel(nn.Module):
-    """A model that scores samples: embedding tables, a dense part that represents a sample, and heads.
+    """Model that scores samples: embedding tables, a dense part that represents a sample, and heads.
 
     Subclasses set ``tables`` and ``heads`` and define :meth:`represent`. The dense part (:meth:`score`) is a pure
-    function of tensors: this is what is compiled and run under autocast, while tables stay outside.
+    function of tensors, which is compiled and run under autocast, while tables stay outside.
 
     Args:
         features: Names and sizes of the inputs.
 
     Attributes:
-        built: :func:`~cordillera.models.ranking.mods.weights_sum` as ``build`` left it; None if another made the model.
+        built: :func:`~cordillera.models.ranking.mods.weights_sum` of the model as ``build`` created it; None if it was
+            created otherwise.
 
     Raises:
-        DataError: there is no feature, or no task.
+        DataError: If there is no feature, or no task.
     """
 
     tables: EmbeddingTables
@@ -83,35 +86,35 @@ class RankingModel(nn.Module):
         self.features = features
 
     def forward(self, batch: RankingBatch) -> Tensor:
-        """Logits ``[B, tasks]`` of a batch, columns in the order of ``FeatureSpec.tasks``."""
+        """Compute logits ``[B, tasks]`` of a batch, with columns in the order of ``FeatureSpec.tasks``."""
         if self.features.sparse:
             embeddings = self.tables(batch.sparse)
-        else:  # an empty sparse batch does not know how many samples it has
+        else:  # an empty sparse batch does not contain the number of samples
             embeddings = batch.dense.new_zeros(len(batch), 0, self.tables.embedding_dim)
         return self.score(batch.dense, embeddings)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        """The shared representation that all heads read.
+        """Compute the shared representation that all heads read.
 
         Args:
-            dense: ``[B, num_dense]``.
-            embeddings: ``[B, F, d]``, in the order of ``FeatureSpec.sparse``.
+            dense: Dense inputs, ``[B, num_dense]``.
+            embeddings: Embeddings, ``[B, F, d]``, in the order of ``FeatureSpec.sparse``.
 
         Returns:
-            ``[B, r]``.
+            Representation, ``[B, r]``.
         """
         raise NotImplementedError
 
     def score(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits ``[B, tasks]`` of dense inputs ``[B, num_dense]`` and embeddings ``[B, F, d]``."""
+        """Compute logits ``[B, tasks]`` from ``dense`` inputs ``[B, num_dense]`` and ``embeddings`` ``[B, F, d]``."""
         return self.heads(self.represent(dense, embeddings))
 
 
 class DeepModel(RankingModel):
-    """A ranking model whose tables have the width ``embedding_dim`` of its Config.
+    """Ranking model whose tables have the width ``embedding_dim`` of its configuration.
 
     Args:
-        config: The model's Config.
+        config: Configuration of the model.
         features: Names and sizes of the inputs.
         tables: Settings of the embedding tables.
     """
@@ -122,22 +125,22 @@ class DeepModel(RankingModel):
         self.tables = make_tables(features, config.embedding_dim, tables, init=config.embedding_init)
 
     def make_heads(self, inputs: int) -> Heads:
-        """The heads that the Config describes, on a representation of width ``inputs``."""
+        """Create the configured heads for a representation of width ``inputs``."""
         return Heads(self.features.tasks, inputs, self.config.head_mlp, self.config.dropout)
 
 
 class EmbeddingLayer(nn.Module):
-    """The first embeddings ``X_0`` of DHEN and Wukong: those of the dense inputs, then those of the sparse ones.
+    """First embeddings ``X_0`` of DHEN and Wukong: those of the dense inputs, followed by those of the sparse ones.
 
     Args:
-        num_dense: Dense inputs; 0 for none, and then there are no dense embeddings.
-        num_sparse: Embedded features ``F``.
-        embedding_dim: ``d``.
+        num_dense: Number of dense inputs; with 0 there are no dense embeddings.
+        num_sparse: Number ``F`` of embedded features.
+        embedding_dim: Width ``d``.
         hidden: Hidden widths of the MLP over all dense inputs (Zhang et al. 2024, section 3.2).
-        dense_embeddings: Embeddings that this MLP makes.
-        separate: Instead of the MLP give each dense input ``x_j`` an embedding of its own, ``x_j v_j`` with a learned
-            vector ``v_j``.
-        dropout: Dropout of the MLP's hidden layers.
+        dense_embeddings: Number of embeddings that this MLP computes.
+        separate: Whether each dense input ``x_j`` has an embedding of its own, ``x_j v_j`` with a learned vector
+            ``v_j``, instead of the MLP.
+        dropout: Dropout probability of the MLP's hidden layers.
 
     Attributes:
         outputs: Number of embeddings.

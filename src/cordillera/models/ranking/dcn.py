@@ -18,16 +18,16 @@ from cordillera.models.ranking.interactions import MLP, CrossNetwork, Norm
 
 
 class DCNConfig(DeepConfig):
-    """Sizes of the cross network and the MLP.
+    """Settings of the cross network and the MLP.
 
     Attributes:
         structure: ``parallel`` (both read the inputs, heads read both) or ``stacked`` (the MLP reads the crosses).
         cross_layers: Number of crosses; the polynomial degree is one more.
         low_rank: Rank of the crosses' weights; None for full rank.
         mlp: Widths of the MLP's hidden layers.
-        norm: Norm of the MLP's hidden layers; ``batch`` mixes samples while training.
-        dense_vectors: Give each dense input ``x_j`` a learned vector ``v_j`` and read ``x_j v_j``, as FuxiCTR does, in
-            place of ``x_j`` itself.
+        norm: Norm of the MLP's hidden layers; ``batch`` mixes samples in training.
+        dense_vectors: Whether to replace each dense input ``x_j`` by ``x_j v_j`` with a learned vector ``v_j``, as in
+            FuxiCTR.
     """
 
     name: Literal["dcn"] = "dcn"
@@ -40,7 +40,7 @@ class DCNConfig(DeepConfig):
 
 
 class DCN(DeepModel):
-    """Cross network and MLP over the dense inputs and the flattened embeddings.
+    """DCN-V2: cross network and MLP over the dense inputs and the flattened embeddings.
 
     Args:
         config: Sizes.

@@ -30,24 +30,25 @@ ModuleName = Literal["linear", "dot", "attention", "cross", "convolution", "mlp"
 
 
 class DHENConfig(DeepConfig):
-    """What DHEN's layers are made of.
+    """Settings of DHEN's layers.
 
     Attributes:
-        layers: Number of ensembles on top of each other; 0 leaves the embedding layer and the top MLP.
+        layers: Number of stacked ensembles; with 0 only the embedding layer and the top MLP remain.
         modules: Members of every layer's ensemble: ``linear`` (combinations of embeddings), ``dot`` (pairwise dot
             products, then an MLP: the paper's AdvancedDLRM), ``attention`` (a transformer encoder layer), ``cross``
             (DCN), ``convolution`` (over the plane of embeddings), ``mlp`` (over the flattened embeddings), ``fm``
-            (Wukong's factorisation machine block). The same name twice gives two modules with weights of their own.
-        embeddings: ``l``, embeddings that each module makes.
-        ensemble: ``concat`` (``l`` embeddings from each module), ``sum``, or ``weighted_sum`` (learned weights).
+            (Wukong's factorisation machine block). A repeated name gives modules with separate weights.
+        embeddings: Number ``l`` of embeddings that each module computes.
+        ensemble: Combination of the modules: ``concat`` (``l`` embeddings from each), ``sum``, or ``weighted_sum``
+            (learned weights).
         module_mlp: Hidden widths of the MLPs of ``dot``, ``mlp`` and ``fm``.
-        attention_heads: Of ``attention``; must divide ``embedding_dim``.
-        attention_feed_forward: Hidden width of its feed-forward net.
-        convolution_channels: Of ``convolution``.
-        rank: ``k`` of ``fm``.
+        attention_heads: Number of heads of ``attention``; must divide ``embedding_dim``.
+        attention_feed_forward: Hidden width of the feed-forward net of ``attention``.
+        convolution_channels: Number of channels of ``convolution``.
+        rank: Rank ``k`` of ``fm``.
         top_mlp: Widths of the MLP over the last layer's embeddings.
-        dense_mlp: Hidden widths of the MLP that turns the dense inputs into embeddings.
-        dense_embeddings: How many embeddings it makes.
+        dense_mlp: Hidden widths of the MLP that maps the dense inputs to embeddings.
+        dense_embeddings: Number of embeddings that this MLP computes.
     """
 
     name: Literal["dhen"] = "dhen"
@@ -74,7 +75,7 @@ class DHENConfig(DeepConfig):
 
 
 def _make_module(name: ModuleName, config: DHENConfig, rows: int) -> nn.Module:
-    """A module ``[B, rows, d] -> [B, l, d]``."""
+    """Create a module ``[B, rows, d] -> [B, l, d]``."""
     d, outputs = config.embedding_dim, config.embeddings
     if name == "linear":
         return LinearCompression(rows, outputs)
@@ -105,15 +106,15 @@ def _make_module(name: ModuleName, config: DHENConfig, rows: int) -> nn.Module:
 class DHENLayer(nn.Module):
     """``LN(ensemble of module_i(X) + shortcut(X))``: ``[B, m, d] -> [B, outputs, d]``.
 
-    The shortcut is the identity where the counts agree, else a linear map over the embeddings; the norm is over ``d``.
+    The shortcut is the identity if the counts agree, else a linear map over the embeddings; the norm is over ``d``.
     Source: Zhang et al. 2022, equations 2 and 3.
 
     Args:
-        config: The model's Config.
-        rows: ``m``.
+        config: Configuration of the model.
+        rows: Number ``m`` of input embeddings.
 
     Attributes:
-        outputs: Embeddings that the layer makes: ``l``, or ``l`` a module with ``concat``.
+        outputs: Number of output embeddings: ``l``, or with ``concat`` ``l`` for each module.
     """
 
     def __init__(self, config: DHENConfig, rows: int) -> None:
@@ -138,7 +139,7 @@ class DHENLayer(nn.Module):
 
 
 class DHEN(DeepModel):
-    """Embedding layer, DHEN layers, MLP over the flattened last embeddings.
+    """DHEN: embedding layer, DHEN layers, MLP over the flattened last embeddings.
 
     Args:
         config: Sizes and modules.

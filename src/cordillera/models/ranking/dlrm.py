@@ -19,15 +19,15 @@ from cordillera.models.ranking.interactions import MLP, DotInteraction
 
 
 class DLRMConfig(DeepConfig):
-    """DLRM's sizes; the defaults are those published for the Criteo Kaggle set.
+    """Settings of DLRM; the defaults are those published for the Criteo Kaggle set.
 
     Attributes:
         embedding_dim: Width ``d`` of every embedding and of the bottom MLP's output.
-        embedding_init: As in the reference code by default.
+        embedding_init: Initialisation of the embeddings; by default as in the reference code.
         bottom_mlp: Hidden widths of the MLP over the dense inputs; its last layer, of width ``d``, is added.
         top_mlp: Widths of the MLP over the interactions; the heads' layers are added.
-        interaction: ``dot`` (pairwise dot products beside the bottom output) or ``cat`` (all embeddings side by side).
-        include_diagonal: With ``dot``, also each embedding's product with itself.
+        interaction: ``dot`` (pairwise dot products beside the bottom output) or ``cat`` (all embeddings concatenated).
+        include_diagonal: Whether ``dot`` includes each embedding's product with itself.
     """
 
     name: Literal["dlrm"] = "dlrm"
@@ -39,19 +39,19 @@ class DLRMConfig(DeepConfig):
 
 
 def _initialise(module: nn.Module) -> None:
-    """Weights from N(0, 2 / (in + out)), biases from N(0, 1 / out), variances, as the reference code does."""
+    """Draw weights with variance 2 / (in + out) and biases with variance 1 / out, as in the reference code."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=(2 / (module.in_features + module.out_features)) ** 0.5)
         nn.init.normal_(module.bias, std=(1 / module.out_features) ** 0.5)
 
 
 class DLRM(DeepModel):
-    """Bottom MLP, pairwise dot products, top MLP.
+    """DLRM: bottom MLP, pairwise dot products, top MLP.
 
     Args:
         config: Sizes.
         features: Names and sizes of the inputs; without dense ones there is no bottom MLP.
-        tables: How the tables are stored and updated.
+        tables: Settings of the embedding tables.
     """
 
     Config = DLRMConfig

@@ -1,4 +1,4 @@
-"""DNN: all inputs side by side, one MLP. The baseline that interaction models have to beat."""
+"""DNN: an MLP over all inputs, the baseline for interaction models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cordillera.models.ranking.interactions import MLP, Norm
 
 
 class DNNConfig(DeepConfig):
-    """The MLP's sizes.
+    """Settings of the MLP.
 
     Attributes:
         mlp: Widths of the hidden layers.
-        norm: Of the hidden layers; ``batch`` mixes samples while training.
-        dense_vectors: Give each dense input ``x_j`` a learned vector ``v_j`` and read ``x_j v_j``, as FuxiCTR does, in
-            place of ``x_j`` itself.
+        norm: Norm of the hidden layers; ``batch`` mixes samples in training.
+        dense_vectors: Whether to replace each dense input ``x_j`` by ``x_j v_j`` with a learned vector ``v_j``, as in
+            FuxiCTR.
     """
 
     name: Literal["dnn"] = "dnn"
@@ -31,13 +31,7 @@ class DNNConfig(DeepConfig):
 
 
 class DNN(DeepModel):
-    """An MLP over the dense inputs and the flattened embeddings.
-
-    Args:
-        config: Sizes.
-        features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
-    """
+    """MLP over the dense inputs and the flattened embeddings."""
 
     Config = DNNConfig
 

@@ -19,11 +19,12 @@ from cordillera.models.ranking.interactions import SecondOrderFM
 
 
 class FMConfig(RankingConfig):
-    """The factorisation's size.
+    """Settings of the factorisation machine.
 
     Attributes:
         embedding_dim: Width ``d`` of the factors.
-        embedding_init: How the factors begin: a standard deviation, or ``uniform_by_rows``. Linear weights begin at 0.
+        embedding_init: Initialisation of the factors: a standard deviation, or ``uniform_by_rows``. Linear weights
+            start at 0.
     """
 
     name: Literal["fm"] = "fm"
@@ -32,15 +33,10 @@ class FMConfig(RankingConfig):
 
 
 class FM(RankingModel):
-    """Linear term plus second-order term, one factorisation machine a task.
+    """Linear term plus second-order term, with one factorisation machine for each task.
 
     An id's table row holds, for all tasks, first the factors and then the linear weights, so one lookup serves both.
-    The tasks share nothing, so the representation is the logits themselves and the heads leave it as it is.
-
-    Args:
-        config: Sizes.
-        features: Names and sizes of the inputs.
-        tables: Settings of the embedding tables.
+    The tasks share nothing, so the representation consists of the logits, and the heads are the identity.
     """
 
     Config = FMConfig

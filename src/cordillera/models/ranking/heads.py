@@ -1,4 +1,4 @@
-"""From a shared representation to one logit a task."""
+"""Heads that map a shared representation to one logit for each task."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cordillera.models.ranking.interactions import MLP
 
 
 class Heads(nn.Module):
-    """One tower a task on a shared representation: ``[B, r] -> [B, tasks]``.
+    """One tower for each task on a shared representation: ``[B, r] -> [B, tasks]``.
 
     Args:
-        tasks: Their names, in the order of the output's columns.
-        inputs: ``r``.
-        hidden: Widths of each tower's hidden layers; empty for a linear layer a task.
-        dropout: Of the hidden layers.
+        tasks: Names of the tasks, in the order of the output's columns.
+        inputs: Width ``r`` of the representation.
+        hidden: Widths of each tower's hidden layers; empty for a linear layer for each task.
+        dropout: Dropout probability of the hidden layers.
     """
 
     def __init__(self, tasks: Sequence[str], inputs: int, hidden: Sequence[int] = (), dropout: float = 0.0) -> None:

@@ -1,8 +1,8 @@
-"""The interaction modules of the field, each once.
+"""Interaction modules of ranking models.
 
 Most take the embeddings of a batch as ``[B, n, d]`` (``B`` samples, ``n`` embeddings, width ``d``) and return either
-new embeddings ``[B, m, d]`` or a flat ``[B, outputs]``. Samples never mix, except through batch norm where it is asked
-for.
+new embeddings ``[B, m, d]`` or a flat ``[B, outputs]``. Samples never mix, except through batch norm if it is
+requested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StackedLayerNorm(nn.LayerNorm):
     """``LN(concat(first, second) + residual)``: ``[B, n, d], [B, m, d], [B, n + m, d] -> [B, n + m, d]``, in one pass.
 
     Args:
-        width: ``d``.
+        width: Width ``d``.
     """
 
     def __init__(self, width: int) -> None:
@@ -53,17 +53,18 @@ class StackedLayerNorm(nn.LayerNorm):
 class MLP(nn.Module):
     """Linear layers with activations: ``[..., inputs] -> [..., width of the last layer]``.
 
-    A hidden layer is linear, norm, activation, dropout, in this order. The output layer, if there is one, is linear and
-    ``output_activation``.
+    A hidden layer applies linear, norm, activation and dropout, in this order. The optional output layer applies linear
+    and ``output_activation``.
 
     Args:
         inputs: Width of the input.
         hidden: Widths of the hidden layers; may be empty.
-        outputs: Width of the output layer; None for none, so that the last hidden layer's activation is the output.
-        activation: Of the hidden layers.
-        norm: ``layer``, ``batch`` (which mixes samples while training) or ``none``.
-        dropout: Probability with which an activation of a hidden layer is zeroed while training.
-        output_activation: Of the output layer.
+        outputs: Width of the output layer; None for no output layer, so that the last hidden layer's activation is the
+            output.
+        activation: Activation of the hidden layers.
+        norm: Norm of the hidden layers: ``layer``, ``batch`` (which mixes samples in training) or ``none``.
+        dropout: Probability of zeroing an activation of a hidden layer in training.
+        output_activation: Activation of the output layer.
 
     Attributes:
         outputs: Width of the result.
@@ -106,7 +107,7 @@ class MLP(nn.Module):
         layers = list(self.layers)
         while layers:
             layer = layers.pop(0)
-            hooked = layer._forward_pre_hooks or layer._forward_hooks  # run only where a layer is called
+            hooked = layer._forward_pre_hooks or layer._forward_hooks  # hooks run only if the layer is called
             if isinstance(layer, nn.Linear) and not hooked and layers and isinstance(layers[0], nn.ReLU):
                 del layers[0]
                 x = linear_relu(x, layer.weight, layer.bias)
@@ -116,13 +117,13 @@ class MLP(nn.Module):
 
 
 class RowsMLP(nn.Module):
-    """An MLP whose output is read as embeddings: flat ``[B, inputs] -> [B, rows, d]``.
+    """MLP whose output is reshaped to embeddings: flat ``[B, inputs] -> [B, rows, d]``.
 
     Args:
         inputs: Width of the flat input.
         hidden: Widths of the hidden layers.
-        rows: Embeddings to make.
-        embedding_dim: Their width ``d``.
+        rows: Number of output embeddings.
+        embedding_dim: Width ``d`` of an embedding.
         options: Further arguments of :class:`MLP`.
     """
 
@@ -138,12 +139,13 @@ class RowsMLP(nn.Module):
 class DotInteraction(nn.Module):
     """Dot products of all pairs of embeddings: ``[B, n, d] -> [B, n (n - 1) / 2]``.
 
-    Entry order is row-major over the strict lower triangle of ``X X^T``: (1,0), (2,0), (2,1), (3,0), ...
-    Source: Naumov et al. 2019, section 2.1.4, and its reference code.
+    Entry order is row-major over the strict lower triangle of ``X X^T``: (1,0), (2,0), (2,1), (3,0), ... Source: Naumov
+    et al. 2019, section 2.1.4, and its reference code.
 
     Args:
-        rows: ``n``.
-        include_diagonal: Also keep ``x_i . x_i``: ``n (n + 1) / 2`` entries, (0,0), (1,0), (1,1), (2,0), ...
+        rows: Number ``n`` of embeddings.
+        include_diagonal: Whether to include ``x_i . x_i``, which gives ``n (n + 1) / 2`` entries: (0,0), (1,0), (1,1),
+            (2,0), ...
 
     Attributes:
         outputs: Number of products.
@@ -169,7 +171,7 @@ class DotInteraction(nn.Module):
 
 
 class SecondOrderFM(nn.Module):
-    """The second-order term of a factorisation machine: ``[B, n, d] -> [B]``, the sum of all pairwise dot products.
+    """Second-order term of a factorisation machine: ``[B, n, d] -> [B]``, the sum of all pairwise dot products.
 
     Computed as half of (square of the sum minus sum of the squares), linear in ``n``. Source: Rendle 2010, lemma 3.1.
     """
@@ -179,15 +181,15 @@ class SecondOrderFM(nn.Module):
 
 
 class BasicFM(nn.Module):
-    """All dot products as a matrix, flattened: ``X X^T``, ``[B, n, d] -> [B, n * n]``.
+    """Matrix of all dot products ``X X^T``, flattened: ``[B, n, d] -> [B, n * n]``.
 
     Source: Zhang et al. 2024, section 3.4 (before its optimisation).
 
     Args:
-        rows: ``n``.
+        rows: Number ``n`` of embeddings.
 
     Attributes:
-        outputs: ``n * n``.
+        outputs: Width of the result, ``n * n``.
     """
 
     def __init__(self, rows: int) -> None:
@@ -199,21 +201,21 @@ class BasicFM(nn.Module):
 
 
 class OptimisedFM(nn.Module):
-    """Dot products against ``k`` learned combinations: ``X (X^T Y)``, ``[B, n, d] -> [B, n * k]``, flattened.
+    """Dot products with ``k`` learned combinations, ``X (X^T Y)``, flattened: ``[B, n, d] -> [B, n * k]``.
 
-    Taken from right to left it costs ``O(n k d)`` where ``(X X^T) Y`` costs ``O(n^2 (d + k))``; as ``X X^T`` has rank
-    at most ``d``, little is lost even with a small ``k``. Source: Zhang et al. 2024, section 3.4.
+    Computed from right to left it costs ``O(n k d)``, whereas ``(X X^T) Y`` costs ``O(n^2 (d + k))``. As ``X X^T`` has
+    rank at most ``d``, little is lost even with a small ``k``. Source: Zhang et al. 2024, section 3.4.
 
     Args:
-        rows: ``n``.
-        rank: ``k``; may exceed ``n``.
-        attention_hidden: None for one learned ``Y [n, k]``. Else ``Y`` is made for each sample by an MLP with these
-            hidden widths out of ``k`` linear combinations of the embeddings (the paper's attentive variant; it does not
-            print this MLP's shape).
-        embedding_dim: ``d``; only the attentive variant needs it.
+        rows: Number ``n`` of embeddings.
+        rank: Number ``k`` of combinations; may exceed ``n``.
+        attention_hidden: None for one learned ``Y [n, k]``. Otherwise ``Y`` is computed for each sample by an MLP with
+            these hidden widths from ``k`` linear combinations of the embeddings (the paper's attentive variant; the
+            paper does not give the shape of this MLP).
+        embedding_dim: Width ``d``; needed only with ``attention_hidden``.
 
     Attributes:
-        outputs: ``n * k``.
+        outputs: Width of the result, ``n * k``.
     """
 
     def __init__(
@@ -237,11 +239,11 @@ class OptimisedFM(nn.Module):
         return self.with_combinations(x)[0]
 
     def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Also combinations of the embeddings, for little more: ``[B, n * k]`` and each ``W X [B, m, d]``.
+        """Also compute combinations of the embeddings, at little extra cost: ``[B, n * k]`` and each ``W X [B, m, d]``.
 
         Args:
-            x: ``X [B, n, d]``.
-            weights: Any number of ``W [m, n]``.
+            x: Embeddings ``X [B, n, d]``.
+            weights: Any number of weights ``W [m, n]``.
         """
         if self.attention is None:
             products, *combinations = factorization_machine(x, self.y, *weights)
@@ -252,20 +254,20 @@ class OptimisedFM(nn.Module):
 
 
 class FactorizationMachineBlock(nn.Module):
-    """New embeddings out of pairwise products: ``reshape(MLP(LN(flatten(FM(X)))))``, ``[B, n, d] -> [B, m, d]``.
+    """New embeddings from pairwise products: ``reshape(MLP(LN(flatten(FM(X)))))``, ``[B, n, d] -> [B, m, d]``.
 
-    The MLP reads the whole flattened matrix, so each product has weights of its own. Source: Zhang et al. 2024,
-    section 3.4.
+    The MLP reads the whole flattened matrix, so each product has its own weights. Source: Zhang et al. 2024, section
+    3.4.
 
     Args:
-        rows: ``n``.
-        outputs: ``m``.
-        embedding_dim: ``d``.
+        rows: Number ``n`` of input embeddings.
+        outputs: Number ``m`` of output embeddings.
+        embedding_dim: Width ``d``.
         fm: ``optimised`` (:class:`OptimisedFM`), ``attentive`` (its variant with a ``Y`` for each sample) or ``basic``.
-        rank: ``k`` of the optimised forms.
-        hidden: Widths of the MLP's hidden layers, and of the one that makes an attentive ``Y``.
-        dropout: Of the MLP's hidden layers.
-        output_activation: After the MLP's last layer; the paper has none.
+        rank: Number ``k`` of combinations of the optimised forms.
+        hidden: Widths of the hidden layers of the MLP, and of the MLP that computes an attentive ``Y``.
+        dropout: Dropout probability of the MLP's hidden layers.
+        output_activation: Activation after the MLP's last layer; the paper has none.
     """
 
     def __init__(
@@ -295,11 +297,11 @@ class FactorizationMachineBlock(nn.Module):
         return self.with_combinations(x)[0]  # [B, n, d] -> [B, n * k] -> [B, m, d]
 
     def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Also combinations of the embeddings, for little more: ``[B, m, d]`` and each ``W X [B, c, d]``.
+        """Also compute combinations of the embeddings, at little extra cost: ``[B, m, d]`` and each ``W X [B, c, d]``.
 
         Args:
-            x: ``X [B, n, d]``.
-            weights: Any number of ``W [c, n]``.
+            x: Embeddings ``X [B, n, d]``.
+            weights: Any number of weights ``W [c, n]``.
         """
         if isinstance(self.fm, OptimisedFM):
             products, *combinations = self.fm.with_combinations(x, *weights)
@@ -314,9 +316,9 @@ class LinearCompression(nn.Module):
     Source: Zhang et al. 2024, section 3.5 (without bias); DHEN's Linear module and learned shortcut are the same map.
 
     Args:
-        rows: ``n``.
-        outputs: ``m``.
-        bias: Add one learned number to each output embedding.
+        rows: Number ``n`` of input embeddings.
+        outputs: Number ``m`` of output embeddings.
+        bias: Whether to add one learned number to each output embedding.
     """
 
     def __init__(self, rows: int, outputs: int, bias: bool = False) -> None:
@@ -333,14 +335,14 @@ class LinearCompression(nn.Module):
 class EmbeddingAttention(nn.Module):
     """One transformer encoder layer over the embeddings: ``[B, n, d] -> [B, n, d]``.
 
-    Self-attention and a two-layer feed-forward net with ReLU, each with a shortcut and layer norm after it
-    (Vaswani et al. 2017, as ``torch.nn.TransformerEncoderLayer``). Source of its use here: Zhang et al. 2022 (DHEN).
+    Self-attention and a two-layer feed-forward net with ReLU, each with a shortcut and layer norm after it (Vaswani et
+    al. 2017, as ``torch.nn.TransformerEncoderLayer``). Source of its use here: Zhang et al. 2022 (DHEN).
 
     Args:
-        embedding_dim: ``d``.
-        heads: Attention heads; must divide ``d``.
+        embedding_dim: Width ``d``.
+        heads: Number of attention heads; must divide ``d``.
         feed_forward: Width of the feed-forward net's hidden layer.
-        dropout: After attention, in and after the feed-forward net.
+        dropout: Dropout probability after attention, and in and after the feed-forward net.
     """
 
     def __init__(self, embedding_dim: int, heads: int = 1, feed_forward: int = 64, dropout: float = 0.0) -> None:
@@ -362,7 +364,7 @@ class EmbeddingAttention(nn.Module):
         projected = self.query_key_value(x)  # [B, n, 3 d]
         split = for_batched_matmul(projected).unflatten(-1, (3, self.heads, -1))  # [B, n, 3, heads, d / heads]
         query, key, value = split.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each [B * heads, n, d / heads]
-        # with tens of embeddings the scores are small: a plain softmax is faster than fused kernels for long inputs
+        # with tens of embeddings the scores are small, and a plain softmax is faster than fused kernels for long inputs
         scores = batched_matmul(query * (query.shape[-1] ** -0.5), key.mT)  # [B * heads, n, n]
         mixed = batched_matmul(scores.float().softmax(-1).to(value.dtype), value)  # [B * heads, n, d / heads]
         mixed = mixed.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)  # [B, n, d]
@@ -377,7 +379,7 @@ class CrossNetwork(nn.Module):
     Source: Wang et al. 2021 (DCN-V2), equation 1; with ``low_rank`` equation 2 without mixture, ``W_l = U_l V_l^T``.
 
     Args:
-        width: ``w``.
+        width: Width ``w``.
         layers: Number of crosses.
         low_rank: Rank of ``W_l``; None for full rank.
     """
@@ -405,15 +407,14 @@ class CrossNetwork(nn.Module):
 
 
 class EmbeddingCross(nn.Module):
-    """DHEN's cross term of the embeddings, without a shortcut of its own: ``[B, n, d] -> [B, m, d]``.
+    """Cross term of DHEN's embeddings, without a shortcut of its own: ``[B, n, d] -> [B, m, d]``.
 
-    The paper writes ``X X^T W + b`` with embeddings as columns, ``X [d, n]``; the product has the required shape
-    ``[d, m]`` for ``W [d, m]``. With embeddings as rows that is ``(X W)^T X + b``. Source: Zhang et al. 2022,
-    section 3.2.
+    The paper writes ``X X^T W + b`` with embeddings as columns, ``X [d, n]``, which has the required shape ``[d, m]``
+    for ``W [d, m]``. With embeddings as rows this is ``(X W)^T X + b``. Source: Zhang et al. 2022, section 3.2.
 
     Args:
-        outputs: ``m``.
-        embedding_dim: ``d``.
+        outputs: Number ``m`` of output embeddings.
+        embedding_dim: Width ``d``.
     """
 
     def __init__(self, outputs: int, embedding_dim: int) -> None:
@@ -429,13 +430,13 @@ class EmbeddingCross(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution over the plane of embeddings: ``[B, n, d] -> [B, channels * n, d]``.
+    """Convolution over the plane of embeddings: ``[B, n, d] -> [B, channels * n, d]``.
 
     Source: Zhang et al. 2022 (DHEN), section 3.2.
 
     Args:
-        channels: Output channels; each gives ``n`` embeddings.
-        kernel_size: Side of the square kernel, odd; the plane is padded with zeros.
+        channels: Number of output channels; each yields ``n`` embeddings.
+        kernel_size: Side of the square kernel; must be odd. The plane is padded with zeros.
     """
 
     def __init__(self, channels: int = 4, kernel_size: int = 3) -> None:

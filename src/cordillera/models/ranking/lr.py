@@ -1,4 +1,4 @@
-"""LR: logistic regression, one weight an id and one a dense input."""
+"""LR: logistic regression, with one weight for each id and each dense input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cordillera.models.ranking.base import EmbeddingInit, RankingConfig, Ranking
 
 
 class LRConfig(RankingConfig):
-    """Logistic regression has no sizes.
+    """Settings of logistic regression, which has no sizes.
 
     Attributes:
-        embedding_init: How the ids' weights begin: a standard deviation, or ``uniform_by_rows``.
+        embedding_init: Initialisation of the ids' weights: a standard deviation, or ``uniform_by_rows``.
     """
 
     name: Literal["lr"] = "lr"
@@ -25,14 +25,9 @@ class LRConfig(RankingConfig):
 
 
 class LR(RankingModel):
-    """A linear model: each id's table row holds its weight for every task.
+    """Linear model: each id's table row holds its weight for every task.
 
-    The tasks share nothing, so the representation is the logits themselves and the heads leave it as it is.
-
-    Args:
-        config: Initialisation.
-        features: Names and sizes of the inputs.
-        tables: How the tables are stored and updated.
+    The tasks share nothing, so the representation consists of the logits, and the heads are the identity.
     """
 
     Config = LRConfig

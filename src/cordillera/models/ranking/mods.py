@@ -1,9 +1,9 @@
-"""LoKA's Mods: changes of a model after which more of it can be computed in low precision.
+"""Changes of a model that allow more of it to be computed in low precision (Mods of LoKA).
 
-Source: LoKA (arXiv 2605.10886), Mods. ``no-bias`` takes the biases of all linear maps but the prediction layers';
-``block-norm`` puts a root-mean-square norm over fixed blocks of features, without weights, in the place of layer norms;
-``hard-swish`` puts the piecewise quadratic Swish in the place of activations. All act before training: a trained model
-would compute something else afterwards, and is refused.
+Source: LoKA (arXiv 2605.10886), Mods. ``no-bias`` removes the biases of all linear maps except the prediction layers'.
+``block-norm`` replaces layer norms by a root-mean-square norm over fixed blocks of features, without weights.
+``hard-swish`` replaces activations by the piecewise quadratic Swish. All must be applied before training, as they
+change what a model computes; applying them to a trained model raises an error.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ _ACTIVATIONS = (nn.ReLU, nn.SiLU)
 
 
 class BlockNorm(nn.Module):
-    """Each block of features divided by its root mean square: ``[..., width] -> [..., width]``, without weights.
+    """Norm that divides blocks of features by their root mean square: ``[..., width] -> [..., width]``.
 
-    A state dict carries the size of the blocks and fits no norm of another one.
+    It has no weights. A state dict contains the block size and fits only norms of the same size.
 
     Args:
-        width: Of the input.
-        block_size: Features of a block; where the width is no multiple the last block is smaller.
-        eps: Added to the mean square; above zero.
+        block_size: Number of features of a block; the last block is smaller if the width is not a multiple.
+        eps: Constant above zero that is added to the mean square.
 
     Raises:
-        NumericsError: the width, the size or ``eps`` is not above zero.
+        NumericsError: If the width, the block size or ``eps`` is not above zero.
     """
 
     def __init__(self, width: int, block_size: int = 256, eps: float = 1e-5) -> None:
@@ -55,28 +54,25 @@ class BlockNorm(nn.Module):
         return block_norm(x, self.block_size, self.eps)
 
     def get_extra_state(self) -> Tensor:
-        """The size of a block, ``int64 [1]``, for state dicts."""
+        """Return the block size, ``int64 [1]``, for state dicts."""
         return torch.tensor([self.block_size])
 
     def set_extra_state(self, state: Any) -> None:
-        """Refuse a state dict of other blocks.
-
-        Args:
-            state: What :meth:`get_extra_state` gave.
+        """Check the block size of a state dict.
 
         Raises:
-            RuntimeError: it was of another size; as ``load_state_dict`` says of tensors.
+            RuntimeError: If the size differs; ``load_state_dict`` raises the same class for tensors.
         """
         if int(state) != self.block_size:
             raise RuntimeError(f"norms over blocks of {int(state)} features, not of {self.block_size}")
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the norm."""
+        """Return the settings that ``repr`` shows."""
         return f"{self.width}, block_size={self.block_size}, eps={self.eps}"
 
 
 class StackedBlockNorm(BlockNorm):
-    """``BlockNorm(concat(first, second) + residual)``, in the place of :class:`StackedLayerNorm`."""
+    """``BlockNorm(concat(first, second) + residual)``, which replaces :class:`StackedLayerNorm`."""
 
     def forward(self, first: Tensor, second: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(torch.cat([first, second], dim=1) + residual)
@@ -84,13 +80,7 @@ class StackedBlockNorm(BlockNorm):
 
 @dataclass(frozen=True)
 class Modified:
-    """What :func:`apply_mods` changed, by qualified names.
-
-    Attributes:
-        biases: Modules that lost their bias.
-        norms: Layer norms that became block norms.
-        activations: Activations that became hard Swish.
-    """
+    """Qualified names of the modules that lost their bias, and of the norms and activations that were replaced."""
 
     biases: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
@@ -98,11 +88,7 @@ class Modified:
 
 
 def prediction_layers(model: nn.Module) -> list[str]:
-    """Names of the layers whose outputs are logits: the last linear layer of every tower.
-
-    Args:
-        model: A ranking model.
-    """
+    """Return the names of the layers whose outputs are logits: the last linear layer of every tower."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Heads):
@@ -120,40 +106,28 @@ def _biased(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def bias_norms(model: nn.Module) -> dict[str, float]:
-    """Euclidean norms of the biases that ``no-bias`` would take, by the names of their modules.
-
-    Args:
-        model: A ranking model, trained or not.
-    """
+    """Return the Euclidean norms of the biases that ``no-bias`` removes, by the names of their modules."""
     return {name: float(torch.linalg.vector_norm(module.bias.detach().double())) for name, module in _biased(model)}
 
 
 def weights_sum(model: nn.Module) -> float:
-    """The sum of the dense weights in float64, by which a model is known to be as it was made.
-
-    Args:
-        model: With embedding tables as ``tables``, which are not in it, or without.
-    """
+    """Return the float64 sum of the weights outside ``tables``, which shows whether a model is still as created."""
     named = [parameter for name, parameter in model.named_parameters() if not name.startswith("tables.")]
     return sum(float(parameter.detach().sum(dtype=torch.float64)) for parameter in named)
 
 
 def apply_mods(model: RankingModel, mods: Sequence[str], norm_block: int = 256) -> Modified:
-    """Change a model that :func:`~cordillera.models.ranking.build` has just made; what remains keeps its weights.
+    """Apply mods, in place, to a model that :func:`~cordillera.models.ranking.build` has just created.
 
-    A recipe does so with ``model.mods``.
+    The remaining parameters keep their values. Recipes apply mods with ``model.mods``.
 
     Args:
-        model: Changed in place.
-        mods: Of ``no-bias``, ``block-norm``, ``hard-swish``; in any order.
-        norm_block: Features of a block of ``block-norm``.
-
-    Returns:
-        What was changed.
+        mods: Any of ``no-bias``, ``block-norm`` and ``hard-swish``, in any order.
+        norm_block: Number of features of a block of ``block-norm``.
 
     Raises:
-        NumericsError: a mod has another name or finds nothing to change, or the model was trained or loaded, or not
-            made by ``build``.
+        NumericsError: If a mod is unknown or finds nothing to change, or the model was trained, loaded, or not created
+            by ``build``.
     """
     unknown = [name for name in mods if name not in MODS]
     if unknown:

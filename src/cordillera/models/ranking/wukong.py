@@ -1,4 +1,4 @@
-"""Wukong: a stack of factorisation machines, each layer doubling the order of the interactions it reaches.
+"""Wukong: a stack of factorisation machines, in which each layer doubles the order of the interactions.
 
 Source: Zhang et al. 2024, section 3. Layer ``i`` holds interactions of orders 1 to ``2^i``.
 """
@@ -24,24 +24,25 @@ from cordillera.models.ranking.interactions import (
 
 
 class WukongConfig(DeepConfig):
-    """Wukong's sizes.
+    """Settings of Wukong.
 
     Attributes:
         embedding_init: Standard deviation of the initial embeddings. Products of two embeddings must be well above the
-            layer norm's epsilon, else the first layer begins dead: keep it near 0.05, not 1e-4.
-        layers: ``l``.
-        fmb_embeddings: ``n_F``, embeddings that a layer's factorisation machine block makes.
-        lcb_embeddings: ``n_L``, embeddings that a layer's linear compression block makes.
-        fm: ``optimised``, ``attentive`` (a ``Y`` for each sample) or ``basic`` (all of ``X X^T``).
-        rank: ``k``, columns of ``Y``.
+            layer norm's epsilon, otherwise the first layer has no effect at first: keep it near 0.05, not 1e-4.
+        layers: Number ``l`` of layers.
+        fmb_embeddings: Number ``n_F`` of embeddings that a layer's factorisation machine block computes.
+        lcb_embeddings: Number ``n_L`` of embeddings that a layer's linear compression block computes.
+        fm: Factorisation machine: ``optimised``, ``attentive`` (a ``Y`` for each sample) or ``basic`` (all of ``X
+            X^T``).
+        rank: Number ``k`` of columns of ``Y``.
         fmb_mlp: Hidden widths of the factorisation machine block's MLP.
         top_mlp: Widths of the MLP over the last layer's embeddings.
-        top_norm: Of that MLP; ``batch`` mixes samples while training.
-        dense_mlp: Hidden widths of the MLP that turns the dense inputs into embeddings.
-        dense_embeddings: How many embeddings it makes.
-        compatibility: ``fuxictr`` gives the network of FuxiCTR's WuKong, for comparisons and its checkpoints: residual
-            maps have a bias, the block's MLP ends in ReLU, each dense input has a vector of its own in place of
-            ``dense_mlp``; linear weights begin as Xavier normal, biases at zero, ``Y`` as N(0, 1).
+        top_norm: Norm of the top MLP's hidden layers; ``batch`` mixes samples in training.
+        dense_mlp: Hidden widths of the MLP that maps the dense inputs to embeddings.
+        dense_embeddings: Number of embeddings that this MLP computes.
+        compatibility: ``fuxictr`` for the network of FuxiCTR's WuKong, for comparisons and its checkpoints: residual
+            maps have a bias, the block's MLP ends in ReLU, and each dense input has a vector of its own in place of
+            ``dense_mlp``; linear weights start as Xavier normal, biases at zero, ``Y`` as N(0, 1).
     """
 
     name: Literal["wukong"] = "wukong"
@@ -61,12 +62,12 @@ class WukongConfig(DeepConfig):
 class WukongLayer(nn.Module):
     """``X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + residual(X_i))``: ``[B, n, d] -> [B, n_F + n_L, d]``.
 
-    The residual is the identity where the counts agree, else a linear map over the embeddings. Source: Zhang et al.
-    2024, equation 1.
+    The residual is the identity if the counts agree, else a linear map over the embeddings. Source: Zhang et al. 2024,
+    equation 1.
 
     Args:
-        config: The model's Config.
-        rows: ``n``.
+        config: Configuration of the model.
+        rows: Number ``n`` of input embeddings.
     """
 
     def __init__(self, config: WukongConfig, rows: int) -> None:
@@ -110,7 +111,7 @@ def _initialise_as_fuxictr(module: nn.Module) -> None:
 
 
 class Wukong(DeepModel):
-    """Embedding layer, Wukong layers, MLP over the flattened last embeddings.
+    """Wukong: embedding layer, Wukong layers, MLP over the flattened last embeddings.
 
     Args:
         config: Sizes.

@@ -1,8 +1,8 @@
-"""How far a result is from what it should be, in measures that do and do not grow with the number of values.
+"""Deviation of a result from its reference, in measures that do and do not grow with the number of values.
 
-LoKA judges a kernel by the mean of ``|(out - ref) / ref|`` (MERE). For references around zero that mean has no limit:
-it grows with the logarithm of how many values there are, and one zero makes it infinite. It is kept for comparison,
-with a floor and beside its count; decisions use the signal-to-noise ratio and the median relative error.
+LoKA judges a kernel by the mean of ``|(out - ref) / ref|`` (MERE). For references around zero this mean has no limit:
+it grows with the logarithm of the number of values, and one zero makes it infinite. It is kept for comparison, with a
+floor and together with the number of values; decisions use the signal-to-noise ratio and the median relative error.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOOR = 1e-3  # of the reference's root mean square, below which a relative error is taken of the floor
+FLOOR = 1e-3  # smallest denominator of a relative error, relative to the reference's root mean square
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A result beside its reference.
+    """Accuracy of a result compared with its reference.
 
     Attributes:
-        sqnr_db: Signal to quantisation noise, ``20 log10(|ref| / |out - ref|)`` of all values; infinite where equal.
+        sqnr_db: Signal to quantization noise in dB, ``20 log10(|ref| / |out - ref|)`` over all values; infinite if
+            equal.
         median_relative: Median of ``|out - ref| / max(|ref|, floor)``.
         mean_relative: Mean of the same: MERE with a floor of a thousandth of the reference's root mean square.
-        largest_relative: Largest difference over the reference's root mean square.
-        underflow: Share of values that are zero where the reference is not.
-        nonfinite: Values that are NaN or infinite where the reference is finite; they count as errors without bound.
-        count: Values.
+        largest_relative: Largest difference relative to the reference's root mean square.
+        underflow: Share of values that are zero although the reference is not.
+        nonfinite: Number of values that are NaN or infinite although the reference is finite; they count as infinite
+            errors.
+        count: Number of values.
     """
 
     sqnr_db: float
@@ -41,12 +43,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, out: Tensor, reference: Tensor) -> Accuracy:
-        """Compare.
-
-        Args:
-            out: Any shape and floating-point dtype.
-            reference: The same shape; values that are not finite are left out, with ``out``'s at their places.
-        """
+        """Compare a result with its reference; values whose reference is not finite are left out."""
         out, reference = out.detach().double().reshape(-1), reference.detach().double().reshape(-1)
         known = torch.isfinite(reference)
         out, reference = out[known], reference[known]
@@ -76,5 +73,5 @@ class Accuracy:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers; what is infinite as text, which JSON's numbers cannot hold."""
+        """Return plain numbers, with infinite ones as text, which JSON's numbers cannot represent."""
         return {name: value if math.isfinite(value) else str(value) for name, value in asdict(self).items()}

@@ -1,8 +1,8 @@
-"""Kernels that compute a linear layer on this device, each in its own precision: what :mod:`.dispatch` chooses from.
+"""Kernels that compute a linear layer on this device, each in its own precision: the candidates of :mod:`.dispatch`.
 
-A candidate packs a weight once and gives a function of the input. All three products of training are such a layer:
-``y = x W^T`` forwards, ``g W`` is a layer whose weight is ``W^T``, and ``g^T x`` one whose input is ``g^T`` and whose
-weight is ``x^T``. Quantisation is part of every candidate's time.
+A candidate packs a weight once and returns a function of the input. All three products of training have this form: ``y
+= x W^T`` in the forward; ``g W`` is a layer whose weight is ``W^T``; ``g^T x`` is a layer whose input is ``g^T`` and
+whose weight is ``x^T``. The time of every candidate includes quantization.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from cordillera.numerics.quantization.quantizers import check_finite, choose_aff
 from cordillera.numerics.quantization.rows import pack_codes, unpack_codes
 from cordillera.numerics.quantization.weight_only import HalfWeights, Int4Weights, Int8Weights, check_half
 
-_GROUP = 32  # inputs that share a scale in int4
+_GROUP = 32  # number of inputs that share a scale in int4
 
 Kernel = Callable[[Tensor], Tensor]
-"""``float32 [M, K] -> float32 [M, N]``."""
+"""Function from inputs to outputs, ``float32 [M, K] -> float32 [M, N]``."""
 
 StoredWeight = dict[str, Tensor]
-"""A weight as a candidate keeps it: ``weight``, and scales or ranges where it has any."""
+"""Weight as a candidate stores it: ``weight``, and scales or ranges if it has any."""
 
 
 class Shape(NamedTuple):
-    """Of a product.
+    """Shape of a product.
 
     Attributes:
-        rows: ``M``, of the input.
-        outputs: ``N``.
-        inputs: ``K``.
+        rows: Number ``M`` of input rows.
+        outputs: Number ``N`` of output features.
+        inputs: Number ``K`` of input features.
     """
 
     rows: int
@@ -54,11 +54,14 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: Name of the candidate in plans.
-        store: From ``weight [N, K]`` and rows ``[R, K]`` to calibrate a range on, or None, to what is kept of them.
-        load: From what is kept, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
-        needs: What it cannot do without: from the weight's device, ``K`` and ``N`` to why it cannot be used, or None.
-        calibrated: Whether its ranges come from calibration rows: it then knows one layer's inputs and no gradient's.
-        emulated: Whether its arithmetic is imitated here: its error counts, its time does not.
+        store: Function from ``weight [N, K]`` and calibration rows ``[R, K]`` (or None) to a stored weight.
+        load: Function from a stored weight, ``bias [N]`` or None, and whether a ReLU follows, to a kernel.
+        needs: Function from the weight's device, ``K`` and ``N`` to the reason why the candidate cannot be used, or
+            None.
+        calibrated: Whether its ranges come from calibration rows, so that it suits the inputs of one layer and no
+            gradients.
+        emulated: Whether its arithmetic is emulated on this machine, so that its error is meaningful and its time is
+            not.
     """
 
     name: str
@@ -69,20 +72,20 @@ class Candidate(NamedTuple):
     emulated: bool = False
 
     def pack(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> Kernel:
-        """A kernel of a weight.
+        """Pack a weight into a kernel.
 
         Args:
-            weight: ``[N, K]``.
-            bias: ``[N]`` or None.
-            rows: ``[R, K]`` to calibrate a range on, or None.
+            weight: Weight, ``[N, K]``.
+            bias: Bias ``[N]``, or None.
+            rows: Calibration rows ``[R, K]``, or None.
 
         Raises:
-            NumericsError: the weight is not finite, or does not fit the format.
+            NumericsError: If the weight is not finite, or does not fit the format.
         """
         return self.load(self.store(weight, rows if self.calibrated else None), bias, False)
 
     def supports(self, shape: Shape, device: torch.device) -> str | None:
-        """Why it cannot compute a product; None where it can.
+        """Return why the candidate cannot compute a product; None if it can.
 
         Args:
             shape: Shape of the product.
@@ -136,7 +139,7 @@ def _load_fp16(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
 
 
 def _int8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
-    """Symmetric, with a scale an output channel, and the range of the rows if there are any."""
+    """Quantize symmetrically with a scale for each output channel, and store the range of the rows if there are any."""
     quantized = quantize_weight(weight.detach(), None)
     stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
     if rows is not None:
@@ -151,7 +154,7 @@ def _int8_weight(stored: StoredWeight, bias: Tensor | None) -> LinearWeight:
 
 
 def _load_int8(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
-    """By FBGEMM's pipeline: static where a range was kept, else of every batch's own range."""
+    """Load FBGEMM's pipeline: static if a range was stored, otherwise with the range of every batch."""
     input = choose_affine(stored["range"][0], stored["range"][1], UINT8) if "range" in stored else None
     return QuantizedLinear(_int8_weight(stored, bias), input, relu=relu, config=LinearConfig(float_below=0)).forward
 
@@ -193,7 +196,7 @@ def _store_fp8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
 def then_relu(
     load: Callable[[StoredWeight, Tensor | None], Kernel],
 ) -> Callable[[StoredWeight, Tensor | None, bool], Kernel]:
-    """A loader of kernels with a ReLU after them where one is wanted.
+    """Return a loader of kernels that apply a ReLU afterwards if requested.
 
     Args:
         load: Loader of kernels without a ReLU.
@@ -207,11 +210,11 @@ def then_relu(
 
 
 def load_fp8(stored: StoredWeight, bias: Tensor | None) -> Kernel:
-    """Both operands in e4m3 with a scale a row (torch's ``_scaled_mm``, row-wise).
+    """Load a kernel with both operands in e4m3 and a scale for each row (torch's row-wise ``_scaled_mm``).
 
     Args:
-        stored: ``weight [N, K]`` in e4m3 and ``scale [N, 1]``.
-        bias: ``[N]`` or None.
+        stored: Stored weight: ``weight [N, K]`` in e4m3 and ``scale [N, 1]``.
+        bias: Bias ``[N]``, or None.
     """
 
     def run(x: Tensor) -> Tensor:
@@ -225,7 +228,7 @@ def load_fp8(stored: StoredWeight, bias: Tensor | None) -> Kernel:
 
 
 def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Payload and scales ``[rows, 1]``; a row with NaN or infinity gets a scale of NaN, so that it stays lost."""
+    """Return payload and scales ``[rows, 1]``; a row with NaN or infinity gets a scale of NaN, so that it stays NaN."""
     largest = x.abs().amax(1, keepdim=True)
     scale = (largest / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
     finite = torch.isfinite(largest)
@@ -247,17 +250,17 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate("fp8 rows", _store_fp8, then_relu(load_fp8), _on_cpu, emulated=True),
     )
 }
-"""By name. ``fp32`` is the reference that every plan may fall back to."""
+"""Candidates by name. ``fp32`` is the reference that every plan may fall back to."""
 
 
 def candidate(name: str) -> Candidate:
-    """By name.
+    """Return a candidate by its name.
 
     Args:
-        name: Name of the candidate in a plan.
+        name: Name of the candidate in plans.
 
     Raises:
-        NumericsError: there is none of this name.
+        NumericsError: If there is no candidate of this name.
     """
     if name not in CANDIDATES:
         raise NumericsError(
@@ -267,7 +270,7 @@ def candidate(name: str) -> Candidate:
 
 
 def chosen(names: Sequence[str] | None = None) -> list[Candidate]:
-    """Several, the reference always first.
+    """Return several candidates, with the fp32 reference always first.
 
     Args:
         names: Names of candidates; None for all.

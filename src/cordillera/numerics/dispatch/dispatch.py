@@ -1,7 +1,7 @@
-"""The fastest kernel that is accurate enough, layer by layer, product by product, size by size: LoKA's Dispatch.
+"""Choice of the fastest kernel that is accurate enough for each layer, product and size (Dispatch of LoKA).
 
-Every candidate is run on inputs drawn from what a probe saw, and judged against float64; what passes is timed, in turn
-with the others, quantisation included. The outcome is a :class:`PrecisionPlan`.
+Every candidate is run on inputs drawn from a probe's statistics and compared with float64. Candidates that pass are
+timed in turn, quantization included. The result is a :class:`PrecisionPlan`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _CACHE_BYTES = 64 * 2**20
 
 
 class DispatchConfig(BaseModel):
-    """What a kernel has to keep, and how carefully that is looked at.
+    """Accuracy bounds of kernels, and effort spent on measuring them.
 
     Attributes:
-        sqnr_db: The least signal-to-noise ratio, dB.
-        median_relative: The largest median relative error.
-        faster: Times as fast as fp32 that a kernel must be to be taken at all.
-        rows: Numbers of input rows, for each of which kernels are chosen; each stands for all down to the one below.
-        draws: Inputs that are drawn a layer to judge its kernels.
-        judged_rows: Rows of each.
-        rounds: Times that a kernel is timed, in turn with the others; the median counts.
-        kernels: Candidates to choose from; none for all.
-        seed: Seed of the draws.
+        sqnr_db: Minimum signal-to-noise ratio in dB.
+        median_relative: Maximum median relative error.
+        faster: Minimum speed-up over fp32 for a kernel to be chosen.
+        rows: Numbers of input rows for which kernels are chosen; each stands for all sizes down to the next smaller
+            one.
+        draws: Number of inputs drawn to judge a layer's kernels.
+        judged_rows: Number of rows of each drawn input.
+        rounds: Number of times that a kernel is timed, in turn with the others; the median counts.
+        kernels: Names of the candidates; empty for all.
+        seed: Seed of the drawn inputs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,13 +62,13 @@ class DispatchConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate on one product.
+    """Result of one candidate on one product.
 
     Attributes:
-        kernel: Its name.
-        accuracy: The worst of its draws; None where it was not run.
-        milliseconds: Median; not a number where it was not timed.
-        refused: Why it was not taken; empty if it passed.
+        kernel: Name of the candidate.
+        accuracy: Worst accuracy over the drawn inputs; None if the candidate was not run.
+        milliseconds: Median time; NaN if the candidate was not timed.
+        refused: Reason why the candidate was refused; empty if it passed.
     """
 
     kernel: str
@@ -78,16 +79,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Product:
-    """What is to be computed: the weight of a layer, and inputs like those that it gets.
+    """Matrix product to compute: the weight of a layer and a source of typical inputs.
 
     Attributes:
-        site: The layer's name.
-        of: Which of its products.
-        weight: ``[N, K]`` as the kernel takes it.
-        bias: ``[N]`` or None.
-        draw: Gives ``[rows, K]`` for a number of rows and a generator.
-        once: Whether the weight stays, so that packing it costs nothing.
-        calibration: Rows for ranges; None where there are none.
+        site: Name of the layer.
+        of: Which of the layer's products it is.
+        weight: Weight as the kernel takes it, ``[N, K]``.
+        bias: Bias ``[N]``, or None.
+        draw: Function from a number of rows and a generator to inputs ``[rows, K]``.
+        once: Whether the weight is constant, so that the cost of packing it does not count.
+        calibration: Input rows for choosing quantization ranges, or None.
     """
 
     site: str
@@ -100,12 +101,12 @@ class Product:
 
 
 def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
-    """The worst accuracy of a kernel over several drawn inputs, against float64.
+    """Return the worst accuracy of a kernel over several drawn inputs, compared with float64.
 
     Args:
-        product: With its weight and inputs.
-        kernel: Packed with that weight.
-        config: How many draws, of how many rows.
+        product: Product with its weight and inputs.
+        kernel: Kernel packed with that weight.
+        config: Number of drawn inputs and of their rows.
     """
     exact_weight = product.weight.double()
     worst: Accuracy | None = None
@@ -122,12 +123,12 @@ def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
 
 
 def refusal(one: Candidate, found: Accuracy, config: DispatchConfig) -> str:
-    """Why a candidate cannot be taken for its accuracy; empty where it can.
+    """Return why a candidate is not accurate enough or cannot be timed; empty if it can be used.
 
     Args:
-        one: The candidate.
-        found: Its accuracy.
-        config: Bounds.
+        one: Candidate.
+        found: Accuracy of the candidate.
+        config: Accuracy bounds.
     """
     if found.sqnr_db < config.sqnr_db or found.median_relative > config.median_relative:
         return f"{found.sqnr_db:.1f} dB, median relative error {found.median_relative:.2g}"
@@ -139,7 +140,7 @@ def skipped(one: Candidate, refused: dict[str, str]) -> Iterator[None]:
     """Skip a candidate that cannot compute a layer (a weight beyond its format, a size beyond its accumulators).
 
     Args:
-        one: Candidate to skip. Errors of the reference candidate are raised.
+        one: Candidate to skip; errors of the fp32 reference are raised.
         refused: Reasons by name of the candidate, to which the reason is added.
     """
     try:
@@ -154,13 +155,13 @@ def skipped(one: Candidate, refused: dict[str, str]) -> Iterator[None]:
 def try_all(
     product: Product, candidates: Sequence[Candidate], config: DispatchConfig, timed_rows: Sequence[int] | None = None
 ) -> dict[int, list[Trial]]:
-    """Judge candidates once, and time those that pass for every number of rows.
+    """Judge the candidates once, and time those that pass for every number of rows.
 
     Args:
-        product: With its weight and inputs.
-        candidates: The reference among them.
-        config: Bounds and counts.
-        timed_rows: Numbers of rows; None for the config's.
+        product: Product with its weight and inputs.
+        candidates: Candidates; fp32 must be among them.
+        config: Accuracy bounds and counts.
+        timed_rows: Numbers of rows to time; None for those of ``config``.
     """
     accuracy: dict[str, Accuracy] = {}
     kernels: dict[str, Kernel] = {}
@@ -200,7 +201,7 @@ def try_all(
 def _timed(
     product: Product, candidates: Sequence[Candidate], kernels: Mapping[str, Kernel], rows: int, config: DispatchConfig
 ) -> dict[str, float]:
-    """Median seconds of a call, of each in turn, never twice in a row on the same input."""
+    """Return the median seconds of a call for each candidate, timed in turn on changing inputs."""
     generator = torch.Generator().manual_seed(config.seed)
     size = 4 * rows * product.weight.shape[1]
     inputs = [product.draw(rows, generator) for _ in range(max(2, min(8, _CACHE_BYTES // max(1, size))))]
@@ -213,11 +214,12 @@ def _timed(
 
 
 def median_seconds(calls: Mapping[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of a call, of each contender in turn.
+    """Return the median seconds of a call for each contender, timed in turn.
 
     Args:
-        calls: By name; each is given a number that grows, to choose its input by.
-        rounds: Values a contender, each the mean of as many calls as the first one makes in two milliseconds.
+        calls: Functions by name; each is given an increasing number by which it can choose its input.
+        rounds: Number of values for each contender, each the mean of as many calls as the first contender makes in two
+            milliseconds.
     """
     names = list(calls)
     began = time.perf_counter()
@@ -227,7 +229,7 @@ def median_seconds(calls: Mapping[str, Callable[[int], Any]], rounds: int) -> di
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            # Threads of the contender before look for work for a while, which a short call would pay for.
+            # Threads of the previous contender spin for a while, which would slow down a short call.
             began = time.perf_counter()
             while time.perf_counter() - began < _SETTLE_S:
                 calls[name](turn)
@@ -244,11 +246,11 @@ def _pack_and_run(one: Candidate, product: Product, x: Tensor) -> Tensor:
 
 
 def choose(product: Product, rows: int, trials: Sequence[Trial], config: DispatchConfig) -> KernelChoice:
-    """The fastest trial that passed, if it is faster than fp32 by enough.
+    """Return the fastest trial that passed if it is sufficiently faster than fp32, else fp32.
 
     Args:
-        product: What was tried.
-        rows: The number of rows.
+        product: Product that was tried.
+        rows: Number of rows.
         trials: Trials of every candidate.
         config: Bounds.
     """
@@ -281,7 +283,7 @@ def _range(rows: Tensor | None) -> tuple[float, float] | None:
 
 
 def skipped_layers(trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str, int]]:
-    """Candidates that cannot compute some layers: the reasons of each, with the number of layers.
+    """Return the candidates that cannot compute some layers: the number of layers by candidate and reason.
 
     Args:
         trials: Trials of each layer, by name.
@@ -296,18 +298,18 @@ def skipped_layers(trials: Mapping[str, Sequence[Trial]]) -> dict[str, dict[str,
 
 @dataclass
 class Profile:
-    """A plan with all that was tried for it.
+    """A plan with all trials behind it.
 
     Attributes:
-        plan: The choices.
-        trials: Trials of each site, product and number of rows.
+        plan: Chosen kernels.
+        trials: Trials by site, product and number of rows.
     """
 
     plan: PrecisionPlan
     trials: dict[tuple[str, Pass, int], list[Trial]] = field(default_factory=dict)
 
     def uniform_milliseconds(self) -> dict[str, float]:
-        """Total time of every kernel that is accurate enough everywhere, were it taken everywhere."""
+        """Return the total time of every kernel that is accurate enough everywhere, if it were used everywhere."""
         times: dict[str, list[float]] = {}
         for trials in self.trials.values():
             for trial in trials:
@@ -315,7 +317,7 @@ class Profile:
         return {name: sum(taken) for name, taken in times.items() if math.isfinite(sum(taken))}
 
     def skipped(self) -> dict[str, dict[str, int]]:
-        """Candidates that cannot compute some products: the reasons of each, with the number of layers."""
+        """Return the candidates that cannot compute some products: the number of layers by candidate and reason."""
         return skipped_layers(
             {
                 site: [t for key, trials in self.trials.items() if key[0] == site for t in trials]
@@ -324,7 +326,7 @@ class Profile:
         )
 
     def geometric_mean(self) -> float:
-        """Times as fast as fp32, over all that was tried."""
+        """Return the geometric mean of the speed-ups over fp32."""
         ratios = [math.log(choice.expected.get("times_fp32", 1.0)) for choice in self.plan.choices]
         return math.exp(sum(ratios) / len(ratios))
 
@@ -336,17 +338,17 @@ def forward_products(
     without: Sequence[str] = (),
     calibration: Mapping[str, Tensor] | None = None,
 ) -> list[Product]:
-    """Forward products of a trained model's linear layers, with inputs drawn from what a probe saw.
+    """Return the forward products of a trained model's linear layers, with inputs drawn from a probe's statistics.
 
     Args:
-        model: Trained.
+        model: Trained model.
         statistics: Statistics of each layer's inputs.
-        only: Patterns of layers; none for all.
+        only: Patterns of layers to include; empty for all.
         without: Patterns of layers to leave out.
-        calibration: Rows that each layer was given; None to draw them too.
+        calibration: Recorded input rows of each layer; None to draw them too.
 
     Raises:
-        NumericsError: a layer was not probed, or with other inputs, or is float64.
+        NumericsError: If a layer was not probed, was probed with another number of inputs, or is float64.
     """
     found = []
     for name, module in sites(model, only, without).items():
@@ -372,12 +374,12 @@ def forward_products(
 
 
 def profile(products: Sequence[Product], config: DispatchConfig, device: torch.device | str = "cpu") -> Profile:
-    """Try every candidate on every product, and choose.
+    """Try every candidate on every product, and choose the kernels.
 
     Args:
         products: Products of a model.
         config: Bounds, sizes and counts.
-        device: On which they run.
+        device: Device on which the products run.
     """
     candidates = chosen(config.kernels or None)
     choices, trials = [], {}
@@ -392,19 +394,19 @@ def profile(products: Sequence[Product], config: DispatchConfig, device: torch.d
 
 
 class DispatchedLinear(nn.Module):
-    """A linear layer computed by the kernels of a plan, for scoring: it has no gradient.
+    """Linear layer computed by the kernels of a plan; for scoring only, as it has no gradient.
 
-    Calls take any floating-point dtype, compute in float32 or less, and give that dtype back.
+    Inputs may have any floating-point dtype, which the output shares; the computation is in float32 or less.
 
     Attributes:
-        weight: As it was, ``[N, K]``: fp32 is the way out for sizes that the plan has none for.
-        bias: Likewise.
-        unplanned: Calls with more rows than the plan knows, which were computed in fp32.
+        weight: Unchanged weight, ``[N, K]``, with which sizes beyond the plan are computed in fp32.
+        bias: Unchanged bias, ``[N]``, or None.
+        unplanned: Number of calls with more rows than the plan covers, which were computed in fp32.
 
     Args:
-        linear: The layer.
-        name: Its name in the plan.
-        plan: With choices for it.
+        linear: Layer to replace.
+        name: Name of the layer in the plan.
+        plan: Plan with choices for the layer.
     """
 
     def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan) -> None:
@@ -438,14 +440,14 @@ class DispatchedLinear(nn.Module):
 
 
 def planned_sites(model: nn.Module, plan: PrecisionPlan) -> dict[str, nn.Linear]:
-    """A model's linear layers, if they are those of a plan.
+    """Return a model's linear layers by name, after checking that they match a plan.
 
     Args:
-        model: Any.
-        plan: For this model.
+        model: Model.
+        plan: Plan for this model.
 
     Raises:
-        NumericsError: the plan names a layer that the model does not have, or has of another size.
+        NumericsError: If the plan names a layer that the model lacks or has with another size.
     """
     own = sites(model)
     for choice in plan.choices:
@@ -470,8 +472,8 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
         allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
     Raises:
-        NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
-            lacks or has with another size.
+        NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
+            model lacks or has with another size.
     """
     plan.check_purpose("scoring")
     own = planned_sites(model, plan)
@@ -501,8 +503,8 @@ def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> n
         The model.
 
     Raises:
-        NumericsError: the plan is for training, for other weights or another machine, or names a layer that the model
-            lacks or has with another size.
+        NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
+            model lacks or has with another size.
     """
     for name, module in planned(model, plan, allow_stale).items():
         replace(model, name, module)

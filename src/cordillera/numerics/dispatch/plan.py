@@ -1,8 +1,7 @@
 """File of the plan that assigns a kernel to each layer; it is checked against the machine before use.
 
 The identity of a plan is a digest of everything that decides its outcome: products, kernels, bounds, seed, weights,
-statistics and machine. Measurements are stored outside of the digest, so that two measurements of the same plan have
-one identity.
+statistics and machine. Measurements are not part of the digest, so two measurements of the same plan have one identity.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel of one product.
+    """Kernel of one product.
 
     Attributes:
         site: Qualified name of the layer.
-        of: Product of the layer.
+        of: Which of the layer's products it computes.
         rows: Largest number of input rows for which the kernel was chosen, a power of two.
         outputs: Output features ``N`` of the layer.
         inputs: Input features ``K`` of the layer.
@@ -59,17 +58,17 @@ class KernelChoice:
 
     @property
     def calibration(self) -> torch.Tensor | None:
-        """Two rows, ``float32 [2, 1]``, that hold the ends of the input range; None without a range."""
+        """Ends of the input range as two rows, ``float32 [2, 1]``; None without a range."""
         return None if self.input_range is None else torch.tensor(self.input_range).unsqueeze(1)
 
     @property
     def shape(self) -> Shape:
-        """Of the product."""
+        """Shape of the product."""
         return Shape(self.rows, self.outputs, self.inputs)
 
 
 def bucket(rows: int) -> int:
-    """The least power of two that is not below.
+    """Return the smallest power of two that is at least ``rows``.
 
     Args:
         rows: Number of rows of an input.
@@ -78,9 +77,9 @@ def bucket(rows: int) -> int:
 
 
 def instruction_set() -> list[str]:
-    """Instruction set by which libraries choose kernels on this CPU: torch's level and the processor's flags.
+    """Return what libraries choose kernels by on this CPU: torch's level and the processor's flags.
 
-    Flags are read on Linux only; on other systems the list holds the level alone.
+    Flags are read on Linux only; on other systems the list contains only the level.
     """
     level = str(torch.backends.cpu.get_cpu_capability())
     try:
@@ -94,11 +93,11 @@ def instruction_set() -> list[str]:
 
 
 def machine(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
-    """Machine that a plan depends on: name and instruction set of the device, threads, and versions of libraries.
+    """Describe the machine that a plan depends on: device, instruction set, threads, and versions of libraries.
 
     Args:
         device: Device on which the model runs.
-        threads: Number of threads of the CPU kernels; None for the present number.
+        threads: Number of threads of the CPU kernels; None for the current number.
     """
     device = torch.device(device)
     known = describe_environment()
@@ -152,10 +151,10 @@ class PrecisionPlan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def find(self, site: str, of: Pass, rows: int) -> KernelChoice | None:
-        """The choice of the least number of rows that is not below; None where the plan has none, and fp32 is meant.
+        """Return the choice for the smallest planned number of rows that is at least ``rows``; None means fp32.
 
         Args:
-            site: The layer's name.
+            site: Name of the layer.
             of: Which of its products.
             rows: Number of rows of an input.
         """
@@ -168,11 +167,11 @@ class PrecisionPlan:
         return list(dict.fromkeys(choice.site for choice in self.choices))
 
     def with_reference(self, site: str, why: str) -> PrecisionPlan:
-        """The plan with fp32 at one layer.
+        """Return the plan with fp32 at one layer.
 
         Args:
-            site: The layer's name.
-            why: What the plan's reader is told.
+            site: Name of the layer.
+            why: Reason to record in the plan.
         """
         choices = tuple(
             replace(c, kernel="fp32", why=why, expected={}) if c.site == site and c.kernel != "fp32" else c
@@ -181,10 +180,10 @@ class PrecisionPlan:
         return replace(self, choices=choices)
 
     def uniform(self, kernel: str) -> PrecisionPlan:
-        """The plan that takes one kernel everywhere.
+        """Return the plan with one kernel everywhere.
 
         Args:
-            kernel: A candidate's name.
+            kernel: Name of the candidate.
         """
         return replace(self, choices=tuple(replace(c, kernel=kernel, why="", expected={}) for c in self.choices))
 
@@ -211,16 +210,16 @@ class PrecisionPlan:
 
     @classmethod
     def load(cls, path: Path, device: torch.device | str = "cpu", allow_stale: bool = False) -> PrecisionPlan:
-        """Read one that holds on this machine.
+        """Read a plan that is valid on this machine.
 
         Args:
             path: Path of the file.
-            device: On which it shall be used.
-            allow_stale: Take one that was made on another device, with other threads or libraries.
+            device: Device on which the plan is to be used.
+            allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
         Raises:
-            NumericsError: there is none, it is damaged or of another version, names a kernel that is not here, or was
-                made elsewhere.
+            NumericsError: If the file is missing, damaged or of another version, names an unknown kernel, or was made
+                on another machine.
         """
         where = str(path)
         if not path.is_file():
@@ -250,13 +249,13 @@ class PrecisionPlan:
         return found
 
     def check_purpose(self, purpose: Purpose) -> None:
-        """Refuse to be used for something else.
+        """Check that the plan was made for a purpose.
 
         Args:
-            purpose: What it shall be used for.
+            purpose: Intended purpose.
 
         Raises:
-            NumericsError: the plan is for another.
+            NumericsError: If the plan is for another purpose.
         """
         if self.purpose != purpose:
             raise NumericsError(
@@ -266,14 +265,14 @@ class PrecisionPlan:
             )
 
     def check_machine(self, device: torch.device | str, where: str = "plan") -> None:
-        """Refuse to be used elsewhere than where it was made.
+        """Check that the plan was made on this machine.
 
         Args:
-            device: On which it shall be used.
-            where: What errors call it.
+            device: Device on which the plan is to be used.
+            where: Name for the error message.
 
         Raises:
-            NumericsError: device, threads or libraries differ.
+            NumericsError: If the device, the threads or the libraries differ.
         """
         here = machine(device)
         for key, value in here.items():
@@ -286,7 +285,7 @@ class PrecisionPlan:
 
 
 def weights_digest(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]) -> str:
-    """SHA-256 of the weights of layers, to which a plan is bound.
+    """Return the SHA-256 of the weights of layers, to which a plan is bound.
 
     Args:
         layers: Weight ``[N, K]`` and bias ``[N]`` (or None) of each layer, by name; any device, converted to float32.

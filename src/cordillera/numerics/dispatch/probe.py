@@ -1,8 +1,8 @@
-"""What the layers of a model see and hold, gathered while it runs: LoKA's Probe.
+"""Statistics of the inputs and weights of a model's layers, gathered while it runs (Probe of LoKA).
 
-Statistics are gathered at every ``interval``-th step only, from at most ``rows`` rows of a layer's input, and hold no
-sample of the data. They merge over the ranks of a data-parallel job, in the order of ranks. Synthetic inputs are drawn
-from them, so that kernels can be judged on what a layer sees instead of on standard-normal numbers.
+Statistics are gathered only at every ``interval``-th step, from at most ``rows`` rows of a layer's input, and contain
+no sample of the data. They merge over the ranks of a data-parallel job, in the order of ranks. Synthetic inputs are
+drawn from them, so that kernels can be judged on realistic inputs instead of standard-normal numbers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _REMEDY = "cordillera probe RUN writes it"
 
 
 class ProbeConfig(BaseModel):
-    """How often and how much a probe looks.
+    """Frequency and scope of a probe.
 
     Attributes:
-        interval: Steps from one look to the next.
-        rows: Of a layer's input that are taken in at one look, at most; evenly chosen where there are more.
-        weights: Whether weights are followed too.
-        momentum: Of the averages over weights.
-        gradients: Whether the gradients of layers' outputs are followed too, in steps that have a backward pass.
-        marginals: Whether quantiles of each input are kept too, so that what is drawn has the tails, the point masses
-            at zero and the signs of what was seen; of layers of up to 2048 inputs.
-        only: Patterns of the layers' names to follow; none for all.
+        interval: Number of steps from one probed step to the next.
+        rows: Maximum number of rows of a layer's input in one probed step; evenly chosen if there are more.
+        weights: Whether to gather statistics of weights.
+        momentum: Momentum of the averages over weights.
+        gradients: Whether to gather statistics of the gradients of layers' outputs, in steps that have a backward pass.
+        marginals: Whether to keep quantiles of each input, for layers of up to 2048 inputs, so that drawn inputs have
+            the tails, the point masses at zero and the signs of the real ones.
+        only: Patterns of the names of the layers to probe; empty for all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,18 +55,18 @@ class ProbeConfig(BaseModel):
 class Probe:
     """Statistics of a model's linear layers.
 
-    Call :meth:`step` before every forward; layers are listened to in that step alone. Between looks a model runs as if
-    there were no probe.
+    Call :meth:`step` before every forward. Hooks are registered only during a probed step; otherwise the model runs as
+    without a probe.
 
     Attributes:
-        inputs: Of each layer.
-        weights: Likewise; empty where weights are not followed.
-        gradients: Of each layer's output; empty where gradients are not followed.
-        looks: Steps at which it looked.
+        inputs: Statistics of each layer's inputs.
+        weights: Statistics of each layer's weights; empty if they are not gathered.
+        gradients: Statistics of the gradients of each layer's outputs; empty if they are not gathered.
+        looks: Number of probed steps.
 
     Args:
-        model: Whose layers.
-        config: How often and how much.
+        model: Model whose layers are probed.
+        config: Frequency and scope; None for the defaults.
     """
 
     def __init__(self, model: nn.Module, config: ProbeConfig | None = None) -> None:
@@ -92,7 +92,7 @@ class Probe:
         self._failed: BaseException | None = None
 
     def step(self) -> bool:
-        """Begin a step; whether the probe looks at it."""
+        """Begin a step, and return whether it is probed."""
         self._stop_listening()
         looking = self._steps % self.config.interval == 0
         self._steps += 1
@@ -129,10 +129,10 @@ class Probe:
         self._hooks = []
 
     def close(self) -> None:
-        """Stop listening, and wait for what is being written.
+        """Remove all hooks, and wait until the file is written.
 
         Raises:
-            NumericsError: it could not be written.
+            NumericsError: If writing failed.
         """
         self._stop_listening()
         self._wait()
@@ -146,12 +146,12 @@ class Probe:
         self.close()
 
     def merge(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take in the inputs' statistics of all ranks of a job; weights are the same on all of them.
+        """Merge the statistics of inputs and gradients of all ranks of a job; weights are the same on all of them.
 
-        Every rank ends with the same statistics, merged in the order of ranks.
+        All ranks get the same statistics, merged in the order of ranks.
 
         Args:
-            group: Of ranks that see different samples; None for all.
+            group: Group of ranks that see different samples; None for all.
         """
         states: list[Any] = [None] * dist.get_world_size(group)
         followed = (self.inputs, self.gradients)
@@ -164,7 +164,7 @@ class Probe:
                 statistics[name] = merged
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, to go on with after a stop."""
+        """Return the complete state, to continue after an interruption."""
         return {
             "steps": self._steps,
             "looks": self.looks,
@@ -174,13 +174,13 @@ class Probe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Continue from the result of :meth:`state_dict`.
 
         Args:
-            state: Of a probe of the same layers.
+            state: State of a probe of the same layers with the same scope.
 
         Raises:
-            NumericsError: the layers or what is followed of them are others.
+            NumericsError: If the layers or the gathered statistics differ.
         """
         if set(state["inputs"]) != set(self.inputs) or set(state.get("gradients", {})) != set(self.gradients):
             raise NumericsError(
@@ -204,14 +204,14 @@ class Probe:
         self.gradients = {name: RowStatistics.from_state_dict(one) for name, one in state.get("gradients", {}).items()}
 
     def save(self, path: Path, background: bool = False) -> None:
-        """Write statistics to a file; they are copied at once, so that gathering may go on.
+        """Write the statistics to a file; they are copied first, so that gathering may continue.
 
         Args:
-            path: Of a safetensors file, replaced whole.
-            background: Write in a thread; :meth:`close` or the next save waits for it.
+            path: Path of a safetensors file, which is replaced as a whole.
+            background: Whether to write in a thread; :meth:`close` or the next save waits for it.
 
         Raises:
-            NumericsError: this one, or an earlier one in the background, could not be written.
+            NumericsError: If this file, or an earlier one in the background, could not be written.
         """
         self._wait()
         tensors, facts = _flattened(self.state_dict())
@@ -238,19 +238,19 @@ class Probe:
 
 
 class Probed:
-    """Statistics that a probe wrote.
+    """Statistics that a probe wrote to a file.
 
     Attributes:
-        inputs: By layer.
-        weights: Likewise; may be empty.
-        gradients: Of outputs, likewise; may be empty.
-        looks: Steps at which the probe looked.
+        inputs: Statistics of inputs by layer.
+        weights: Statistics of weights by layer; may be empty.
+        gradients: Statistics of output gradients by layer; may be empty.
+        looks: Number of probed steps.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
-        NumericsError: there is none, or it is not one of a probe, or it is damaged.
+        NumericsError: If the file is missing, damaged, or was not written by a probe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -272,7 +272,7 @@ class Probed:
 
 
 def _flattened(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by numbered names, and the state with these names in their places."""
+    """Return the tensors by numbered names, and the state with these names in their places."""
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What each feature of a layer's inputs looks like alone: quantiles of a stream in bounded memory, and draws by them.
+"""Quantiles of each feature of a stream in bounded memory, and draws from them.
 
-A normal distribution has no tails to speak of and goes below zero after a ReLU. With the quantiles of each feature a
-Gaussian copula keeps the features' own distributions and their covariances: normal numbers are drawn with such
-correlations that, put through the quantiles, they have those of the data (Cario and Nelson 1997, NORTA).
+A normal distribution has hardly any tails and is negative where a ReLU gives zero. With the quantiles of each feature,
+a Gaussian copula preserves the distributions of the features and their covariances: it draws normal numbers with such
+correlations that, mapped through the quantiles, they have the correlations of the data (Cario and Nelson 1997, NORTA).
 """
 
 from __future__ import annotations
@@ -18,27 +18,25 @@ from torch import Tensor
 from cordillera.errors import NumericsError
 
 POINTS, REACH = 129, 4.0
-"""Quantiles of a feature, and how many standard deviations of a normal one the outermost stand for."""
-CAPACITY = 512  # numbers of a feature and level
-_KEPT = CAPACITY // 4  # of the smallest, and of the largest, that stay on their level
+"""Number of quantiles of a feature, and standard deviations of a normal number at the outermost ones."""
+CAPACITY = 512  # largest number of values of a feature on a level
+_KEPT = CAPACITY // 4  # number of the smallest and of the largest values that stay on their level
 _STRATA, _DEGREE, _HALVINGS = 2048, 10, 30
 
 
 class QuantileSketch:
-    """Quantiles of many features, from a stream, by levels of compactors whose ends are kept.
+    """Quantiles of many features of a stream, by levels of compactors whose ends are kept.
 
-    A level holds up to 512 numbers of each feature, each of which stands for ``2**level`` of the stream. When it is
-    full, of its numbers in order, without the 128 smallest and largest, every second goes to the next level (Karnin et
-    al. 2016, with deterministic choice; ends as in Cormode et al. 2021). All features go through it in step, and no
-    row of the data remains. Memory: 2 KiB a feature and level, of which there are as many as doublings of 512 rows.
+    A level holds up to 512 numbers of each feature, each of which represents ``2**level`` of the stream. When it is
+    full, its numbers are sorted, and every second one between the 128 smallest and largest moves to the next level
+    (Karnin et al. 2016, with deterministic choice; ends as in Cormode et al. 2021). All features are compacted at the
+    same time, each in its own order, so no row of the data remains. Each feature takes 2 KiB for each level, and the
+    number of levels is that of the doublings of 512 rows.
 
     Attributes:
-        count: Rows so far.
-        negatives: ``int64 [K]``, of them below zero.
-        zeros: ``int64 [K]``, of them zero.
-
-    Args:
-        features: ``K``.
+        count: Number of rows so far.
+        negatives: Number of rows below zero, ``int64 [K]``.
+        zeros: Number of rows equal to zero, ``int64 [K]``.
     """
 
     def __init__(self, features: int) -> None:
@@ -49,14 +47,10 @@ class QuantileSketch:
         self._compactions: list[int] = []
 
     def update(self, rows: Tensor) -> None:
-        """Take rows in.
-
-        Args:
-            rows: ``[B, K]``, finite.
-        """
+        """Add finite rows ``[B, K]``."""
         if not len(rows):
             return
-        rows = rows.detach().float().cpu() + 0.0  # zeros of one sign, so that order says all
+        rows = rows.detach().float().cpu() + 0.0  # zeros of one sign, so that the order is unique
         self.count += len(rows)
         self.negatives += (rows < 0).sum(0)
         self.zeros += (rows == 0).sum(0)
@@ -65,11 +59,7 @@ class QuantileSketch:
         self._compact()
 
     def merge(self, other: QuantileSketch) -> None:
-        """Take in what was gathered elsewhere.
-
-        Args:
-            other: Of as many features.
-        """
+        """Add the content of another sketch of as many features."""
         self.count += other.count
         self.negatives, self.zeros = self.negatives + other.negatives, self.zeros + other.zeros
         self._low, self._high = torch.minimum(self._low, other._low), torch.maximum(self._high, other._high)
@@ -89,8 +79,8 @@ class QuantileSketch:
         while level < len(self._levels):
             if len(self._levels[level]) > CAPACITY:
                 ordered = _sorted(self._levels[level])
-                end = _KEPT + (len(ordered) - 2 * _KEPT) // 2 * 2  # an even number of them
-                # the first of each pair and the second take turns, so that errors cancel
+                end = _KEPT + (len(ordered) - 2 * _KEPT) // 2 * 2  # an even number is compacted
+                # the first and the second of each pair are kept alternately, so that errors cancel
                 chosen = ordered[_KEPT + self._compactions[level] % 2 : end : 2]
                 self._levels[level] = torch.cat([ordered[:_KEPT], ordered[end:]])
                 self._compactions[level] += 1
@@ -99,17 +89,14 @@ class QuantileSketch:
 
     @property
     def rank_error(self) -> float:
-        """The most that a quantile's rank can be off, as a share of all rows; errors that cancel make it far less."""
+        """Bound of the error of a quantile's rank, as a share of all rows; usually far less, as errors cancel."""
         return sum(count * 2.0**level for level, count in enumerate(self._compactions)) / max(1, self.count)
 
     def quantiles(self, probabilities: Tensor) -> Tensor:
-        """The values below which shares of the rows lie.
+        """Return quantiles ``float32 [p, K]`` of all features.
 
         Args:
-            probabilities: ``[p]``, ascending, from 0 for the smallest to 1 for the largest.
-
-        Returns:
-            ``float32 [p, K]``.
+            probabilities: Probabilities ``[p]``, ascending, from 0 for the smallest value to 1 for the largest.
         """
         numbers = torch.cat(self._levels).T.contiguous()  # [K, n]
         weights = torch.cat([torch.full((len(one),), 2.0**n) for n, one in enumerate(self._levels)]).double()
@@ -122,19 +109,19 @@ class QuantileSketch:
         return torch.where(probabilities[:, None] >= 1, self._high, found)
 
     def points(self) -> Tensor:
-        """``float32 [129, K]``: quantiles at equal steps of a normal number from -4 to 4, the ends the extremes."""
+        """Return quantiles ``float32 [129, K]`` at equal steps of a normal number from -4 to 4; the ends are exact."""
         steps = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
         probabilities = torch.special.ndtr(steps)
         probabilities[0], probabilities[-1] = 0, 1
         return self.quantiles(probabilities)
 
     def memory_bytes(self) -> int:
-        """Of all that is kept."""
+        """Return the number of bytes of the content."""
         held = [*self._levels, self._low, self._high, self.negatives, self.zeros]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain numbers."""
+        """Return the complete state as tensors and plain numbers."""
         return {
             "count": self.count,
             "counts": torch.stack([self.negatives, self.zeros]),
@@ -145,13 +132,10 @@ class QuantileSketch:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> QuantileSketch:
-        """What :meth:`state_dict` gave.
-
-        Args:
-            state: As it was given.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: its parts do not fit together.
+            NumericsError: If its parts do not fit together.
         """
         found = cls(state["counts"].shape[1])
         found.count, found._compactions = int(state["count"]), [int(one) for one in state["compactions"]]
@@ -165,16 +149,12 @@ class QuantileSketch:
 
 
 def _sorted(numbers: Tensor) -> Tensor:
-    """``[m, K]`` with each column in order; by NumPy, whose sort of rows is many times as fast as torch's."""
+    """Sort each column of ``[m, K]``; NumPy's sort of rows is many times as fast as torch's."""
     return torch.from_numpy(np.sort(numbers.T.contiguous().numpy(), axis=1)).T
 
 
 class Marginals:
-    """The quantiles of features, as functions of normal numbers.
-
-    Args:
-        sketch: Of at least one row.
-    """
+    """Quantiles of features as functions of normal numbers, from a sketch of at least one row."""
 
     def __init__(self, sketch: QuantileSketch) -> None:
         self._points = sketch.points()
@@ -182,35 +162,26 @@ class Marginals:
         self._below, self._to = sketch.negatives / total, (sketch.negatives + sketch.zeros) / total
 
     def __call__(self, normal: Tensor) -> Tensor:
-        """Values in whose places normal numbers stand, straight between the points; zeros as often as in the data.
-
-        Args:
-            normal: ``[n, K]``.
-
-        Returns:
-            ``float32 [n, K]``.
-        """
+        """Map normal numbers ``[n, K]`` to values ``float32 [n, K]``, linear between quantiles, with zeros kept."""
         place = (normal.double().clamp(-REACH, REACH) + REACH) * ((POINTS - 1) / (2 * REACH))
         first = place.floor().clamp(max=POINTS - 2).long()
         low, high = self._points.gather(0, first), self._points.gather(0, first + 1)
         value = torch.lerp(low.double(), high.double(), place - first).float()
         share = torch.special.ndtr(normal.double())
-        # where signs change the straight line would fill the place of a point mass, and cross zero too early or late
+        # near a point mass at zero, linear interpolation would replace it and change the sign too early or too late
         value = torch.where(share < self._below, value.clamp(max=0), value)
         value = torch.where(share >= self._to, value.clamp(min=0), value)
         return torch.where((share >= self._below) & (share < self._to), 0.0, value)
 
     def correlations_of_normals(self, covariance: Tensor) -> Tensor:
-        """Correlations of normal numbers whose values have given covariances, as far as any have.
+        """Return correlations ``float64 [K, K]`` of normal numbers whose values have nearly the given covariances.
 
-        Of a function's expansion in Hermite polynomials with coefficients ``a``, values have the covariance
-        ``sum_k a_i[k] a_j[k] r**k`` for normal numbers of correlation ``r``: it rises with ``r``, which is bisected.
+        If ``a`` are the Hermite coefficients of the map from normal numbers to values, values have the covariance
+        ``sum_k a_i[k] a_j[k] r**k`` for normal numbers of correlation ``r``. It increases with ``r``, which is found by
+        bisection.
 
         Args:
-            covariance: ``float64 [K, K]``, of the values.
-
-        Returns:
-            ``float64 [K, K]`` with ones on its diagonal.
+            covariance: Covariance of the values, ``float64 [K, K]``.
         """
         share = (torch.arange(_STRATA, dtype=torch.float64) + 0.5) / _STRATA
         z = torch.special.ndtri(share)

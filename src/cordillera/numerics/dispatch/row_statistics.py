@@ -1,8 +1,7 @@
-"""What a layer's inputs look like: mean and covariance of their rows, gathered batch by batch in bounded memory.
+"""Mean and covariance of a layer's input rows, gathered batch by batch in bounded memory.
 
-LoKA's Probe (arXiv 2605.10886): in a recommendation model the rows of a batch do not depend on one another, so that a
-layer's input is described by ``N(mean, covariance)``. Statistics of parts merge to those of the whole, in any split and
-over ranks.
+As in LoKA's Probe (arXiv 2605.10886), the rows of a recommendation batch are independent, so ``N(mean, covariance)``
+describes a layer's input. Statistics of parts merge to those of the whole, in any split and over ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from cordillera.numerics.dispatch.quantile_sketch import Marginals, QuantileSket
 
 FULL_UP_TO, BLOCK, BLOCKS_UP_TO = 2048, 512, 16_384
 SKETCH = 64  # columns
-_CHUNK = 4096  # rows that are centred at once
-# Sums of products of a chunk stay within float32 up to the first, within float64 up to the second.
+_CHUNK = 4096  # number of rows that are centred at once
+# Largest values for which sums of products over a chunk stay within float32 and within float64.
 _SINGLE_UP_TO, _DOUBLE_UP_TO = 2.0**40, 2.0**450
 _TRIES = 6
 
 
 class Tier(str, enum.Enum):
-    """How much of a covariance is kept.
+    """Kept part of a covariance.
 
     Attributes:
         full: All of it.
@@ -44,11 +43,7 @@ class Tier(str, enum.Enum):
 
     @classmethod
     def of(cls, features: int) -> Tier:
-        """The tier that keeps the memory of so many features bounded.
-
-        Args:
-            features: Of a row.
-        """
+        """Return the tier that bounds the memory for a number of features."""
         if features <= FULL_UP_TO:
             return cls.full
         return cls.blocks if features <= BLOCKS_UP_TO else cls.sketch
@@ -57,21 +52,19 @@ class Tier(str, enum.Enum):
 class RowStatistics:
     """Count, mean and scatter of rows, by Welford's update for batches.
 
-    Sums are float64; products of centred float32 rows are float32 within a chunk of 4096 rows, unless they are so large
-    (beyond 2^40) that these might overflow.
+    Sums are float64. Products of centred float32 rows are float32 within a chunk of 4096 rows, unless values beyond
+    2^40 might make them overflow.
 
     Attributes:
-        count: Rows so far.
-        skipped: Batches that were left out because they held NaN, infinity, or float64 beyond 2^450.
-        mean: ``float64 [K]``.
-        seconds: Spent on taking batches in, by this process.
-        marginals: Quantiles of each feature, or None; with them rows are drawn by a Gaussian copula.
+        skipped: Number of batches left out because they held NaN, infinity, or values beyond 2^450.
+        mean: Mean of the rows, ``float64 [K]``.
+        seconds: Time that this process has spent in :meth:`update`.
+        marginals: Quantiles of each feature, or None; with them, rows are drawn by a Gaussian copula.
 
     Args:
-        features: ``K``, columns of a row.
-        tier: What to keep of the covariance; None for what its size allows.
-        device: Where statistics are kept.
-        marginals: Whether to keep quantiles too; of more than 2048 features, or less than a full covariance, none are.
+        features: Number ``K`` of columns.
+        tier: Kept part of the covariance; None for the one that ``features`` allows.
+        marginals: Whether to keep quantiles too; ignored above 2048 features or with less than a full covariance.
     """
 
     def __init__(
@@ -104,12 +97,12 @@ class RowStatistics:
         return [(k,)] if self.tier is Tier.diagonal else [(k,), (k, min(SKETCH, k))]
 
     def _sketch(self) -> Tensor:
-        """``[K, 64]``, the same in every process."""
+        """Return random vectors ``[K, 64]``, the same in every process."""
         generator = torch.Generator().manual_seed(20_260_510)
         return torch.randn(self.features, min(SKETCH, self.features), generator=generator).to(self.mean.device)
 
     def _products(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """What is kept of ``left.T @ right``, both ``[B, K]``."""
+        """Return the kept part of ``left.T @ right``, both ``[B, K]``."""
         if self.tier is Tier.full:
             return [left.T @ right]
         if self.tier is Tier.blocks:
@@ -122,16 +115,13 @@ class RowStatistics:
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> bool:
-        """Take a batch in; whether it was taken: one with NaN or infinity is left out whole and counted.
+        """Add a batch ``[..., K]``; return whether it was added.
 
-        So is one with numbers whose squares float64 cannot sum. Autocast and number formats that are emulated around
-        it are not for these sums.
-
-        Args:
-            rows: ``[..., K]``, any floating-point dtype.
+        A batch with NaN, infinity, or numbers whose squares float64 cannot sum is left out whole and counted in
+        ``skipped``. Autocast and emulated number formats do not apply to these sums.
 
         Raises:
-            NumericsError: rows have another number of features.
+            NumericsError: If rows have another number of features.
         """
         began = time.perf_counter()
         with _disable_current_modes(), torch.autocast(rows.device.type, enabled=False):
@@ -151,7 +141,7 @@ class RowStatistics:
             return False
         for part in rows.to(self.mean.device).split(_CHUNK):
             wide = part.dtype == torch.float64 or largest > _SINGLE_UP_TO
-            # Subtracting a row first leaves float32 all its digits where deviations are small beside the mean.
+            # Subtracting a row first keeps float32 precise if deviations are small compared with the mean.
             origin = part[0].double()
             centred = part.double() - origin if wide else (part.float() - origin.float())
             shift = centred.mean(0, dtype=torch.float64)
@@ -162,13 +152,10 @@ class RowStatistics:
         return True
 
     def merge(self, other: RowStatistics) -> None:
-        """Take in what was gathered elsewhere; what has seen nothing yet takes over quantiles from it.
-
-        Args:
-            other: Of the same features and tier; with quantiles where this has them.
+        """Add other statistics; empty ones adopt quantiles from ``other``.
 
         Raises:
-            NumericsError: it is not.
+            NumericsError: If ``other`` has other features, another tier, or quantiles where these statistics have none.
         """
         if (self.marginals is None) != (other.marginals is None):
             if self.count or other.marginals is None:
@@ -198,7 +185,7 @@ class RowStatistics:
         self.count = total
 
     def variance(self) -> Tensor:
-        """``float64 [K]``; zeros before two rows were seen."""
+        """Return the variance ``float64 [K]``; zeros before two rows were seen."""
         if self.tier in (Tier.sketch, Tier.diagonal):
             diagonal = self._scatter[0]
         else:
@@ -206,9 +193,9 @@ class RowStatistics:
         return diagonal / max(1, self.count - 1)
 
     def covariance(self) -> Tensor:
-        """``float64 [K, K]``, as far as it is kept; of a sketch, Nystrom's approximation with the true diagonal.
+        """Return the kept covariance, ``float64 [K, K]``; of a sketch, Nystrom's approximation with the true diagonal.
 
-        Meant for tests and small layers: it is as large as its shape says.
+        Meant for tests and small layers, as it allocates the full matrix.
         """
         if self.tier is Tier.diagonal:
             return torch.diag(self.variance())
@@ -219,7 +206,7 @@ class RowStatistics:
         return (found + found.T) / 2
 
     def _nystrom(self) -> tuple[Tensor, Tensor]:
-        """``factor [K, r]`` and ``rest [K]``: the covariance is about ``factor @ factor.T + diag(rest)``."""
+        """Return ``factor [K, r]`` and ``rest [K]``, with the covariance about ``factor @ factor.T + diag(rest)``."""
         degrees = max(1, self.count - 1)
         diagonal, product = self._scatter[0] / degrees, self._scatter[1] / degrees
         inner = self._sketch().double().T @ product
@@ -230,17 +217,16 @@ class RowStatistics:
         return factor, rest
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Rows drawn from the normal distribution of these statistics, or from the copula of their quantiles.
+        """Draw rows from the normal distribution of these statistics, or from the copula of their quantiles.
 
         Args:
-            count: How many.
-            generator: Of random numbers, on the CPU; default the global one.
+            generator: Generator on the CPU; None for the global one.
 
         Returns:
-            ``float32 [count, K]`` on the device of the statistics.
+            Rows, ``float32 [count, K]``, on the device of the statistics.
 
         Raises:
-            NumericsError: fewer than two rows were seen.
+            NumericsError: If fewer than two rows were seen.
         """
         if self.count < 2:
             raise NumericsError(
@@ -270,16 +256,16 @@ class RowStatistics:
         root = square_root(values.correlations_of_normals(self.covariance().cpu()))
         root = root / root.square().sum(1, keepdim=True).sqrt().clamp(
             min=1e-300
-        )  # what clipping took from the diagonal
+        )  # restores the diagonal after clipping
         return values(normal.cpu() @ root.T).to(self.mean.device)
 
     def memory_bytes(self) -> int:
-        """Of the mean and of what is kept of the covariance, and of quantiles."""
+        """Return the bytes of the mean, the kept covariance and the quantiles."""
         own = sum(tensor.numel() * tensor.element_size() for tensor in [self.mean, *self._scatter])
         return own + (0 if self.marginals is None else self.marginals.memory_bytes())
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain numbers."""
+        """Return the complete state as tensors and plain numbers."""
         state: dict[str, Any] = {
             "features": self.features,
             "tier": self.tier.value,
@@ -292,14 +278,10 @@ class RowStatistics:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> RowStatistics:
-        """What :meth:`state_dict` gave.
-
-        Args:
-            state: As it was given.
-            device: Where statistics are kept.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: it is of another shape, or holds NaN or infinity.
+            NumericsError: If a tensor has another shape, or holds NaN or infinity.
         """
         found = cls(int(state["features"]), Tier(state["tier"]), device)
         found.count, found.skipped = int(state["count"]), int(state["skipped"])
@@ -316,13 +298,12 @@ class RowStatistics:
 
 
 def square_root(covariance: Tensor) -> Tensor:
-    """``root`` with ``root @ root.T`` about the covariance: Cholesky's, with a growing ridge where it is singular.
+    """Return ``root`` with ``root @ root.T`` about the covariance, by Cholesky with a growing ridge if it is singular.
+
+    If Cholesky fails six times, eigenvalues are used, with negative ones set to zero.
 
     Args:
-        covariance: ``[K, K]``, symmetric and positive but for rounding.
-
-    Returns:
-        Of the same shape; where Cholesky's fails six times, of the eigenvalues with negative ones at zero.
+        covariance: Matrix ``[K, K]``, symmetric and positive up to rounding.
     """
     covariance = (covariance + covariance.T) / 2
     size = len(covariance)

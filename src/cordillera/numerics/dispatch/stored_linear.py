@@ -1,4 +1,4 @@
-"""A linear layer for scoring, kept in as many bits as its kernel needs."""
+"""Linear layer for scoring, stored with as many bits as its kernel needs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,10 @@ from cordillera.numerics.quantization.fixed_dtypes import FixedDtypes, refuse_do
 
 
 class StoredLinear(FixedDtypes):
-    """``x W^T + b`` by one kernel; it has no gradient, takes any floating-point dtype and gives ``float32``.
-
-    Attributes:
-        kernel: The candidate's name.
-        relu: Whether a ReLU is part of it.
-        in_features: ``K``.
-        out_features: ``N``.
+    """``x W^T + b`` by one kernel, without gradient; takes any floating-point dtype and returns ``float32``.
 
     Args:
-        kernel: A candidate's name.
-        stored: What it keeps of the weight.
-        bias: ``float32 [N]`` or None.
-        relu: Whether negative results become zero.
+        bias: Bias, ``float32 [N]``, or None.
     """
 
     def __init__(self, kernel: str, stored: Mapping[str, Tensor], bias: Tensor | None, relu: bool = False) -> None:
@@ -44,16 +35,11 @@ class StoredLinear(FixedDtypes):
 
     @classmethod
     def of(cls, linear: nn.Linear, kernel: str, rows: Tensor | None = None) -> StoredLinear:
-        """A layer, kept for a kernel.
-
-        Args:
-            linear: Trained.
-            kernel: A candidate's name.
-            rows: ``[R, K]`` to calibrate on, for kernels that are.
+        """Store a trained layer for a kernel, with calibration rows ``[R, K]`` if the kernel needs them.
 
         Raises:
-            NumericsError: the weight is not finite, float64 or does not fit the format, rows are missing, or the
-                kernel does not compute layers of this size.
+            NumericsError: If the weight is not finite, is float64 or does not fit the format, rows are missing, or the
+                kernel does not support layers of this size.
         """
         one = candidate(kernel)
         refuse_double(linear.weight, "StoredLinear")
@@ -68,14 +54,14 @@ class StoredLinear(FixedDtypes):
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept, bias included."""
+        """Number of bytes of the stored weight and the bias."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     def prepare(self) -> Kernel:
-        """Make the kernel of what is kept, where that was not done yet; the first call does it otherwise.
+        """Return the kernel, which is created from the stored weight at the first call.
 
         Raises:
-            NumericsError: what is kept is not what the kernel takes.
+            NumericsError: If the kernel does not accept the stored weight.
         """
         if self._run is None:
             stored: StoredWeight = {name: getattr(self, f"stored_{name}") for name in self._names}
@@ -96,15 +82,15 @@ class StoredLinear(FixedDtypes):
             return run(rows).reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
-        self._run = None  # it may hold what moves now
+        self._run = None  # the kernel may hold tensors that move
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        self._run = None  # it was made of what was kept before
+        self._run = None  # the kernel was created from the previous weight
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the layer."""
+        """Return the settings that ``repr`` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}, relu={self.relu}"
         )

@@ -1,4 +1,4 @@
-"""Linear layers that are trained by a plan: each of their three products by its own kernel (LoKA's Dispatch)."""
+"""Linear layers trained by a plan, each of whose three products has its own kernel (Dispatch of LoKA)."""
 
 from __future__ import annotations
 
@@ -44,25 +44,18 @@ class _Products(torch.autograd.Function):
 
 
 class TrainedLinear(nn.Module):
-    """A linear layer whose three products are computed by the kernels of a plan; its parameters are the layer's own.
+    """Linear layer whose three products are computed by the kernels of a plan; it shares the parameters of the layer.
 
-    A product is computed as ``nn.Linear`` computes it, in autocast's dtype where there is one, if the plan says fp32,
-    has no kernel for so many rows, or its kernel cannot take the shape or a number that is not finite. All but the
-    first are counted. Inside autocast results have its dtype whatever computed them. In evaluation mode the layer is
-    ``nn.Linear``. There are no second derivatives.
+    A product is computed as in ``nn.Linear``, in autocast's dtype if there is one, if the plan says fp32, has no kernel
+    for the number of rows, or its kernel does not support the shape or a value that is not finite. All cases but the
+    first are counted. Within autocast, all results have its dtype. In evaluation mode the layer is ``nn.Linear``. There
+    are no second derivatives.
 
     Attributes:
-        weight: ``float32 [N, K]``.
-        bias: ``[N]`` or None.
-        unplanned: How often each product was not computed by a kernel of the plan though it is no fp32 one.
-
-    Args:
-        linear: The layer, in float32.
-        name: Its name in the plan.
-        plan: With choices for it.
+        unplanned: Number of times that each product should have been, but was not computed by a kernel of the plan.
 
     Raises:
-        NumericsError: the layer is not float32, or a kernel needs calibration.
+        NumericsError: If the layer is not float32, or a kernel needs calibration.
     """
 
     def __init__(self, linear: nn.Linear, name: str, plan: PrecisionPlan) -> None:
@@ -86,14 +79,10 @@ class TrainedLinear(nn.Module):
                     raise NumericsError(f"{name} cannot be trained by {one.name}: it is calibrated", where="plan")
 
     def compute(self, of: Pass, first: Tensor, second: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """A product, in ``dtype``.
+        """Compute a product of :func:`~cordillera.numerics.dispatch.training_products.exact` by its kernel.
 
         Args:
-            of: Which one.
-            first: As of :func:`~cordillera.numerics.dispatch.training_products.exact`.
-            second: Likewise.
-            bias: Likewise.
-            dtype: Data type of the result, and of the arithmetic where the plan has no other.
+            dtype: Dtype of the result, and of the computation if no kernel of the plan applies.
         """
         kernel = next((one for most, one in self._kernels[of] if len(first) <= most), None)
         if kernel is None or kernel.name != "fp32":
@@ -101,7 +90,7 @@ class TrainedLinear(nn.Module):
                 single = None if bias is None else bias.float()
                 try:
                     return by_kernel(kernel, of, first.float(), second.float(), single).to(dtype)
-                except NumericsError:  # what is no number shall go on as it would without a plan
+                except NumericsError:  # NaN and infinity propagate as without a plan
                     pass
             self.unplanned[of] += 1
         return exact(of, first.to(dtype), second.to(dtype), None if bias is None else bias.to(dtype))
@@ -116,19 +105,19 @@ class TrainedLinear(nn.Module):
         return rows.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of the layer."""
+        """Return the settings that ``repr`` shows."""
         kernels = {of: ", ".join(f"{one.name} to {most}" for most, one in own) for of, own in self._kernels.items()}
         return f"in_features={self.in_features}, out_features={self.out_features}, {kernels}"
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What :func:`apply_for_training` did.
+    """Result of :func:`apply_for_training`.
 
     Attributes:
         planned: Layers with a kernel of the plan for at least one product, by name.
-        left: The model's other linear layers: the plan says fp32 for all of their products.
-        unknown: Those of ``left`` that the plan does not know.
+        left: Names of the model's other linear layers, for all of whose products the plan says fp32 or nothing.
+        unknown: Names among ``left`` that the plan does not contain.
     """
 
     planned: dict[str, TrainedLinear]
@@ -137,27 +126,24 @@ class Applied:
 
     @property
     def unplanned(self) -> int:
-        """Products so far for which a plan's layer had no kernel."""
+        """Number of products so far for which a layer of the plan had no kernel."""
         return sum(sum(layer.unplanned.values()) for layer in self.planned.values())
 
 
 def apply_for_training(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> Applied:
-    """Replace the products of a model's linear layers by the kernels of a plan for training.
+    """Replace the products of a model's linear layers, in place, by the kernels of a plan for training.
 
     Parameters remain the same objects with the same names, so that optimizers and state dicts stay valid. Layers for
     which the plan names no kernel but fp32 are not changed and train to the same bits as before.
 
     Args:
-        model: Model in float32, before ``torch.compile`` or any wrapper; changed in place.
+        model: Model in float32, before ``torch.compile`` or any wrapper.
         plan: Plan for training of this model and machine, whatever the weights.
         allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
 
-    Returns:
-        Layers with kernels of the plan, and layers without.
-
     Raises:
-        NumericsError: the plan is for scoring or another machine, or names a layer that the model does not have or has
-            of another size.
+        NumericsError: If the plan is for scoring or another machine, or names a layer that the model lacks or has with
+            another size.
     """
     plan.check_purpose("training")
     own = planned_sites(model, plan)

@@ -1,9 +1,9 @@
-"""The three products of a linear layer's training step, tried and chosen like those of scoring: LoKA's Dispatch.
+"""Choice of kernels for the three products of a linear layer's training step (Dispatch of LoKA).
 
-Forward, gradient of the input and gradient of the weight each have a kernel of their own. Weights change with every
-step and gradients are always new, so packing is part of every product's time. Operands are drawn from what a probe saw
-of inputs and of output gradients, independently of one another: the sums of a weight's gradient are then of noise
-alone, and no kernel is judged better than it is.
+The forward, the gradient of the input and the gradient of the weight each have their own kernel. Weights change with
+every step and gradients are always new, so the time of every product includes packing. Operands are drawn from the
+probe's statistics of inputs and of output gradients, independently of one another. The sums of a weight's gradient then
+consist only of noise, so that no kernel is judged too favourably.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from cordillera.numerics.sites import sites
 
 
 def exact(of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product in the operands' dtype, by the calls that ``nn.Linear`` and its backward make.
+    """Compute a product in the operands' dtype, by the calls that ``nn.Linear`` and its backward make.
 
     Args:
-        of: Which one.
-        first: The input ``[M, K]`` for ``forward``, else the output's gradient ``[M, N]``.
-        second: The weight ``[N, K]``, or for ``weight_gradient`` the input.
-        bias: ``[N]`` or None; of ``forward`` alone.
+        first: Input ``[M, K]`` for ``forward``, otherwise the gradient of the output ``[M, N]``.
+        second: Weight ``[N, K]``, or for ``weight_gradient`` the input.
+        bias: Bias ``[N]`` or None; only for ``forward``.
     """
     if of == "forward":
         return F.linear(first, second, bias)
@@ -51,17 +50,10 @@ def exact(of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -
 
 
 def by_kernel(one: Candidate, of: Pass, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product by a candidate, packing included.
-
-    Args:
-        one: The candidate.
-        of: Which product.
-        first: As of :func:`exact`, float32.
-        second: Likewise.
-        bias: Likewise.
+    """Compute a float32 product of :func:`exact` by a candidate, packing included.
 
     Raises:
-        NumericsError: ``second`` is not finite, or does not fit the format.
+        NumericsError: If ``second`` is not finite, or does not fit the format.
     """
     if one.name == "fp32":
         return exact(of, first, second, bias)
@@ -72,14 +64,11 @@ def by_kernel(one: Candidate, of: Pass, first: Tensor, second: Tensor, bias: Ten
 
 
 def unusable(one: Candidate, of: Pass, first: torch.Size, second: torch.Size, device: torch.device) -> str | None:
-    """Why a candidate cannot compute a product of training; None where it can.
+    """Return why a candidate cannot compute a product of training; None if it can.
 
     Args:
-        one: The candidate.
-        of: Which product.
         first: Shape of the first operand.
-        second: Of the second.
-        device: Device of both.
+        second: Shape of the second operand.
     """
     if one.calibrated:
         return "ranges of one moment do not hold while a model is trained"
@@ -93,14 +82,13 @@ def unusable(one: Candidate, of: Pass, first: torch.Size, second: torch.Size, de
 
 @dataclass(frozen=True)
 class TrainedLayer:
-    """A layer with what goes through it in a training step.
+    """Layer with sources of its operands in a training step.
 
     Attributes:
-        site: Its name.
-        weight: ``float32 [N, K]``.
-        bias: ``[N]`` or None.
-        inputs: Gives ``[rows, K]`` for a number of rows and a generator.
-        gradients: Likewise ``[rows, N]``, of the output.
+        weight: Weight, ``float32 [N, K]``.
+        bias: Bias ``[N]``, or None.
+        inputs: Function from a number of rows and a generator to inputs ``[rows, K]``.
+        gradients: Function from a number of rows and a generator to output gradients ``[rows, N]``.
     """
 
     site: str
@@ -110,13 +98,7 @@ class TrainedLayer:
     gradients: Callable[[int, torch.Generator], Tensor]
 
     def operands(self, of: Pass, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Both operands of a product, drawn, and the bias if it has one.
-
-        Args:
-            of: Which product.
-            rows: Number of rows of the batch.
-            generator: Generator of random numbers.
-        """
+        """Draw both operands of a product for ``rows`` rows of a batch; the third value is the bias or None."""
         if of == "forward":
             return self.inputs(rows, generator), self.weight, self.bias
         gradient = self.gradients(rows, generator)
@@ -126,15 +108,10 @@ class TrainedLayer:
 def trained_layers(
     model: nn.Module, inputs: Mapping[str, RowStatistics], gradients: Mapping[str, RowStatistics]
 ) -> list[TrainedLayer]:
-    """A model's linear layers with what a probe saw of their inputs and gradients.
-
-    Args:
-        model: Its layers in float32.
-        inputs: Statistics of each layer's inputs.
-        gradients: Of its output's gradients.
+    """Return a model's linear layers with a probe's statistics of their inputs and output gradients.
 
     Raises:
-        NumericsError: a layer's inputs or gradients were not probed.
+        NumericsError: If a layer's inputs or gradients were not probed.
     """
     found = []
     for name, module in sites(model).items():
@@ -153,14 +130,7 @@ def trained_layers(
 def try_product(
     layer: TrainedLayer, of: Pass, candidates: Sequence[Candidate], config: DispatchConfig
 ) -> dict[int, list[Trial]]:
-    """Judge candidates once on a product, and time those that pass for every number of rows.
-
-    Args:
-        layer: Whose product.
-        of: Which one.
-        candidates: The reference among them.
-        config: Bounds, sizes and counts.
-    """
+    """Judge candidates, which include fp32, once on a product, and time those that pass for every number of rows."""
     accuracy: dict[str, Accuracy] = {}
     refused: dict[str, str] = {}
     device = layer.weight.device
@@ -211,13 +181,7 @@ def _run(one: Candidate, of: Pass, drawn: Sequence[tuple[Tensor, Tensor, Tensor 
 def profile_training(
     layers: Sequence[TrainedLayer], config: DispatchConfig, device: torch.device | str = "cpu"
 ) -> Profile:
-    """Try every candidate on all three products of every layer, and choose.
-
-    Args:
-        layers: Layers of a model.
-        config: Bounds, sizes and counts.
-        device: On which they are trained.
-    """
+    """Try every candidate on all three products of every layer, and choose the kernels."""
     candidates = [candidate(one.name) for one in chosen(config.kernels or None)]
     choices, trials = [], {}
     for layer in layers:

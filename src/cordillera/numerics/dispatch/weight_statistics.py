@@ -1,7 +1,7 @@
-"""What a layer's weights look like while they are trained: a matrix-normal distribution, followed step by step.
+"""Statistics of a layer's weights during training: a matrix-normal distribution, updated step by step.
 
-LoKA's Probe (arXiv 2605.10886): ``W ~ MN(M, U, V)``, a mean and two small covariances, of rows and of columns,
-estimated by one flip-flop step a sample and averaged exponentially.
+As in LoKA's Probe (arXiv 2605.10886), ``W ~ MN(M, U, V)`` has a mean and two small covariances, of rows and of columns,
+which are estimated by one flip-flop step for each sample and averaged exponentially.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ from torch import Tensor
 from cordillera.errors import NumericsError
 from cordillera.numerics.dispatch.row_statistics import square_root
 
-_RIDGE = 1e-6  # of the mean of a covariance's diagonal
-LARGEST = 4096  # rows or columns whose covariance is kept whole; of more, its diagonal
+_RIDGE = 1e-6  # ridge, relative to the mean of a covariance's diagonal
+LARGEST = 4096  # largest number of rows or columns whose full covariance is kept, rather than its diagonal
 
 
 class WeightStatistics:
     """Exponential averages of a weight and of the covariances of its rows and columns.
 
-    ``vec(W - M)`` has the covariance ``V kron U``; what the two share of a scale is kept in ``V``, so that the mean of
-    ``U``'s diagonal is one. A covariance of more than 4096 rows or columns is kept as its diagonal. ``V`` is zero until
-    a weight deviates; then both begin as multiples of the identity that count as one sample, so that few samples, whose
-    covariances are singular, do not blow each other up.
+    ``vec(W - M)`` has the covariance ``V kron U``; their common scale is stored in ``V``, so that the mean of ``U``'s
+    diagonal is one. Of a covariance of more than 4096 rows or columns, only the diagonal is kept. ``V`` is zero until a
+    weight deviates. Then both start as multiples of the identity that count as one sample, so that the singular
+    covariances of few samples do not make each other diverge.
 
     Attributes:
-        count: Samples so far.
-        skipped: Samples left out for NaN or infinity.
-        mean: ``M``, ``float32 [rows, columns]``, averaged with ``momentum``; zeros where ``centred`` is false.
+        count: Number of samples so far.
+        skipped: Number of samples left out because of NaN or infinity.
+        mean: Mean ``M``, ``float32 [rows, columns]``, averaged with ``mean_momentum``; zeros if ``centred`` is false.
 
     Args:
-        rows: Of a weight.
-        columns: Likewise.
-        momentum: Of the covariances' average, 0 to 1; the first samples count evenly.
-        mean_momentum: Of the mean's.
-        centred: Whether deviations are taken from the mean; false treats the weight itself as a draw of mean zero.
+        momentum: Momentum of the covariances' averages, at least 0 and below 1; the first samples count evenly.
+        mean_momentum: Momentum of the mean's average.
+        centred: Whether deviations are taken from the mean; otherwise the weight itself is a draw with mean zero.
     """
 
     def __init__(
@@ -56,13 +54,10 @@ class WeightStatistics:
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> bool:
-        """Take a sample in; whether it was taken.
-
-        Args:
-            weight: ``[rows, columns]``.
+        """Add a weight ``[rows, columns]``; return whether it was added. One with NaN or infinity is not.
 
         Raises:
-            NumericsError: it has another shape.
+            NumericsError: If it has another shape.
         """
         if tuple(weight.shape) != (self.rows, self.columns):
             raise NumericsError(
@@ -72,13 +67,13 @@ class WeightStatistics:
         if not bool(torch.isfinite(weight).all()):
             self.skipped += 1
             return False
-        # Without a mean, a first weight has no deviation from it: it only begins the mean.
+        # the first weight only starts the mean, as it has no deviation
         if self.centred and self.count == 0:
             self.mean.copy_(weight)
             self.count = 1
             return True
         deviation = weight.double() - self.mean.double()  # in float32 it might overflow
-        samples = self.count - 1 if self.centred else self.count  # that the covariances have
+        samples = self.count - 1 if self.centred else self.count  # number of samples in the covariances
         if bool((deviation != 0).any()):
             if not bool(self.of_columns.any()):
                 self.of_columns = _unit(self.columns) * deviation.square().mean()
@@ -98,17 +93,13 @@ class WeightStatistics:
         return True
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Weights drawn from the distribution.
+        """Draw weights ``float32 [count, rows, columns]`` from the distribution.
 
         Args:
-            count: How many.
-            generator: Of random numbers, on the CPU.
-
-        Returns:
-            ``float32 [count, rows, columns]``.
+            generator: Generator on the CPU; None for the global one.
 
         Raises:
-            NumericsError: fewer than two samples were seen (one where they are not centred).
+            NumericsError: If fewer than two samples were seen (one if they are not centred).
         """
         if self.count < (2 if self.centred else 1):
             raise NumericsError(
@@ -122,11 +113,11 @@ class WeightStatistics:
         return (drawn + self.mean).float()
 
     def memory_bytes(self) -> int:
-        """Of the mean and both covariances."""
+        """Return the number of bytes of the mean and both covariances."""
         return sum(t.numel() * t.element_size() for t in (self.mean, self.of_rows, self.of_columns))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors and plain numbers."""
+        """Return the complete state as tensors and plain numbers."""
         return {
             "rows": self.rows,
             "columns": self.columns,
@@ -142,13 +133,10 @@ class WeightStatistics:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> WeightStatistics:
-        """What :meth:`state_dict` gave.
-
-        Args:
-            state: As it was given.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: it is of another shape, or holds NaN or infinity.
+            NumericsError: If a tensor has another shape, or holds NaN or infinity.
         """
         found = cls(
             int(state["rows"]), int(state["columns"]), float(state["momentum"]), float(state["mean_momentum"]),
@@ -167,7 +155,7 @@ class WeightStatistics:
 
 
 def _unit(size: int) -> Tensor:
-    """The identity, or its diagonal where a matrix would be large."""
+    """Return the identity, or only its diagonal if the matrix would be large."""
     return torch.ones(size, dtype=torch.float64) if size > LARGEST else torch.eye(size, dtype=torch.float64)
 
 
@@ -180,7 +168,7 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 def _times_root_of_inverse(covariance: Tensor, deviation: Tensor) -> Tensor:
-    """``deviation @ inverse(root).T`` for ``covariance = root @ root.T``."""
+    """Return ``deviation @ inverse(root).T`` for ``covariance = root @ root.T``."""
     ridge = _RIDGE * float(_diagonal(covariance).mean())
     if covariance.ndim == 1:
         return deviation / (covariance + ridge).sqrt()
@@ -189,5 +177,5 @@ def _times_root_of_inverse(covariance: Tensor, deviation: Tensor) -> Tensor:
 
 
 def _gram(spread: Tensor, like: Tensor) -> Tensor:
-    """``spread @ spread.T``, or its diagonal where only that is kept."""
+    """Return ``spread @ spread.T``, or its diagonal if ``like`` is a diagonal."""
     return spread.square().sum(1) if like.ndim == 1 else spread @ spread.T

@@ -1,12 +1,12 @@
-"""Matrix products in a short format, on hardware that does not have it: any format, any rounding, forward and backward.
+"""Emulation of matrix products in a short format: any format, any rounding, forward and backward.
 
 Both operands of a product are rounded, the products are summed in float32, and the sum is rounded once (Kalamkar et al.
-2019, arXiv 1905.12322, with bfloat16). This is done below automatic differentiation, where gradients of inputs and of
-weights are products like any other: a model does not know of it, and nothing of the backward pass is left out.
-Everything else stays float32: sums, activations, norms, losses, optimizers.
+2019, arXiv 1905.12322, with bfloat16). This happens below automatic differentiation, where gradients of inputs and of
+weights are products like any other, so models need no change and the backward pass is covered completely. Everything
+else stays float32: sums, activations, norms, losses, optimizers.
 
 Formats of eight bits and fewer have too small a range for that. Their operands get scales, computed from each tensor
-when it is multiplied (Micikevicius et al. 2022, arXiv 2209.05433, section 3), and gradients a format of their own.
+when it is multiplied (Micikevicius et al. 2022, arXiv 2209.05433, section 3), and gradients get a format of their own.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ RoundingName = Literal["nearest_even", "nearest_away", "toward_zero", "stochasti
 
 
 class EmulationConfig(BaseModel):
-    """How training is emulated in a short format: the recipe's ``[training.emulate]`` section.
+    """Settings of training that emulates a short format: the recipe's ``[training.emulate]`` section.
 
     Attributes:
-        format: What both operands and the result of every matrix product are rounded to, in forward and backward
-            passes; sums inside a product are float32.
-        gradient_format: What gradients that are operands or results in backward passes are rounded to instead; unset
-            for ``format``. FP8 training takes ``e5m2`` beside ``e4m3fn``.
-        scale: What shares a scale, computed from the operands of each product: ``none`` (there is none), ``tensor``,
-            ``row`` (of the left operand; a column of the right one), ``block`` (32 along the sum, powers of two: MX).
-            With scales results stay float32.
-        power_of_two: Round scales of ``tensor`` and ``row`` up to powers of two.
-        weight_gradients: ``format``: the products that give gradients of weights are rounded as all others are.
-            ``float32``: they are not.
-        loss_scale: A power of two by which gradients are multiplied before they are rounded and divided after,
-            which is what multiplying the loss does; ``dynamic`` begins with 65536, halves it and makes no update
-            when a gradient overflows, doubles it after ``loss_scale_window`` steps. Unset for none.
-        loss_scale_window: Steps without an overflow after which a ``dynamic`` loss scale is doubled.
-        rounding: Of operands and results.
-        weights: How matrices and embedding tables are kept between steps; vectors (biases, norms) stay float32.
-            ``master``: in float32, and each step computes with a copy in the format (with scales: products round
-            them). ``none``: in the format itself (with scales: one a row, or a block); an update is computed in
+        format: Format to which both operands and the result of every matrix product are rounded, in forward and
+            backward passes; sums inside a product are float32.
+        gradient_format: Format for gradients that are operands or results in backward passes; unset for ``format``. FP8
+            training uses ``e5m2`` beside ``e4m3fn``.
+        scale: Elements that share a scale, computed from the operands of each product: ``none`` (no scales),
+            ``tensor``, ``row`` (of the left operand; a column of the right one) or ``block`` (32 along the sum, powers
+            of two: MX). With scales, results stay float32.
+        power_of_two: Whether scales of ``tensor`` and ``row`` are rounded up to powers of two.
+        weight_gradients: Precision of the products that compute gradients of weights: ``format`` to round them like all
+            others, ``float32`` to leave them unrounded.
+        loss_scale: Power of two by which gradients are multiplied before they are rounded and divided afterwards, which
+            is equivalent to multiplying the loss. ``dynamic`` starts at 65536; when a gradient overflows, it is halved
+            and the update skipped, and it is doubled after ``loss_scale_window`` steps. Unset for none.
+        loss_scale_window: Number of steps without an overflow after which a ``dynamic`` loss scale is doubled.
+        rounding: Rounding of operands and results.
+        weights: Storage of matrices and embedding tables between steps; vectors (biases, norms) stay float32.
+            ``master``: in float32, and each step computes with a copy in the format (with scales, products round the
+            weights). ``none``: in the format itself (with scales, one for each row or block); an update is computed in
             float32 and rounded. ``split``: as upper and lower 16 bits of float32; steps compute with the upper half,
             updates with both (``bf16`` only).
-        weight_rounding: Of the copy (``master``) or of the update (``none``); unset for that of ``rounding``. A
-            ``split`` always cuts off.
-        flush_subnormals: Make zeros of numbers below the format's smallest normal one.
-        seed: Of stochastic rounding.
+        weight_rounding: Rounding of the copy (``master``) or of the update (``none``); unset for ``rounding``.
+            ``split`` always truncates.
+        flush_subnormals: Whether numbers below the format's smallest normal one become zero.
+        seed: Seed of stochastic rounding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,30 +94,31 @@ class EmulationConfig(BaseModel):
 
     @property
     def target(self) -> Format:
-        """The format."""
+        """Format of operands and results."""
         return FORMATS[self.format]
 
     @property
     def gradient_target(self) -> Format:
-        """The format of gradients."""
+        """Format of gradients."""
         return FORMATS[self.gradient_format or self.format]
 
     @property
     def rounding_of_weights(self) -> Rounding:
-        """How weights are rounded."""
+        """Rounding of weights."""
         if self.weights == "split":
             return Rounding.toward_zero
         return Rounding(self.weight_rounding or self.rounding)
 
     def check(self, precision: str, compiles: bool) -> None:
-        """Refuse what cannot be emulated in a training.
+        """Check that training can be emulated.
 
         Args:
-            precision: In which it computes.
-            compiles: Whether it compiles.
+            precision: Precision in which training computes.
+            compiles: Whether training is compiled.
 
         Raises:
-            ValueError: It is not float32, or compiled; or weights are split that are not bf16.
+            ValueError: If the precision is not float32, training is compiled, or ``weights`` is ``split`` with a format
+                other than bf16.
         """
         if precision != "fp32":
             raise ValueError("emulate rounds what float32 computes: set precision = 'fp32'")
@@ -127,7 +128,7 @@ class EmulationConfig(BaseModel):
             raise ValueError("halves of float32 are bf16: set emulate.format = 'bf16', or emulate.weights = 'master'")
 
     def make_loss_scale(self) -> LossScale | None:
-        """The loss scale as training begins with it, or None."""
+        """Return the initial loss scale, or None."""
         if self.loss_scale is None:
             return None
         return (
@@ -138,7 +139,7 @@ class EmulationConfig(BaseModel):
 
 
 _aten = torch.ops.aten
-# Where the operands of products stand among the arguments. What is added to a product is not one of them.
+# Positions of a product's operands among the arguments; a summand is no operand.
 _OPERANDS: dict[Any, tuple[int, int]] = {
     _aten.mm: (0, 1),
     _aten.bmm: (0, 1),
@@ -153,7 +154,7 @@ _OPERANDS: dict[Any, tuple[int, int]] = {
     _aten.addmv: (1, 2),
     _aten.addmv_: (1, 2),
 }
-# The product alone, of operators that add to it.
+# Operators that compute only the product, for those that also add to it.
 _ALONE: dict[Any, Any] = {
     _aten.addmm: _aten.mm,
     _aten.addmm_: _aten.mm,
@@ -164,7 +165,7 @@ _ALONE: dict[Any, Any] = {
     _aten.addmv: _aten.mv,
     _aten.addmv_: _aten.mv,
 }
-# Made of the ones above, but seen whole where no gradients are recorded.
+# Composed of the operators above, but dispatched whole if no gradients are recorded.
 _COMPOSED = {_aten.linear, _aten.matmul, _aten.einsum, _aten.tensordot, _aten.inner, _aten.chain_matmul}
 _NOT_EMULATED = ("convolution", "scaled_dot_product", "attention_forward", "flash_attention", "lstm", "gru", "rnn")
 
@@ -174,9 +175,9 @@ _computes_gradients: ContextVar[bool] = ContextVar("computes_gradients", default
 
 @contextlib.contextmanager
 def computing_gradients() -> Iterator[None]:
-    """A region of a forward pass whose products belong to the backward pass, for emulation to know.
+    """Mark a region of a forward pass whose products belong to the backward pass.
 
-    What is computed in it is yet to be multiplied by the gradient of what comes after, so no loss scale is in it.
+    The results in this region have yet to be multiplied by the incoming gradient, so they contain no loss scale.
     """
     token = _computes_gradients.set(True)
     try:
@@ -186,25 +187,25 @@ def computing_gradients() -> Iterator[None]:
 
 
 class EmulatedProducts(TorchDispatchMode):
-    """A region in which matrix products of float32 are computed as a short format would.
+    """Region in which float32 matrix products are computed as in a short format.
 
-    Forward and backward pass of a step belong into one region. The roundings of a region depend on ``config.seed``, the
-    step and their order, so that a step that is repeated gives the same bits.
+    The forward and backward pass of a step belong in one region. The roundings of a region depend on ``config.seed``,
+    the step and their order, so that a repeated step gives the same bits.
 
-    In a backward pass an operand is a gradient unless it was an operand of the forward pass, which is told by its
-    memory. A product of such a one with a gradient is the gradient of a weight if a weight was what it had been
-    multiplied with, as a matrix with a matrix.
+    In a backward pass an operand is a gradient unless it was an operand of the forward pass, which is recognized by its
+    memory. The product of such an operand with a gradient is a weight gradient if the operand had been multiplied with
+    a weight, as a matrix with a matrix.
 
     Args:
         config: Formats, scales and rounding.
-        step: Number of the step; only stochastic rounding looks at it.
-        loss_scale: What gradients are multiplied by before they are rounded, and divided by after; a power of two.
+        step: Number of the step; used only by stochastic rounding.
+        loss_scale: Power of two by which gradients are multiplied before they are rounded and divided afterwards.
 
     Attributes:
-        overflowed: Whether, with a loss scale in ``config``, a gradient became infinity or NaN.
+        overflowed: Whether a gradient became infinity or NaN, if ``config`` has a loss scale.
 
     Raises:
-        NumericsError: on a product inside that cannot be emulated: a convolution, fused attention, a recurrent layer.
+        NumericsError: If a product inside cannot be emulated: a convolution, fused attention, or a recurrent layer.
     """
 
     def __init__(self, config: EmulationConfig, step: int = 0, loss_scale: float = 1.0) -> None:
@@ -215,16 +216,16 @@ class EmulatedProducts(TorchDispatchMode):
         self._tells_gradients = (
             config.gradient_format is not None or config.loss_scale is not None or config.weight_gradients == "float32"
         )
-        # weak references, whose addresses are not given to other tensors while they are held
+        # weak references, which keep their addresses from being reused by other tensors
         self._seen: set[StorageWeakRef] = set()
         self._beside_weights: set[StorageWeakRef] = set()
 
     def round(self, x: Tensor, is_gradient: bool = False) -> Tensor:
-        """Round as operands and results without scales are.
+        """Round a tensor like operands and results without scales.
 
         Args:
-            x: float32 or float64.
-            is_gradient: Whether it is to have the gradients' format and loss scale.
+            x: float32 or float64 tensor.
+            is_gradient: Whether to use the gradients' format and loss scale.
         """
         if not is_gradient:
             return round_to(x, self.config.target, **self._how(x))
@@ -232,7 +233,7 @@ class EmulatedProducts(TorchDispatchMode):
             return round_to(x, self.config.gradient_target, **self._how(x))
         factor = 1.0 if _computes_gradients.get() else self.loss_scale
         scaled = x * factor
-        # a format without infinity would hide an overflow in its largest value
+        # no saturation, as the largest value would hide an overflow
         rounded = round_to(scaled, self.config.gradient_target, saturate=False, **self._how(x))
         self.overflowed = self.overflowed or not bool(rounded.isfinite().all())
         return rounded / factor
@@ -282,11 +283,11 @@ class EmulatedProducts(TorchDispatchMode):
         return result.copy_(rounded) if func._schema.is_mutable else rounded
 
     def _kinds(self, left: Tensor, right: Tensor) -> tuple[tuple[bool, bool], bool]:
-        """Which operands are gradients; whether the product is the gradient of a weight."""
+        """Return which operands are gradients, and whether the product is the gradient of a weight."""
         if not self._tells_gradients:
             return (False, False), False
         stores = [StorageWeakRef(x.untyped_storage()) for x in (left, right)]
-        # a forward that is computed again in a backward records gradients, a backward does not
+        # a forward recomputed within a backward records gradients; a backward does not
         is_forward = torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled()
         if is_forward and not _computes_gradients.get():
             self._seen.update(stores)
@@ -299,10 +300,10 @@ class EmulatedProducts(TorchDispatchMode):
         return gradients, is_of_weight and stores[gradients[0]] in self._beside_weights
 
     def _scaled(self, func: Any, args: Any, kwargs: Any, operands: tuple[int, int], are_gradients: Any) -> Any:
-        """Scale, round, multiply, undo the scales; then add what is to be added."""
+        """Scale, round, multiply, undo the scales, and then add the summand."""
         packet = func.overloadpacket
         left, right = (args[position] for position in operands)
-        along = -1 if right.dim() == 1 else -2  # the sum runs over a vector's elements, over a matrix's rows
+        along = -1 if right.dim() == 1 else -2  # the sum is over a vector's elements or a matrix's rows
         left_codes, left_scale = self._coded(left, are_gradients[0], -1)
         right_codes, right_scale = self._coded(right, are_gradients[1], along)
         result = _ALONE.get(packet, packet)(left_codes, right_codes)
@@ -312,14 +313,14 @@ class EmulatedProducts(TorchDispatchMode):
         if packet in _ALONE:
             result = result.sum(0) if packet in (_aten.addbmm, _aten.addbmm_) else result
             result = result * kwargs.get("alpha", 1)
-            if kwargs.get("beta", 1) != 0:  # by definition zero leaves out even what is no number
+            if kwargs.get("beta", 1) != 0:  # by definition, a factor of zero ignores even NaN
                 result = result + args[0] * kwargs.get("beta", 1)
         if "out" in kwargs:
             return kwargs["out"].resize_(result.shape).copy_(result)
         return args[0].copy_(result) if func._schema.is_mutable else result
 
     def _coded(self, x: Tensor, is_gradient: bool, dim: int) -> tuple[Tensor, Tensor | None]:
-        """Numbers of the format, and what to multiply products of them by: nothing if they are values already."""
+        """Return numbers of the format and the scale for products of them; None if the numbers are values already."""
         config = self.config
         format = config.gradient_target if is_gradient else config.target
         if config.scale == "block":

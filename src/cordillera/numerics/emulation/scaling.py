@@ -1,8 +1,8 @@
 """Scales that bring numbers into the range of a short format: of a whole tensor, of its rows, or of a loss.
 
-A scale is the number to multiply by to get the values back, so that the largest magnitude becomes the format's largest
-value. A loss scale is the other way round, as usual: what gradients are multiplied by (Micikevicius et al. 2018,
-arXiv 1710.03740, section 3.2).
+A scale is the factor that restores the values, so that the largest magnitude becomes the format's largest value. A loss
+scale is the opposite, as usual: the factor by which gradients are multiplied (Micikevicius et al. 2018, arXiv
+1710.03740, section 3.2).
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ _LEAST_LOSS_SCALE = 2.0**-32
 
 @torch.no_grad()
 def scale_of(x: Tensor, format: Format, dim: int | None = None, *, power_of_two: bool = False) -> Tensor:
-    """The scale with which the largest finite magnitude becomes the format's largest value.
+    """Return the scale with which the largest finite magnitude becomes the format's largest value.
 
-    NaN and infinity do not count, so that they spoil what they stand in and nothing else.
+    NaN and infinity do not count, so that they affect no other elements.
 
     Args:
-        x: float32 or float64.
-        format: What is scaled for.
-        dim: The dimension whose elements share a scale; None for one scale of all.
-        power_of_two: Round scales up to powers of two, with which scaling is exact.
+        x: float32 or float64 tensor.
+        dim: Dimension whose elements share a scale; None for one scale for all.
+        power_of_two: Whether to round scales up to powers of two, with which scaling is exact.
 
     Returns:
-        ``x``'s dtype, with the size 1 in ``dim``, or in all dimensions: 1 where all is zero, and at least 2**-126:
-        numbers below the format's smallest value times that become zero.
+        Scales in ``x``'s dtype, with size 1 in ``dim`` or in all dimensions: 1 if all elements are zero, and at least
+        2**-126. Numbers below the format's smallest value times the scale become zero.
     """
     magnitude = torch.where(x.isfinite(), x.abs(), 0)
     if x.numel() == 0:
-        largest = magnitude.sum(tuple(range(x.dim())) if dim is None else dim, keepdim=True)  # zeros of the shape
+        largest = magnitude.sum(tuple(range(x.dim())) if dim is None else dim, keepdim=True)  # zeros
     else:
         largest = magnitude.amax(tuple(range(x.dim())) if dim is None else dim, keepdim=True)
     scale = largest / format.max
@@ -60,36 +59,29 @@ def round_scaled(
     flush_subnormals: bool = False,
     random: Tensor | None = None,
 ) -> Tensor:
-    """``x / scale``, rounded to the format. What is a little too large by the division becomes the largest value.
+    """Return ``x / scale`` rounded to the format; quotients slightly above the largest value become that value.
 
     Args:
-        x: float32 or float64.
-        scale: Positive, broadcasts to ``x``.
-        format: The format.
-        rounding: Which neighbour is taken (:func:`~cordillera.numerics.formats.rounding.round_to`).
-        flush_subnormals: Make zeros of subnormal results.
-        random: Random bits for stochastic rounding.
+        x: float32 or float64 tensor.
+        scale: Positive scales that broadcast to ``x``.
+        random: Random bits for stochastic rounding, as in :func:`~cordillera.numerics.formats.rounding.round_to`.
 
     Returns:
-        ``x``'s dtype and shape; times ``scale`` they are the values. Infinity is infinity, or NaN in a format without.
+        Tensor of ``x``'s dtype and shape, whose product with ``scale`` are the values. Infinity stays infinity, or
+        becomes NaN if the format has none.
     """
     return round_to(x / scale, format, rounding, saturate=True, flush_subnormals=flush_subnormals, random=random)
 
 
 class LossScale:
-    """The factor on gradients that keeps them out of the underflow of a format: halved at an overflow, doubled after
-    ``window`` steps without one.
+    """Factor on gradients that prevents underflow: halved at an overflow, doubled after ``window`` steps without one.
 
     Args:
-        value: To begin with, a power of two.
-        window: Steps without an overflow after which it is doubled; None never changes it.
-
-    Attributes:
-        value: The factor.
-        steady: Steps since it last changed.
+        value: Initial factor, a power of two.
+        window: Number of steps without an overflow after which the factor is doubled; None for a constant factor.
 
     Raises:
-        NumericsError: The value is no power of two.
+        NumericsError: If the value is not a power of two.
     """
 
     def __init__(self, value: float = 2.0**16, window: int | None = 2000) -> None:
@@ -102,13 +94,10 @@ class LossScale:
         self.value, self.window, self.steady = value, window, 0
 
     def update(self, overflowed: bool) -> None:
-        """Take notice of a step.
-
-        Args:
-            overflowed: Whether a gradient was not finite, so that no update was made.
+        """Update the factor after a step, which ``overflowed`` if a gradient was not finite and the update was skipped.
 
         Raises:
-            NumericsError: It overflowed and the scale does not change, or is as small as it gets.
+            NumericsError: If it overflowed and the factor is constant or at its minimum.
         """
         if overflowed:
             if self.window is None or self.value <= _LEAST_LOSS_SCALE:
@@ -124,13 +113,9 @@ class LossScale:
             self.value, self.steady = min(self.value * 2, _LARGEST_LOSS_SCALE), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the state as plain numbers."""
         return {"value": self.value, "steady": self.steady}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`.
-
-        Args:
-            state: What it gave.
-        """
+        """Restore the result of :meth:`state_dict`."""
         self.value, self.steady = float(state["value"]), int(state["steady"])

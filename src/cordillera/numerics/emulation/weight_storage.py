@@ -1,4 +1,4 @@
-"""What weights are between steps when computation is in a short format: a master copy, none, or two halves."""
+"""Storage of weights between steps that compute in a short format: a master copy, none, or two halves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ from cordillera.numerics.formats.rounding import Rounding, random_bits, round_to
 
 @torch.no_grad()
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut float32 in two: its upper half is a bfloat16 number, its lower half what that lacks (split SGD).
+    """Split float32 into a bfloat16 upper half and an int16 lower half with the remaining bits (split SGD).
 
-    Nothing is rounded, so the upper half is ``x`` rounded toward zero; of a NaN whose payload stands in the lower half
-    alone it is infinity.
-
-    Args:
-        x: float32.
-
-    Returns:
-        bfloat16 and int16, both of ``x``'s shape.
+    Nothing is rounded, so the upper half is ``x`` rounded toward zero. For a NaN whose payload lies only in the lower
+    half it is infinity.
     """
     bits = x.contiguous().view(torch.int32)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
@@ -34,38 +28,30 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """Undo :func:`split`, bit for bit.
-
-    Args:
-        upper: bfloat16.
-        lower: int16 of the same shape.
-
-    Returns:
-        float32.
-    """
+    """Join the halves of :func:`split` to float32, bit for bit."""
     bits = (upper.contiguous().view(torch.int16).to(torch.int32) << 16) | (lower.to(torch.int32) & 0xFFFF)
     return bits.view(torch.float32)
 
 
 class WeightStorage:
-    """Keeps weights as :attr:`EmulationConfig.weights` says, around an optimizer that knows nothing of it.
+    """Storage of weights as :attr:`EmulationConfig.weights` says, around any optimizer.
 
-    Between updates the given tensors hold what is computed with: numbers of the format, times a scale of their row or
-    block where the format has scales. For an update they get their full precision back (:meth:`before_update`) and lose
+    Between updates the given tensors hold the values for computation: numbers of the format, times a scale of their row
+    or block if the format has scales. For an update they get their full precision back (:meth:`before_update`) and lose
     it again (:meth:`after_update`)::
 
         storage.before_update()
         optimizer.step()
         storage.after_update(step)
 
-    With scales a float32 master is what the given tensors hold all the time: each product scales and rounds it anew.
+    With scales, the given tensors always hold a float32 master, which each product scales and rounds anew.
 
     Args:
         config: Format, policy and rounding.
-        weights: float32 tensors by name, changed in place; the order of names counts in stochastic rounding.
+        weights: float32 tensors by name, changed in place; stochastic rounding depends on the order of the names.
 
     Raises:
-        NumericsError: the policy does not fit the format, or a weight is not float32.
+        NumericsError: If the policy does not fit the format, or a weight is not float32.
     """
 
     def __init__(self, config: EmulationConfig, weights: Mapping[str, Tensor]) -> None:
@@ -90,10 +76,10 @@ class WeightStorage:
 
     @torch.no_grad()
     def before_update(self, rows: Mapping[str, Tensor] | None = None) -> None:
-        """Give weights their full precision.
+        """Restore the full precision of weights.
 
         Args:
-            rows: For some weights the rows that will change, int64; all others change whole.
+            rows: Rows that will change, int64, by name of the weight; weights without an entry change as a whole.
         """
         if not self._is_rounded:
             return
@@ -106,11 +92,11 @@ class WeightStorage:
 
     @torch.no_grad()
     def after_update(self, step: int, rows: Mapping[str, Tensor] | None = None) -> None:
-        """Keep weights as the policy says and leave in them what is computed with.
+        """Store weights according to the policy, and leave the values for computation in them.
 
         Args:
-            step: Number of the update; only stochastic rounding looks at it.
-            rows: As :meth:`before_update` got it.
+            step: Number of the update; used only by stochastic rounding.
+            rows: Rows that changed, as passed to :meth:`before_update`.
         """
         if not self._is_rounded:
             return
@@ -126,31 +112,21 @@ class WeightStorage:
             weight[at] = self._round(updated, number, step, None if at is ... else at)
 
     def full(self, name: str) -> Tensor:
-        """A weight in the precision that updates have.
-
-        Args:
-            name: One of the given weights.
-
-        Returns:
-            float32, not to be written to.
-        """
+        """Return a weight in float32, the precision of updates; the result must not be written to."""
         if self.config.weights == "split":
             return join(self.weights[name].to(torch.bfloat16), self._kept[name])
         return self._kept.get(name, self.weights[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is kept beside the weights: float32 masters, int16 lower halves, or nothing."""
+        """Return the tensors stored beside the weights: float32 masters, int16 lower halves, or none."""
         return dict(self._kept)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`state_dict` gave; the weights themselves are set by whoever owns them.
-
-        Args:
-            state: Tensors by name.
+        """Restore the result of :meth:`state_dict`; the owner of the weights restores the weights themselves.
 
         Raises:
-            CheckpointError: a weight is missing, or has another shape or dtype.
+            CheckpointError: If a weight is missing, or has another shape or dtype.
         """
         for name, kept in self._kept.items():
             found = state.get(name)
@@ -168,7 +144,7 @@ class WeightStorage:
         rounding = self.config.rounding_of_weights
         random = None
         if rounding is Rounding.stochastic:
-            # keyed by the place in the whole weight, so that it does not matter which other rows change
+            # keyed by the position in the whole weight, so that it does not matter which other rows change
             row_size = max(1, x[0].numel()) if x.shape[0] else 1
             index = torch.arange(x.shape[0], device=x.device) if rows is None else rows
             columns = torch.arange(row_size, device=x.device)
@@ -179,7 +155,7 @@ class WeightStorage:
         how: dict[str, Any] = {"rounding": rounding, "flush_subnormals": config.flush_subnormals, "random": random}
         if config.scale == "none":
             return round_to(x, config.target, **how)
-        # a scale a row, whatever products have: updating some rows leaves the others as they are
+        # one scale for each row, whatever products use, so that updating some rows leaves the others unchanged
         scale = scale_of(x, config.target, -1, power_of_two=config.power_of_two)
         return round_scaled(x, scale, config.target, **how) * scale
 

@@ -1,10 +1,10 @@
-"""Bits of stored weights, flipped and put back to the bit.
+"""Bit flips in stored weights, and their exact reversal.
 
-A :class:`Region` is memory of a model that holds numbers of one layout: a parameter or buffer as it stands, the packed
-int4 payload of a ``uint8`` tensor, or those columns of fused embedding rows that hold a scale. Its bits have addresses:
-bit ``b`` of number ``i`` is ``i * width + b``, numbers counted in the row-major order of the tensor's shape and bits
-from the lowest, whatever the strides are. What is flipped is the storage itself, by exclusive or on an integer view,
-never a dequantised copy; so two flips of the same bits leave the model as it was, payloads of NaN included.
+A :class:`Region` is memory of a model that holds numbers of one layout: a parameter or buffer, the packed int4 payload
+of a ``uint8`` tensor, or those columns of fused embedding rows that hold a scale. Its bits have addresses: bit ``b`` of
+number ``i`` is ``i * width + b``, with numbers counted in the row-major order of the tensor's shape and bits from the
+lowest, whatever the strides are. A flip changes the storage itself, by exclusive or on an integer view, never a
+dequantized copy. So two flips of the same bits restore the model exactly, including payloads of NaN.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from torch import Tensor, nn
 
 from cordillera.errors import NumericsError
 
-# Integers as wide as a stored element; exclusive or does not care for their signs.
+# Integers as wide as a stored element; their signs do not matter to exclusive or.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-_NOT_PLAIN = (torch.float4_e2m1fn_x2,)  # two numbers an element
+_NOT_PLAIN = (torch.float4_e2m1fn_x2,)  # holds two numbers in an element
 
 
 @dataclass(frozen=True)
 class BitLayout:
-    """What the bits of a stored number mean.
+    """Meaning of the bits of a stored number.
 
     Attributes:
-        name: Of the format.
-        width: Bits of a number.
-        exponent_bits: Above the mantissa; 0 for integers.
-        mantissa_bits: The lowest ones; 0 for integers. A sign bit stands above both if there is room for it.
+        name: Name of the format.
+        width: Number of bits of a number.
+        exponent_bits: Number of exponent bits, above the mantissa; 0 for integers.
+        mantissa_bits: Number of mantissa bits, the lowest ones; 0 for integers. A sign bit lies above both if ``width``
+            has room for it.
     """
 
     name: str
@@ -45,14 +46,14 @@ class BitLayout:
 
     @classmethod
     def of(cls, dtype: torch.dtype, where: str = "dtype") -> BitLayout:
-        """The layout of a dtype's elements.
+        """Return the layout of a dtype's elements.
 
         Args:
-            dtype: Of a floating-point or integer tensor.
-            where: Named in the error.
+            dtype: Dtype of a floating-point or integer tensor.
+            where: Name for the error message.
 
         Raises:
-            NumericsError: an element is not one real number in plain bits (bool, complex, quantised, two in a byte).
+            NumericsError: If an element is not one real number in plain bits (bool, complex, quantized, two in a byte).
         """
         name = str(dtype).removeprefix("torch.")
         if dtype in _INTEGERS:
@@ -70,10 +71,10 @@ class BitLayout:
         return cls(name, info.bits, info.bits - 1 - mantissa, mantissa)
 
     def part(self, bit: int) -> str:
-        """``sign``, ``exponent``, ``mantissa``, or ``integer`` for every bit of an integer.
+        """Return the part of a number to which a bit belongs: ``sign``, ``exponent``, ``mantissa`` or ``integer``.
 
         Args:
-            bit: Position, 0 for the lowest.
+            bit: Position of the bit, 0 for the lowest.
         """
         if not self.exponent_bits:
             return "integer"
@@ -83,10 +84,10 @@ class BitLayout:
 
 
 INT4 = BitLayout("int4", 4)
-"""Two integers in a byte, the first in its low half."""
+"""Layout of two integers in a byte, the first in its low half."""
 
 INT2 = BitLayout("int2", 2)
-"""Four integers in a byte, the first in its lowest bits."""
+"""Layout of four integers in a byte, the first in its lowest bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +95,14 @@ class Region:
     """Memory of a model that holds numbers of one layout.
 
     Attributes:
-        name: Of the tensor in the model, with what is meant of it.
-        owner: The tensor itself, of any shape.
-        stored: The part of it that is meant: ``owner``, or some columns of its last dimension; shares its memory.
-        layout: What the bits mean. Narrower than an element where several numbers are packed into one; wider where
-            neighbouring bytes of a row make one number, the lowest byte first.
+        name: Name of the tensor in the model, with the part that is meant.
+        owner: Whole tensor, of any shape.
+        stored: Part of ``owner`` that is meant: all of it, or some columns of its last dimension; shares its memory.
+        layout: Meaning of the bits. Narrower than an element if several numbers are packed into one; wider if
+            neighbouring bytes of a row form one number, the lowest byte first.
         aliases: Other names of the same memory.
-        first_column: Where ``stored`` begins in the last dimension of ``owner``.
-        is_whole: Whether ``stored`` has the shape of ``owner``, which alone among the model's tensors sees this memory.
+        first_column: First column of ``stored`` in the last dimension of ``owner``.
+        is_whole: Whether ``stored`` has the shape of ``owner`` and no other tensor of the model uses this memory.
     """
 
     name: str
@@ -121,17 +122,17 @@ class Region:
         columns: slice | None = None,
         aliases: tuple[str, ...] = (),
     ) -> Region:
-        """The region of a parameter or a buffer.
+        """Return the region of a parameter or a buffer.
 
         Args:
-            name: For reports and errors.
-            tensor: Any shape, any strides, any number of elements; also on an accelerator.
-            layout: Of what it holds. Default: that of its dtype.
-            columns: Only these positions of the last dimension, such as the bytes of a scale in fused rows.
+            name: Name for reports and errors.
+            tensor: Tensor of any shape, strides and number of elements, on any device.
+            layout: Layout of its content; None for that of its dtype.
+            columns: Columns of the last dimension, such as the bytes of a scale in fused rows; None for all.
             aliases: Other names of the tensor.
 
         Raises:
-            NumericsError: the tensor has no plain memory, or its rows do not hold whole numbers of that layout.
+            NumericsError: If the tensor has no plain memory, or its rows do not hold whole numbers of that layout.
         """
         if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
             kind = "has no memory" if tensor.is_meta else f"is stored as {type(tensor).__name__} ({tensor.layout})"
@@ -143,7 +144,7 @@ class Region:
                 raise NumericsError(f"columns must be neighbours, got {columns}", where=name)
             stored = stored[..., first:last]
         for dim, stride in enumerate(stored.stride()):
-            if stride == 0 and stored.shape[dim] > 1:  # expanded: the same memory many times
+            if stride == 0 and stored.shape[dim] > 1:  # expanded: the same memory appears many times
                 stored = stored.narrow(dim, 0, 1)
         if layout is None:
             layout = BitLayout.of(tensor.dtype, name)
@@ -161,34 +162,34 @@ class Region:
 
     @property
     def num_bits(self) -> int:
-        """Bits of storage."""
+        """Number of bits of storage."""
         return self.stored.numel() * 8 * self.stored.dtype.itemsize
 
     @property
     def num_numbers(self) -> int:
-        """Numbers of the layout."""
+        """Number of stored numbers."""
         return self.num_bits // self.layout.width
 
     @property
     def words(self) -> Tensor:
-        """The memory as integers, in the shape of ``stored``."""
+        """Memory as integers, in the shape of ``stored``."""
         return self.stored.view(_WORDS[self.stored.dtype.itemsize])
 
     def beyond(self, bits: Sequence[int]) -> NumericsError:
-        """The error for addresses ``bits`` of which one is outside of the region."""
+        """Return the error for addresses ``bits`` of which one is outside the region."""
         return NumericsError(f"has bits 0 to {self.num_bits - 1}, asked for {list(bits)}", where=self.name)
 
     def locate(self, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Where addresses lie.
+        """Return the positions and masks of addresses.
 
         Args:
-            bits: ``int64`` addresses, any shape.
+            bits: Addresses, ``int64`` of any shape.
 
         Returns:
-            The flat positions in ``words``, ``int64``, and the masks, in the dtype of ``words``; both of that shape.
+            Flat positions in ``words``, ``int64``, and masks in the dtype of ``words``; both in the shape of ``bits``.
 
         Raises:
-            NumericsError: an address is outside of the region.
+            NumericsError: If an address is outside the region.
         """
         if bits.numel() and not 0 <= int(bits.min()) <= int(bits.max()) < self.num_bits:
             raise self.beyond(bits.flatten().tolist())
@@ -198,7 +199,7 @@ class Region:
 
 
 def _hit(region: Region, bits: Sequence[int]) -> list[tuple[Tensor, int]]:
-    """The elements that hold some bits, as views of the memory, and what to flip in each."""
+    """Return the elements that hold some bits, as views of the memory, and the mask to flip in each."""
     if len(set(bits)) != len(bits):
         raise NumericsError(f"the same bit twice would not be flipped: {list(bits)}", where=region.name)
     words, size = region.words, 8 * region.stored.dtype.itemsize
@@ -224,31 +225,31 @@ def flip(region: Region, bits: Sequence[int]) -> None:
     """Flip bits of a model in its memory; the same call again undoes it.
 
     Args:
-        region: Where.
+        region: Memory that holds the bits.
         bits: Addresses, all different.
 
     Raises:
-        NumericsError: an address is outside of the region or stands twice.
+        NumericsError: If an address is outside the region or repeated.
     """
     hit = _hit(region, bits)
-    with torch.inference_mode():  # weights that were made under it can be written to in that mode only
+    with torch.inference_mode():  # weights created in inference mode can only be written in that mode
         for element, mask in hit:
             element.bitwise_xor_(mask)
 
 
 @contextmanager
 def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
-    """Bits flipped within a ``with`` statement and put back at its end, whatever ends it.
+    """Flip bits within a ``with`` statement and restore them at its end, also after an error.
 
-    What was stored is written back, rather than flipped again, so that being interrupted (Ctrl-C) at any point cannot
-    leave the opposite behind; what the body changes elsewhere in the region stays.
+    The stored values are written back rather than flipped again, so that an interruption (Ctrl-C) at any point cannot
+    leave a bit flipped. Changes that the body makes elsewhere in the region are kept.
 
     Args:
-        region: Where.
+        region: Memory that holds the bits.
         bits: Addresses, all different.
 
     Raises:
-        NumericsError: as :func:`flip`.
+        NumericsError: If an address is outside the region or repeated.
     """
     before = [(element, int(element), mask) for element, mask in _hit(region, bits)]
 
@@ -271,37 +272,37 @@ def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
 
 
 def corrupted(slices: Tensor, places: Tensor, masks: Tensor) -> Tensor:
-    """Copies of stored values, each with bits of its own flipped.
+    """Flip bits in copies of stored values, other bits in each copy.
 
     Args:
-        slices: ``[M, ...]`` values as stored, one copy a fault; contiguous, written to.
-        places: ``int64 [M, k]``, flat positions of elements within a copy.
-        masks: ``[M, k]`` integers as wide as an element.
+        slices: Stored values, ``[M, ...]``, one contiguous copy for each fault; modified in place.
+        places: Flat positions of elements within a copy, ``int64 [M, k]``.
+        masks: Masks, ``[M, k]`` integers as wide as an element.
 
     Returns:
         ``slices``.
     """
     words = slices.view(_WORDS[slices.dtype.itemsize]).view(len(slices), -1)
     fault = torch.arange(len(slices), device=slices.device)
-    for column in range(places.shape[1]):  # one by one: two bits of a fault may lie in one element
+    for column in range(places.shape[1]):  # one column at a time, as two bits of a fault may lie in one element
         words[fault, places[:, column]] ^= masks[:, column].to(slices.device)
     return slices
 
 
 def regions_of(module: nn.Module, *, buffers: bool = False) -> list[Region]:
-    """Every stored weight of a model once, however many names it has.
+    """Return every stored weight of a model once, however many names it has.
 
     Args:
-        module: The model.
-        buffers: Also floating-point and one-byte buffers. Wider integers are left out: they are counters and indices,
-            and a flipped index may read outside of memory.
+        module: Model.
+        buffers: Whether to include floating-point and one-byte buffers. Wider integers are never included: they are
+            counters and indices, and a flipped index may read out of bounds.
 
     Returns:
-        Regions in the order of ``named_parameters``, then of ``named_buffers``. A tensor that lies within another one's
-        memory is an alias of it.
+        Regions in the order of ``named_parameters``, then of ``named_buffers``. A tensor that lies within the memory of
+        another becomes an alias of it.
 
     Raises:
-        NumericsError: a tensor has no plain memory, or two overlap without one holding the other.
+        NumericsError: If a tensor has no plain memory, or two overlap and neither contains the other.
     """
     named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
     if buffers:
@@ -314,13 +315,13 @@ def regions_of(module: nn.Module, *, buffers: bool = False) -> list[Region]:
 
 
 def unaliased(regions: Iterable[Region]) -> list[Region]:
-    """Regions without those whose memory another one holds, whose names become aliases.
+    """Remove regions that lie within the memory of another, and add their names to its aliases.
 
     Args:
-        regions: In order of preference among equals.
+        regions: Regions; of equal ones, the first is kept.
 
     Raises:
-        NumericsError: two share a part of their memory.
+        NumericsError: If two regions overlap and neither contains the other.
     """
     kept: list[Region] = []
     for region in regions:
@@ -350,14 +351,14 @@ def unaliased(regions: Iterable[Region]) -> list[Region]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte of a tensor in memory."""
+    """Return the first byte of a tensor in memory and the end of its last."""
     first = tensor.data_ptr()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (reach + 1) * tensor.dtype.itemsize
 
 
 def _shared_bytes(one: Region, other: Region) -> int:
-    """Bytes that two regions have in common; exact also where their memory interleaves."""
+    """Return the number of bytes that two regions share; exact also if their memory interleaves."""
     if not one.num_bits or not other.num_bits or one.stored.device != other.stored.device:
         return 0
     (first, last), (begin, end) = _span(one.stored), _span(other.stored)

@@ -1,9 +1,9 @@
-"""Faults of storage: which bits of a component are hit.
+"""Fault models of storage: the bits of a component that a fault hits.
 
 Every bit of a component's memory is equally likely to be hit. Faults are drawn by strata, one for each bit position of
 each layout, the same number in each; estimates weight them by the stratum's share of the component's bits (see
-:mod:`cordillera.numerics.faults.vulnerability`). A fault model is one bit, several bits of one stored number, or a
-burst of neighbouring ones (Jiao et al. 2024, arXiv 2405.01741).
+:mod:`cordillera.numerics.faults.vulnerability`). A fault is one bit, several bits of one stored number, or a burst of
+neighbouring bits (Jiao et al. 2024, arXiv 2405.01741).
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ StratumKey = tuple[BitLayout, int]
 
 @dataclass(frozen=True)
 class FaultModel:
-    """What one fault is.
+    """Bits that one fault flips, all in one stored number.
 
     Attributes:
-        bits: Flipped bits, all of one stored number.
-        burst: Neighbouring bits; else any different ones. With one bit there is no difference.
+        burst: Whether the bits are neighbours; otherwise they are any different ones. Makes no difference for one bit.
     """
 
     bits: int = 1
@@ -40,7 +39,7 @@ class FaultModel:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Name for display."""
         if self.bits == 1:
             return "single bit"
         return f"burst of {self.bits} bits" if self.burst else f"{self.bits} bits of one number"
@@ -51,8 +50,7 @@ class Component:
     """Regions of a model that are reported together.
 
     Attributes:
-        name: Of the component.
-        regions: Its memory, no part of it twice.
+        regions: Memory of the component, without overlaps.
     """
 
     name: str
@@ -60,22 +58,17 @@ class Component:
 
     @classmethod
     def of(cls, name: str, regions: Sequence[Region]) -> Component:
-        """A component of regions that may be aliases of each other.
-
-        Args:
-            name: Of the component.
-            regions: Its memory.
-        """
+        """Return a component of regions that may be aliases of each other."""
         return cls(name, tuple(unaliased(regions)))
 
     @property
     def num_bits(self) -> int:
-        """Bits of storage."""
+        """Number of bits of storage."""
         return sum(region.num_bits for region in self.regions)
 
     @property
     def layouts(self) -> list[BitLayout]:
-        """Layouts of numbers that are there."""
+        """Layouts of the numbers in the regions."""
         return list(dict.fromkeys(region.layout for region in self.regions if region.num_bits))
 
 
@@ -84,9 +77,8 @@ class Injections:
     """Faults in one region.
 
     Attributes:
-        region: Where.
-        strata: Of each of the ``M`` faults, layout and position of the (lowest, of a burst) flipped bit.
-        bits: ``int64 [M, k]`` addresses.
+        strata: Layout and position of the flipped bit (the lowest of a burst) for each of the ``M`` faults.
+        bits: Addresses of the flipped bits, ``int64 [M, k]``.
     """
 
     region: Region
@@ -95,14 +87,10 @@ class Injections:
 
 
 def positions(layout: BitLayout, model: FaultModel) -> range:
-    """Bit positions that are strata: of the one bit, of one of several, of a burst's lowest.
-
-    Args:
-        layout: Of the numbers.
-        model: Of the faults.
+    """Return the bit positions that form strata: that of the bit, of one of several bits, or of a burst's lowest bit.
 
     Raises:
-        NumericsError: a number has fewer bits than a fault.
+        NumericsError: If a number has fewer bits than a fault.
     """
     if model.bits > layout.width:
         raise NumericsError(f"a number of {layout.name} has {layout.width} bits, not {model.bits}", where="bits")
@@ -110,19 +98,10 @@ def positions(layout: BitLayout, model: FaultModel) -> range:
 
 
 def draw(component: Component, model: FaultModel, seed: int, rounds: range) -> list[Injections]:
-    """Faults of some rounds; each round holds one for every stratum of the component.
+    """Draw the faults of some rounds, grouped by region; each round holds one for every stratum of the component.
 
-    A round depends on the seed, the component's name and the round's number alone: a longer campaign begins with the
-    faults of a shorter one, and ``FaultModel(bits=1)`` draws what a burst of one bit does.
-
-    Args:
-        component: Where.
-        model: Of the faults.
-        seed: Of all draws.
-        rounds: Numbers of the rounds.
-
-    Returns:
-        Faults grouped by region.
+    A round depends only on the seed, the component's name and the round's number. So a longer campaign begins with the
+    faults of a shorter one, and ``FaultModel(bits=1)`` draws the same faults as a burst of one bit.
     """
     gathered: dict[int, tuple[list[StratumKey], list[list[int]]]] = {}
     key = zlib.crc32(component.name.encode())
@@ -152,7 +131,7 @@ def draw(component: Component, model: FaultModel, seed: int, rounds: range) -> l
 def _positions_of_faults(
     layout: BitLayout, model: FaultModel, strata: range, random: np.random.Generator
 ) -> list[list[int]]:
-    """Positions of each stratum's flipped bits, the stratum's own first."""
+    """Return the positions of each stratum's flipped bits, the stratum's own first."""
     if model.burst or model.bits == 1:
         return [list(range(bit, bit + model.bits)) for bit in strata]
     order = random.random((len(strata), layout.width))
@@ -161,14 +140,12 @@ def _positions_of_faults(
 
 
 def strata_of(component: Component, model: FaultModel) -> list[tuple[BitLayout, int, float]]:
-    """Layout, bit position and share of a component's bits, stratum by stratum; the shares sum to one.
+    """Return layout, bit position and share of the component's bits for each stratum; the shares sum to one.
 
-    Args:
-        component: Where faults are drawn.
-        model: Of the faults. The share of a burst's lowest position is that of the places where such a burst fits.
+    The share of a burst's lowest position is that of the places where the burst fits.
 
     Raises:
-        NumericsError: a number has fewer bits than a fault.
+        NumericsError: If a number has fewer bits than a fault.
     """
     strata = []
     for layout in component.layouts:

@@ -1,11 +1,11 @@
-"""Many faults of one layer judged in one call, from the corrupted layer on.
+"""Joint evaluation of many faults of one layer, from the corrupted layer on.
 
-What a model computes before the corrupted tensor is used is computed once, for all faults together, and what follows
-runs over a batch of faults (``torch.vmap``). Of a linear layer or a convolution only the outputs that the corrupted row
-makes are computed anew, out of the corrupted row itself; of an embedding table only the row that was hit. Nothing is
-approximated: values, NaN and infinities are those of the flipped model up to the order of additions. Where this order
-could matter, because an output is closer to changing its decision than ``tolerance``, the fault is judged once more by
-flipping the bits in the model and running it.
+The part of a model before the first use of the corrupted tensor is computed once for all faults, and the rest runs over
+a batch of faults (``torch.vmap``). Of a linear layer or a convolution, only the outputs that depend on the corrupted
+row are recomputed, from that row; of an embedding table, only the row that was hit. Nothing is approximated: values,
+NaN and infinities are those of the flipped model up to the order of additions. If this order could matter, because an
+output is within ``tolerance`` of changing its decision, the fault is judged again by flipping the bits in the model and
+running it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,26 @@ from cordillera.numerics.faults.bit_flips import Region, corrupted, flipped
 from cordillera.numerics.faults.substitution import Rows, Substitute, Trace
 from cordillera.numerics.faults.vulnerability import Verdicts
 
-_STACK_BYTES = 1 << 26  # of corrupted copies made at a time
-_ACTIVATIONS = 1 << 24  # numbers that a batch of faults makes, about
-_CHECKED = 2  # faults of every region that both ways must agree on
+_STACK_BYTES = 1 << 26  # bytes of corrupted copies made at a time
+_ACTIVATIONS = 1 << 24  # approximate number of activations of a batch of faults
+_CHECKED = 2  # number of faults of every region on which both methods must agree
 
 
 class Decision(Protocol):
-    """What counts as the answer of a model."""
+    """Rule that derives a model's answer from its outputs."""
 
     def decide(self, outputs: Tensor) -> Tensor:
-        """Answers to ``outputs`` ``[..., B, n]``: ``[..., B, a]``."""
+        """Return the answers ``[..., B, a]`` to ``outputs`` ``[..., B, n]``."""
         ...
 
     def margin(self, outputs: Tensor) -> Tensor:
-        """How far ``outputs`` are from another answer: ``[..., B, a]``, at least 0."""
+        """Return the distance of ``outputs`` from another answer, ``[..., B, a]``, at least 0."""
         ...
 
 
 @dataclass(frozen=True)
 class Threshold(Decision):
-    """On which side of a value each output is: logits ``[B, tasks]`` at 0 for a click probability of one half.
-
-    Attributes:
-        value: Outputs that reach it are a yes.
-    """
+    """Whether each output reaches a value: by default, whether logits ``[B, tasks]`` reach 0 (probability one half)."""
 
     value: float = 0.0
 
@@ -59,7 +55,7 @@ class Threshold(Decision):
 
 @dataclass(frozen=True)
 class Argmax(Decision):
-    """Which class has the largest output, ``[B, classes]``."""
+    """Class with the largest output, ``[B, classes]``."""
 
     def decide(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(-1, keepdim=True)
@@ -71,12 +67,12 @@ class Argmax(Decision):
 
 @dataclass(frozen=True)
 class Touched:
-    """Outputs of the inputs that faults can have changed; all others stay as they were.
+    """Outputs of the inputs that faults can have changed; all others are unchanged.
 
     Attributes:
-        fault: ``int64 [P]``, which fault.
-        sample: ``int64 [P]``, which input.
-        outputs: ``[P, n]``.
+        fault: Number of the fault, ``int64 [P]``.
+        sample: Number of the input, ``int64 [P]``.
+        outputs: Outputs ``[P, n]``.
     """
 
     fault: Tensor
@@ -85,36 +81,35 @@ class Touched:
 
 
 TouchedLookup = Callable[[Region, Tensor], Touched]
-"""Computes the outputs of those inputs that read a corrupted row of a table; takes faults ``int64 [M, k]``."""
+"""Function from faults ``int64 [M, k]`` of a table to the outputs of the inputs that read a corrupted row."""
 
 
 class Replay:
-    """Judges faults of a model on fixed inputs.
+    """Judge of a model's faults on fixed inputs.
 
-    Every region's first faults are judged both ways; if their outputs differ, or what follows the region cannot run
-    over a batch of faults, its faults are judged one by one (see ``one_by_one``).
+    Every region's first faults are judged by both methods. If their outputs differ, or the rest of the model cannot run
+    over a batch of faults, the region's faults are judged one by one (see ``one_by_one``).
 
     Args:
-        forward: The model on the inputs: outputs ``[B, n]``. Without gradients, in evaluation mode, and the same at
-            every call.
-        decision: What counts as an answer.
-        suffix: The same outputs out of activations that were kept, for regions that are not used before them. Default:
-            ``forward``.
-        lookups: By name of a region, how its faults are judged on the inputs that they touch.
-        tolerance: A fault is judged again by the flipped model if the share of the largest output by which an output
-            misses another answer is smaller. Default: 1e-5, or four roundings of the outputs' dtype if that is more; a
-            model that computes in fewer bits than it puts out needs more.
+        forward: Function that runs the model on the inputs and returns outputs ``[B, n]``, without gradients, in
+            evaluation mode, and the same at every call.
+        suffix: Function that computes the same outputs from stored activations, for regions that are not used before
+            them; None for ``forward``.
+        lookups: Functions by region name that judge its faults on the inputs that they touch.
+        tolerance: Distance of an output from another answer, relative to the largest output, below which the fault is
+            judged again by the flipped model. None for 1e-5, or four roundings of the outputs' dtype if that is more; a
+            model that computes with fewer bits than its outputs have needs more.
 
     Attributes:
-        golden: The intact model's outputs, ``[B, n]``.
-        inputs: Inputs whose golden output is finite; the others are not judged.
-        skipped: Inputs that are not judged.
-        one_by_one: By name of a region, why its faults are judged one by one.
-        judged: Faults judged so far.
-        repeated: Faults among them that the flipped model judged, though not one by one.
+        golden: Outputs of the intact model, ``[B, n]``.
+        inputs: Number of inputs whose golden output is finite; the others are not judged.
+        skipped: Number of inputs that are not judged.
+        one_by_one: Reasons by region name why its faults are judged one by one.
+        judged: Number of faults judged so far.
+        repeated: Number of faults among them that were judged again by the flipped model.
 
     Raises:
-        NumericsError: the intact model's outputs have another shape, differ from call to call, or none is finite.
+        NumericsError: If the intact model's outputs have another shape, differ from call to call, or none is finite.
     """
 
     def __init__(
@@ -158,12 +153,7 @@ class Replay:
         self.judged = self.repeated = 0
 
     def __call__(self, region: Region, bits: Tensor) -> Verdicts:
-        """Judge faults.
-
-        Args:
-            region: Where.
-            bits: ``int64 [M, k]`` addresses.
-        """
+        """Judge faults ``bits``, ``int64 [M, k]`` addresses in a region."""
         self.judged += len(bits)
         if not len(bits):
             return self.flip_each(region, bits)
@@ -179,12 +169,7 @@ class Replay:
         return Verdicts(silent, detected, self.inputs)
 
     def flip_each(self, region: Region, bits: Tensor) -> Verdicts:
-        """Judge faults by flipping them in the model, one after another; what replay is measured against.
-
-        Args:
-            region: Where.
-            bits: ``int64 [M, k]`` addresses.
-        """
+        """Judge faults ``bits``, ``int64 [M, k]``, by flipping them in the model one by one; reference of replay."""
         silent, detected = torch.zeros(2, len(bits), dtype=torch.int64)
         for fault, addresses in enumerate(bits.tolist()):
             finite, wrong = self._tell(self._run_flipped(region, addresses))
@@ -192,15 +177,7 @@ class Replay:
         return Verdicts(silent, detected, self.inputs)
 
     def outputs(self, region: Region, bits: Tensor) -> Tensor:
-        """The outputs that faults lead to, by replay.
-
-        Args:
-            region: Where.
-            bits: ``int64 [M, k]`` addresses.
-
-        Returns:
-            ``[M, B, n]``.
-        """
+        """Return the outputs ``[M, B, n]`` of faults ``bits``, ``int64 [M, k]``, by replay."""
         if region.name in self._lookups:
             touched = self._lookups[region.name](region, bits)
             outputs = self.golden.expand(len(bits), *self.golden.shape).clone()
@@ -217,17 +194,17 @@ class Replay:
             return self._forward()
 
     def _tell(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Which outputs ``[..., B, n]`` are finite, and which are wrong where the golden ones are finite."""
+        """Return which outputs ``[..., B, n]`` are finite, and which are wrong where the golden ones are finite."""
         wrong = (self._decision.decide(outputs) != self._answers).any(-1)
         return outputs.isfinite().all(-1), wrong & self._finite
 
     def _doubtful(self, outputs: Tensor) -> Tensor:
-        """Faults whose verdict could depend on the order of additions: ``[M, B, n] -> [M]``."""
+        """Return the faults whose verdict could depend on the order of additions: ``[M, B, n] -> [M]``."""
         finite = outputs.isfinite().all(-1)
         largest = torch.where(outputs.isfinite(), outputs.abs(), 0).amax(-1)
         scale = torch.where(finite, largest, 0).amax(-1, keepdim=True)
         close = self._decision.margin(outputs).amin(-1) <= self._tolerance * (1 + scale)
-        # an overflow is a matter of order as well
+        # an overflow also depends on the order
         return ((close | (largest > 1e-2 * torch.finfo(outputs.dtype).max)) & finite & self._finite).any(-1)
 
     def _of_outputs(self, region: Region, bits: Tensor, outputs: Tensor) -> Verdicts:
@@ -258,7 +235,7 @@ class Replay:
         return found
 
     def _check(self, region: Region, bits: Tensor) -> None:
-        """Compare both ways on the faults of the highest bits, or give up replaying the region."""
+        """Compare both methods on the faults of the highest bits, and stop replaying the region if they differ."""
         chosen = bits[(bits[:, 0] % region.layout.width).argsort(descending=True, stable=True)[:_CHECKED]]
         if region.name not in self._lookups:
             if not region.is_whole and region.aliases:
@@ -292,12 +269,12 @@ class Replay:
                     return self._suffix()
 
             with torch.no_grad():
-                torch.vmap(run)(torch.zeros(1))  # operators are chosen as they will be for a batch of faults
+                torch.vmap(run)(torch.zeros(1))  # vmap, so that the same operators are chosen as for a batch of faults
             self._trace = trace
         return self._trace
 
     def _size(self, region: Region) -> int:
-        """Faults at a time."""
+        """Return the number of faults to judge at a time."""
         trace = self._trace_of()
         most = max(1, min(512, _ACTIVATIONS // max(1, trace.numbers)))
         if trace.has_rows(region):

@@ -1,7 +1,7 @@
-"""Operators that read another tensor, or another row of it, in the place of a model's own.
+"""Substitution of a weight, or of one of its rows, while a model runs.
 
-Python's override of torch's functions sees every operator that a model calls, so a weight can be replaced where it is
-read, without a copy of the model; inside :func:`torch.vmap` by a batch of corrupted weights.
+Python's override of torch's functions intercepts every operator that a model calls. So a weight can be replaced where
+it is read, without a copy of the model; within :func:`torch.vmap`, by a batch of corrupted weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 def _is_rowwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:
-    """Whether each row of the tensor makes outputs of its own: the weight of a linear layer, a convolution, a table."""
+    """Whether each row of the tensor makes separate outputs: the weight of a linear layer, a convolution or a table."""
     if len(args) < 2 or args[1] is not tensor or any(a is tensor for a in (args[0], *args[2:], *kwargs.values())):
         return False
     if function in _CONVOLUTIONS:
@@ -31,23 +31,23 @@ def _is_rowwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], te
 
 
 class Trace(TorchFunctionMode):
-    """Which operators read which tensors.
+    """Record of which operators read which tensors.
 
     Attributes:
-        numbers: That they made.
+        numbers: Number of values that the operators computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
         self._readers: dict[int, list[bool]] = {}
-        self._kept: list[Tensor] = []  # ids of what is gone would be given away again
+        self._kept: list[Tensor] = []  # keeps tensors alive, as their ids would be reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = _tensors(result)
-        for tensor in _tensors((args, kwargs)) if made else ():  # else a shape or a device was asked for
+        for tensor in _tensors((args, kwargs)) if made else ():  # no tensors: only a shape or a device was read
             if id(tensor) not in self._readers:
                 self._kept.append(tensor)
             self._readers.setdefault(id(tensor), []).append(_is_rowwise(func, args, kwargs, tensor))
@@ -59,7 +59,7 @@ class Trace(TorchFunctionMode):
         return id(region.owner) in self._readers
 
     def has_rows(self, region: Region) -> bool:
-        """Whether a fault of the region corrupts one row, and rows make outputs of their own wherever they are read."""
+        """Whether a fault of the region corrupts one row, and every operator that reads the tensor is row-wise."""
         plain = region.is_whole and region.layout.width == 8 * region.owner.dtype.itemsize
         return plain and region.owner.ndim > 1 and all(self._readers.get(id(region.owner), [False]))
 
@@ -75,12 +75,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class Substitute(TorchFunctionMode):
-    """Operators read another tensor in the place of one.
-
-    Args:
-        tensor: The one, as the model holds it.
-        other: Of the same shape and dtype.
-    """
+    """Replacement of a tensor by another of the same shape and dtype wherever operators read it."""
 
     def __init__(self, tensor: Tensor, other: Tensor) -> None:
         super().__init__()
@@ -100,16 +95,15 @@ class Substitute(TorchFunctionMode):
 
 
 class Rows(TorchFunctionMode):
-    """Operators read a weight one of whose rows is another.
+    """Replacement of one row of a weight wherever operators read it.
 
-    The rows of all faults of a batch are multiplied at once, where what they are multiplied by does not depend on the
-    fault.
+    The rows of all faults of a batch are multiplied at once if the other operand does not depend on the fault.
 
     Args:
-        weight: As the model holds it; read by operators for which ``Trace.has_rows`` is true.
-        row: ``int64 [M]``, which row each fault hits.
-        rows: ``[M, ...]``, what stands there then.
-        fault: The number of a fault within :func:`torch.vmap`.
+        weight: Weight as the model holds it; read only by operators for which ``Trace.has_rows`` is true.
+        row: Row that each fault hits, ``int64 [M]``.
+        rows: Corrupted row of each fault, ``[M, ...]``.
+        fault: Number of the fault within :func:`torch.vmap`.
     """
 
     def __init__(self, weight: Tensor, row: Tensor, rows: Tensor, fault: Tensor) -> None:
@@ -129,7 +123,7 @@ class Rows(TorchFunctionMode):
         values = args[0]
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
         rows, biases, chosen = self.rows, None if bias is None else bias[self.row], fault
-        if torch._C._functorch.is_batchedtensor(values):  # the weight is used twice: rows of this fault only
+        if torch._C._functorch.is_batchedtensor(values):  # the weight is used twice, so only rows of this fault apply
             rows = rows.index_select(0, fault)
             biases = None if biases is None else biases.index_select(0, fault)
             chosen = torch.zeros(1, dtype=torch.int64, device=values.device)

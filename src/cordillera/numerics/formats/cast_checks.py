@@ -1,7 +1,7 @@
-"""What this torch's casts to short formats do, found by doing them: it has changed between versions.
+"""Checks of torch's casts to short formats, whose behaviour differs between versions.
 
-Since torch 2.12 a cast to ``float8_e4m3fn`` on a CPU makes 448 of everything larger, infinity included; until 2.11 it
-made NaN. What is built here rests on the casts to bfloat16 and float16 only, and on these only after they were compared
+Since torch 2.12 a cast to ``float8_e4m3fn`` on a CPU converts everything larger than 448, infinity included, to 448;
+until 2.11 it returned NaN. Cordillera relies only on the casts to bfloat16 and float16, and only after comparing them
 with integer arithmetic.
 """
 
@@ -20,17 +20,17 @@ from cordillera.errors import NumericsError
 
 @dataclass(frozen=True)
 class CastFacts:
-    """How torch casts float32 on one kind of device.
+    """Behaviour of torch's casts from float32 on one type of device.
 
     Attributes:
-        device: The kind of device.
-        torch: Torch's version.
-        bf16_exact: A cast to bfloat16 rounds to nearest even, subnormal numbers, infinities and NaN included.
-        fp16_exact: The same for float16.
-        e4m3fn_overflow: What becomes of 1e9 in ``float8_e4m3fn``: ``nan``, or a number.
-        e4m3fn_infinity: What becomes of infinity in it.
-        e4m3fnuz_overflow: What becomes of 1e9 in ``float8_e4m3fnuz``.
-        e5m2_overflow: What becomes of 1e9 in ``float8_e5m2``.
+        device: Type of the device.
+        torch: Version of torch.
+        bf16_exact: Whether a cast to bfloat16 rounds to nearest even, including subnormal numbers, infinities and NaN.
+        fp16_exact: Whether a cast to float16 does.
+        e4m3fn_overflow: Result of 1e9 in ``float8_e4m3fn``: NaN or a number.
+        e4m3fn_infinity: Result of infinity in ``float8_e4m3fn``.
+        e4m3fnuz_overflow: Result of 1e9 in ``float8_e4m3fnuz``.
+        e5m2_overflow: Result of 1e9 in ``float8_e5m2``.
     """
 
     device: str
@@ -45,11 +45,7 @@ class CastFacts:
 
 @lru_cache(maxsize=8)
 def cast_facts(device: str = "cpu") -> CastFacts:
-    """Find out how torch casts on a device; done once for each.
-
-    Args:
-        device: A type of device, ``cpu`` or ``cuda``.
-    """
+    """Determine how torch casts on a type of device, ``cpu`` or ``cuda``; computed once for each."""
     patterns = _patterns()
     singles = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
@@ -69,16 +65,11 @@ def cast_facts(device: str = "cpu") -> CastFacts:
 
 
 def self_test(device: str = "cpu") -> CastFacts:
-    """Check that torch's casts do what is known of them.
-
-    Args:
-        device: A type of device.
-
-    Returns:
-        What was found.
+    """Check that torch's casts behave as in known versions, and return their behaviour.
 
     Raises:
-        NumericsError: a cast to bfloat16 or float16 is not exact, or one to eight bits does what no known version does.
+        NumericsError: If a cast to bfloat16 or float16 is not exact, or one to eight bits behaves as in no known
+            version.
     """
     facts = cast_facts(device)
     wrong = []
@@ -102,7 +93,7 @@ def self_test(device: str = "cpu") -> CastFacts:
 
 
 def _patterns() -> list[int]:
-    """Bit patterns of float32 around everything that a cast may get wrong, enough of them to fill vector registers."""
+    """Return bit patterns of float32 around all critical values of a cast, enough of them to fill vector registers."""
     rounds = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x0FFF, 0x1000, 0x1001, 0x3000)
     tops = [0x0000, 0x0001, 0x007F, 0x0080, 0x3300, 0x3380, 0x33C0, 0x387F, 0x3880, 0x3F80, 0x3F81, 0x477F, 0x4780]
     tops += [0x7F7F, 0x7F80, 0x7F81, 0x7FC0]

@@ -1,7 +1,7 @@
-"""Number formats of few bits: what each can hold, and which code stands for which value.
+"""Number formats of few bits: the values that each can represent, and their codes.
 
-A code's magnitude part counts up with the value that it stands for, so the largest value, the codes of infinity and NaN
-and the smallest numbers all follow from the widths, the bias and what the format gives up its highest codes for.
+The magnitude part of a code increases with its value. So the largest value, the codes of infinity and NaN and the
+smallest numbers all follow from the widths, the bias and the use of the highest codes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from cordillera.errors import NumericsError
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format.
+    """Binary floating-point format.
 
     Attributes:
-        name: Its name here, a key of :data:`FORMATS`.
+        name: Name of the format, a key of :data:`FORMATS`.
         exponent_bits: Width of the exponent field.
         mantissa_bits: Width of the fraction field.
-        bias: What is taken from the exponent field to get the exponent.
-        has_infinity: The highest exponent is kept for infinity and NaN, as IEEE 754 does.
-        has_nan: Some code is NaN.
-        has_negative_zero: Zero of a signed format has two codes; if not, the second one is NaN.
-        is_scale: Unsigned, without zero and without subnormal numbers: powers of two that scale blocks (OCP MX 1.0).
-        dtype: The dtype of torch that holds it, if any.
+        bias: Number that is subtracted from the exponent field to get the exponent.
+        has_infinity: Whether the highest exponent is reserved for infinity and NaN, as in IEEE 754.
+        has_nan: Whether some code is NaN.
+        has_negative_zero: Whether zero of a signed format has two codes; otherwise the second one is NaN.
+        is_scale: Whether the format is unsigned, without zero and subnormal numbers: powers of two that scale blocks
+            (OCP MX 1.0).
+        dtype: Torch's dtype of the format, or None.
     """
 
     name: str
@@ -47,17 +48,17 @@ class Format:
 
     @property
     def sign_code(self) -> int:
-        """The sign's bit, 0 if there is none."""
+        """Code with only the sign bit set; 0 if there is none."""
         return 0 if self.is_scale else 1 << (self.exponent_bits + self.mantissa_bits)
 
     @property
     def infinity_code(self) -> int | None:
-        """The code of plus infinity, or None."""
+        """Code of plus infinity, or None."""
         return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None
 
     @property
     def nan_code(self) -> int | None:
-        """The code of a quiet NaN, or None."""
+        """Code of a quiet NaN, or None."""
         if not self.has_nan:
             return None
         if self.has_infinity:
@@ -66,7 +67,7 @@ class Format:
 
     @property
     def max_code(self) -> int:
-        """The code of the largest finite value."""
+        """Code of the largest finite value."""
         if self.infinity_code is not None:
             return self.infinity_code - 1
         nan_at_the_end = self.has_nan and self.has_negative_zero
@@ -84,29 +85,29 @@ class Format:
 
     @cached_property
     def max(self) -> float:
-        """The largest finite value."""
+        """Largest finite value."""
         return self.value(self.max_code)
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive value of full precision."""
+        """Smallest positive value of full precision."""
         return 2.0**self.min_exponent
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest positive value."""
+        """Smallest positive value."""
         return self.min_normal if self.is_scale else 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
     def saturates(self) -> bool:
-        """What happens to too large values unless it is said: the largest value if there is no infinity."""
+        """Whether values that are too large become the largest value by default, as there is no infinity."""
         return not self.has_infinity
 
     def value(self, code: int) -> float:
-        """The number that a code of a finite, positive value stands for.
+        """Return the number that a code of a finite, positive value represents.
 
         Args:
-            code: From 0 to ``max_code``.
+            code: Code from 0 to ``max_code``.
         """
         exponent, fraction = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
         if exponent or self.is_scale:
@@ -119,9 +120,9 @@ class IntegerFormat:
     """Whole numbers of few bits, in two's complement if signed.
 
     Attributes:
-        name: Its name here, a key of :data:`INTEGERS`.
-        bits: Width.
-        signed: Whether it holds negative numbers.
+        name: Name of the format, a key of :data:`INTEGERS`.
+        bits: Width of a code.
+        signed: Whether the format has negative numbers.
     """
 
     name: str
@@ -130,12 +131,12 @@ class IntegerFormat:
 
     @property
     def lowest(self) -> int:
-        """The smallest number."""
+        """Smallest number."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def highest(self) -> int:
-        """The largest number."""
+        """Largest number."""
         return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
 
 
@@ -165,13 +166,13 @@ INTEGERS: dict[str, IntegerFormat] = {
 
 
 def format_named(name: str) -> Format:
-    """The floating-point format of a name.
+    """Return the floating-point format of a name.
 
     Args:
-        name: A key of :data:`FORMATS`.
+        name: Key of :data:`FORMATS`.
 
     Raises:
-        NumericsError: there is none.
+        NumericsError: If there is no such format.
     """
     if name not in FORMATS:
         raise NumericsError(f"no format {name!r}", where="format", remedy=f"one of {list(FORMATS)}")

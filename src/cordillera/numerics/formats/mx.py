@@ -1,6 +1,6 @@
-"""Blocks of numbers that share a scale which is a power of two (OCP Microscaling Formats 1.0; Rouhani et al. 2023).
+"""Blocks of numbers that share a power-of-two scale (OCP Microscaling Formats 1.0; Rouhani et al. 2023).
 
-A value is ``element * scale``; the scale of a block is an ``e8m0`` number, so that scaling is exact.
+A value is ``element * scale``; the scale of a block is an ``e8m0`` number, so scaling is exact.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from cordillera.numerics.formats.formats import FORMATS, Format
 from cordillera.numerics.formats.rounding import Rounding, decode, encode, round_to
 
 BLOCK = 32
-"""Numbers that share a scale."""
+"""Number of elements that share a scale."""
 
 ScaleRule = Literal["floor", "round_up"]
 
 
 @torch.no_grad()
 def block_scales(x: Tensor, format: Format, rule: ScaleRule = "floor") -> Tensor:
-    """The scale of every block of 32 consecutive elements of the last dimension.
+    """Return the scale of every block of 32 consecutive elements of the last dimension.
 
     Args:
-        x: float32 or float64 ``[..., n]``; a last block may be shorter.
-        format: The elements' format.
-        rule: ``floor`` takes ``2**(floor(log2(largest magnitude)) - exponent of the format's largest value)``, as the
-            specification does: the largest element of a block may then be too large for the format by less than a
-            factor of two. ``round_up`` takes the smallest power of two with which none is.
+        x: float32 or float64 ``[..., n]``; the last block may be shorter.
+        format: Format of the elements.
+        rule: ``floor`` for ``2**(floor(log2(largest magnitude)) - exponent of the format's largest value)``, as in the
+            specification; the largest element of a block may then exceed the format by less than a factor of two.
+            ``round_up`` for the smallest power of two with which no element does.
 
     Returns:
-        ``x``'s dtype ``[..., ceil(n / 32)]``: powers of two from 2**-127 to 2**127; the smallest for a block of
-        zeros, NaN for a block that holds NaN or infinity.
+        Scales in ``x``'s dtype, ``[..., ceil(n / 32)]``: powers of two from 2**-127 to 2**127; the smallest for a block
+        of zeros, NaN for a block that holds NaN or infinity.
     """
     largest = _blocks(x).abs().amax(-1).double()
-    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1): no logarithm, which is off near powers of two
+    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1); a logarithm would be inexact near powers of two
     most, top = math.frexp(format.max)
     exponent = exponent - top
     if rule == "round_up":
@@ -56,19 +56,17 @@ def round_to_blocks(
     rule: ScaleRule = "floor",
     random: Tensor | None = None,
 ) -> Tensor:
-    """Round to numbers that blocks can hold. What is too large for its block's scale becomes the largest value.
+    """Round to numbers that blocks can represent; elements too large for their scale become the largest value.
 
     Args:
         x: float32 or float64 ``[..., n]``.
-        format: The elements' format.
-        rounding: Which neighbour is taken.
-        rule: How scales are chosen (:func:`block_scales`).
-        random: Random bits for stochastic rounding, of ``x``'s shape
+        rule: Choice of scales, as in :func:`block_scales`.
+        random: Random bits in ``x``'s shape for stochastic rounding
             (:func:`~cordillera.numerics.formats.rounding.round_to`).
 
     Returns:
-        ``x``'s dtype and shape; a block that holds NaN or infinity is all NaN. A number near the end of float32's
-        range becomes infinity if the value of the format that is nearest to it lies beyond.
+        Tensor of ``x``'s dtype and shape; a block that holds NaN or infinity is all NaN. A number near the end of
+        float32's range becomes infinity if the nearest value of the format is beyond that range.
     """
     scales = block_scales(x, format, rule).double()
     elements = round_to(
@@ -86,18 +84,17 @@ def encode_blocks(
     rule: ScaleRule = "floor",
     random: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The codes of elements and of scales.
+    """Return the codes of elements and of scales.
 
     Args:
         x: float32 or float64 ``[..., n]``.
-        format: The elements' format, of at most eight bits.
-        rounding: Which neighbour is taken.
-        rule: How scales are chosen (:func:`block_scales`).
-        random: Random bits for stochastic rounding, of ``x``'s shape.
+        format: Format of the elements, of at most eight bits.
+        rule: Choice of scales, as in :func:`block_scales`.
+        random: Random bits in ``x``'s shape for stochastic rounding.
 
     Returns:
-        uint8 ``[..., n]``, one element a byte, and uint8 ``[..., ceil(n / 32)]``. The elements of a block whose scale
-        is NaN are zeros.
+        Elements, uint8 ``[..., n]`` with one in each byte, and scales, uint8 ``[..., ceil(n / 32)]``. The elements of a
+        block whose scale is NaN are zeros.
     """
     scales = block_scales(x, format, rule).double()
     elements = _scaled(x, scales).masked_fill(scales[..., None].isnan(), 0)
@@ -107,18 +104,14 @@ def encode_blocks(
 
 @torch.no_grad()
 def decode_blocks(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
-    """Undo :func:`encode_blocks`.
+    """Invert :func:`encode_blocks`; return float32 ``[..., n]``.
 
     Args:
-        codes: uint8 ``[..., n]``.
-        scales: uint8 ``[..., ceil(n / 32)]``.
-        format: The elements' format.
-
-    Returns:
-        float32 ``[..., n]``.
+        codes: Elements, uint8 ``[..., n]``.
+        scales: Scales, uint8 ``[..., ceil(n / 32)]``.
 
     Raises:
-        NumericsError: there are not as many scales as blocks.
+        NumericsError: If the number of scales is not that of the blocks.
     """
     count = -(-codes.shape[-1] // BLOCK)
     if scales.shape != (*codes.shape[:-1], count):
@@ -126,7 +119,7 @@ def decode_blocks(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
             f"{tuple(codes.shape)} codes have scales of shape {(*codes.shape[:-1], count)}, got {tuple(scales.shape)}",
             where="scales",
         )
-    # in float64, where neither product nor scale can leave the range before the last rounding
+    # in float64, where neither product nor scale can overflow or underflow before the last rounding
     scale = decode(scales, FORMATS["e8m0"]).double()
     return _joined(_blocks(decode(codes, format)).double() * scale[..., None], codes.shape).float()
 
@@ -136,7 +129,7 @@ def _scaled(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """``[..., n]`` as ``[..., ceil(n / 32), 32]``, zeros after the end."""
+    """Reshape ``[..., n]`` to ``[..., ceil(n / 32), 32]``, padded with zeros."""
     if x.dim() == 0:
         raise NumericsError("blocks lie along the last dimension, and a single number has none", where="x")
     count = -(-x.shape[-1] // BLOCK)

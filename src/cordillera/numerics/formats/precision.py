@@ -1,4 +1,4 @@
-"""The words by which recipes say in what precision a model computes."""
+"""Names of the precisions in which a model computes, as used in recipes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ import torch
 
 Precision = Literal["bf16", "fp32"]
 """``bf16``: matrix products in bfloat16, over weights, sums and optimizer states in float32; ``fp32``: all in float32.
-What number a tensor holds is called by torch's own name of its dtype instead."""
+The dtype of a single tensor has torch's own name instead."""
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """What matrix products are computed in.
-
-    Args:
-        precision: A word of a recipe.
-    """
+    """Return the dtype in which matrix products are computed."""
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]

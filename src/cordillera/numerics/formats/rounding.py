@@ -1,6 +1,6 @@
-"""Rounding to a format, bit for bit, on any device: integer arithmetic on the bits of float32 or float64.
+"""Bit-exact rounding to a format on any device, by integer arithmetic on the bits of float32 or float64.
 
-Stochastic rounding takes its random bits from a counter: they are a function of a seed and of where a number stands
+Stochastic rounding takes its random bits from a counter. They are a function of a seed and of a number's position
 (table, row, column, number of the update), so a result does not depend on threads, the order of a batch or shards.
 """
 
@@ -19,16 +19,16 @@ from cordillera.numerics.formats.formats import FORMATS, Format
 
 
 class Rounding(str, enum.Enum):
-    """Which neighbour a number that lies between two values of a format becomes."""
+    """Rule that selects a neighbour for a number between two values of a format."""
 
     nearest_even = "nearest_even"
-    """The nearer one; of two equally near ones that with the even code, IEEE 754's default."""
+    """The nearer neighbour; of two equally near ones, the one with the even code. This is IEEE 754's default."""
     nearest_away = "nearest_away"
-    """The nearer one; of two equally near ones that farther from zero."""
+    """The nearer neighbour; of two equally near ones, the one farther from zero."""
     toward_zero = "toward_zero"
-    """The one nearer to zero: the bits that do not fit are cut off."""
+    """The neighbour nearer to zero: bits that do not fit are cut off."""
     stochastic = "stochastic"
-    """One of both, each the more probable the nearer it is, so that the expected value is the number itself."""
+    """A random neighbour, drawn with such probabilities that the expected value is the number itself."""
 
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -38,17 +38,17 @@ _LOW = (1 << 64) - 1
 
 
 def random_bits(seed: int, *keys: Tensor | int) -> Tensor:
-    """Random bits that are a function of a seed and keys, by the mixer of SplitMix64 (Steele et al. 2014).
+    """Return random bits that are a function of a seed and keys, by the mixer of SplitMix64 (Steele et al. 2014).
 
-    All arithmetic is modulo 2**64: ``state = mix(seed + gamma)``, then for each key
-    ``state = mix((state ^ key) + gamma)``; the bits are the upper half of the last state.
+    All arithmetic is modulo 2**64. The state starts as ``mix(seed + gamma)`` and becomes ``mix((state ^ key) + gamma)``
+    for each key; the bits are the upper half of the last state.
 
     Args:
-        seed: Any integer.
+        seed: Seed, any integer.
         keys: Integers, or int64 tensors that broadcast with each other.
 
     Returns:
-        int64 tensor of numbers from 0 to 2**32 - 1, in the keys' common shape.
+        int64 tensor of numbers from 0 to 2**32 - 1, in the broadcast shape of the keys.
     """
     state: Tensor | int = _mix(seed + _GAMMA)
     for key in keys:
@@ -73,7 +73,7 @@ def _mix(state: int) -> int:
 
 
 def _mix_tensor(state: Tensor) -> Tensor:
-    # Torch's shift of int64 repeats the sign: what it brings in is masked off. Every step but the first is in place.
+    # Torch's shift of int64 repeats the sign bit, so the bits shifted in are masked. Later steps are in place.
     state = state ^ ((state >> 30) & ((1 << 34) - 1))
     state *= _signed(_FIRST)
     state ^= (state >> 27) & ((1 << 37) - 1)
@@ -88,7 +88,7 @@ def _signed(value: int) -> int:
 
 @dataclass(frozen=True)
 class _Source:
-    """The format of what is rounded, and the integers that its bits are read as."""
+    """Format of the input of a rounding, and the integers as which its bits are read."""
 
     format: Format
     integer: torch.dtype
@@ -101,11 +101,10 @@ class _Source:
 
     @property
     def quiet(self) -> int:
-        """The bits of a quiet NaN."""
         return self.infinity + (1 << (self.mantissa_bits - 1))
 
     def bits_of(self, value: float) -> int:
-        """The bits of a positive number that is exact in this format, subnormal ones too."""
+        """Return the bits of a positive number that is exact in this format, including subnormal numbers."""
         return int(torch.tensor(value, dtype=self.format.dtype).view(self.integer))
 
 
@@ -126,31 +125,31 @@ def round_to(
     flush_subnormals: bool = False,
     random: Tensor | None = None,
 ) -> Tensor:
-    """Round every element to a value of a format, once, whatever the dtype of the input.
+    """Round every element once to a value of a format.
 
-    NaN stays NaN. Infinity stays infinity where the format has it and becomes NaN where not: it is never made a number,
-    saturation or not (torch 2.12 and newer make 448 of it). With ``e8m0``, which holds positive numbers only, zero and
-    negative numbers become NaN, and what is smaller than its smallest value becomes that.
+    NaN stays NaN. Infinity stays infinity if the format has it and becomes NaN otherwise; it never becomes a finite
+    number, with or without saturation (torch 2.12 and newer convert it to 448). With ``e8m0``, which holds positive
+    numbers only, zero and negative numbers become NaN, and numbers below its smallest value become that value.
 
     Args:
-        x: float32 or float64, any shape and strides.
-        format: The format.
-        rounding: Which neighbour is taken.
-        saturate: Whether finite numbers that are too large become the largest value (with the sign). If not, they
-            become infinity, or NaN if the format has none; rounding toward zero saturates in any case. None: saturate
-            if the format has no infinity.
-        flush_subnormals: Make zeros, with the sign, of results smaller than the smallest normal value, as processors do
+        x: float32 or float64 tensor of any shape and strides.
+        format: Target format.
+        rounding: Rule that selects a neighbour.
+        saturate: Whether finite numbers that are too large become the largest value, with their sign. Otherwise they
+            become infinity, or NaN if the format has none; rounding toward zero always saturates. None to saturate if
+            the format has no infinity.
+        flush_subnormals: Whether results below the smallest normal value become zero, with their sign, as on processors
             that do not compute with subnormal numbers (VDPBF16PS).
-        random: For stochastic rounding: int64 of ``x``'s shape that holds 32 random bits each
-            (:func:`random_bits`). With ``d`` the part of an element that lies above its neighbour toward zero, in
-            2**-32 of the distance between neighbours and rounded down, it rounds away from zero if
-            ``d + random >= 2**32``.
+        random: Random bits for stochastic rounding: int64 of ``x``'s shape with 32 random bits each
+            (:func:`random_bits`). Let ``d`` be the distance of an element from its neighbour toward zero, in units of
+            2**-32 of the distance between neighbours, rounded down. The element is rounded away from zero if ``d +
+            random >= 2**32``.
 
     Returns:
-        A new tensor of ``x``'s dtype and shape.
+        New tensor of ``x``'s dtype and shape.
 
     Raises:
-        NumericsError: the dtype is another one, or random bits are missing or of another shape.
+        NumericsError: If the dtype is another one, or random bits are missing or have another shape.
     """
     source = _source(x)
     rounding = Rounding(rounding)
@@ -166,12 +165,12 @@ def round_to(
         return torch.where(x.abs() < format.min_normal, x * 0, x) if flush_subnormals else x.clone()
     if not saturate and not flush_subnormals and rounding is Rounding.nearest_even and _is_native(x, format):
         return x.to(format.dtype).to(x.dtype)
-    if format.is_scale and source is _SINGLE:  # its smallest value is a subnormal number of float32
+    if format.is_scale and source is _SINGLE:  # the smallest value of e8m0 is subnormal in float32
         return round_to(x.double(), format, rounding, saturate=saturate, random=random).float()
     bits = x.contiguous().view(source.integer)
     drop = _constant_drop(source, format)
     if rounding is Rounding.toward_zero and drop is not None and not flush_subnormals:
-        cut = (bits >> drop) << drop  # infinity and its neighbours stay where they are
+        cut = (bits >> drop) << drop  # infinity stays infinity
         return cut.bitwise_or_(x.isnan().to(source.integer).mul_(source.quiet)).view(x.dtype)
     magnitude = bits & ~source.sign
     rounded = _round_magnitude(magnitude, source, format, rounding, random)
@@ -196,7 +195,7 @@ def _source(x: Tensor) -> _Source:
 
 
 def _is_native(x: Tensor, format: Format) -> bool:
-    """Whether torch's own cast is this rounding: from float32 only, as float64 goes through float32 there."""
+    """Whether torch's own cast rounds identically; only from float32, as torch casts float64 through float32."""
     if x.dtype != torch.float32 or format.name not in ("bf16", "fp16"):
         return False
     facts = cast_facts(x.device.type)
@@ -206,29 +205,29 @@ def _is_native(x: Tensor, format: Format) -> bool:
 def _round_magnitude(
     magnitude: Tensor, source: _Source, format: Format, rounding: Rounding, random: Tensor | None
 ) -> Tensor:
-    """Bits of the rounded absolute value, on a grid that has no largest value. What is done to NaN does not matter.
+    """Return the bits of the rounded absolute value, on a grid without a largest value; NaN is handled elsewhere.
 
-    A number is ``significand * 2**(exponent - mantissa_bits)``. The bits that do not fit are ``drop`` many, and more of
-    them below the smallest normal value of the format, where neighbours no longer come closer.
+    A number is ``significand * 2**(exponent - mantissa_bits)``. ``drop`` bits do not fit, and more below the smallest
+    normal value of the format, where the distance between neighbours is constant.
     """
     drop = _constant_drop(source, format)
     if drop is not None:
         kept = (magnitude + _increment(magnitude, drop, rounding, random)) >> drop
         return (kept << drop).to(magnitude.dtype)
     width = source.mantissa_bits
-    first = format.min_exponent + source.format.bias  # the exponent field of the smallest normal value
+    first = format.min_exponent + source.format.bias  # exponent field of the smallest normal value
     field = (magnitude >> width).clamp_(min=1)
     dropped = (first - field).clamp_(min=0).add_(width - format.mantissa_bits)
     below = (field - 1) << width
-    significand = magnitude - below  # with its leading one
+    significand = magnitude - below  # including the leading one
     if rounding is Rounding.stochastic:
-        # Random bits have 32 places: what lies below them is cut off before.
+        # Random bits have 32 places, so lower places are cut off first.
         excess = (dropped - 32).clamp_(min=0, max=63)
         shortened = significand.to(torch.int64) >> excess
         places = dropped.clamp(max=32)
         kept = ((shortened + _increment(shortened, places, rounding, random)) >> places).to(magnitude.dtype)
     else:
-        # Below half of the smallest value nearest and toward zero agree, so more places need not be told apart.
+        # Below half of the smallest value, nearest and toward zero agree, so further places need not be distinguished.
         places = dropped.clamp(max=width + 2)
         kept = (significand + _increment(significand, places, rounding, random)) >> places
     result = below + (kept << dropped.clamp(max=width + 1))
@@ -239,12 +238,15 @@ def _round_magnitude(
 
 
 def _constant_drop(source: _Source, format: Format) -> int | None:
-    """How many bits do not fit, if all numbers have as many: neighbours come closer as long as the source's do."""
+    """Return the number of bits that do not fit if it is the same for all numbers, else None.
+
+    It is the same if the format's exponent range reaches as low as the source's.
+    """
     return source.mantissa_bits - format.mantissa_bits if format.min_exponent <= source.format.min_exponent else None
 
 
 def _increment(significand: Tensor, places: Tensor | int, rounding: Rounding, random: Tensor | None) -> Tensor | int:
-    """What is added before ``places`` bits are cut off."""
+    """Return the increment that is added before ``places`` bits are cut off."""
     if rounding is Rounding.toward_zero:
         return 0
     if rounding is Rounding.stochastic:
@@ -257,7 +259,7 @@ def _increment(significand: Tensor, places: Tensor | int, rounding: Rounding, ra
 
 
 def _limit(rounded: Tensor, magnitude: Tensor, source: _Source, format: Format, saturate: bool) -> Tensor:
-    """Numbers above the largest value, infinity and NaN put in their places."""
+    """Replace numbers above the largest value, infinity and NaN."""
     infinity = source.infinity if format.has_infinity else source.quiet
     largest = source.bits_of(format.max)
     rounded = rounded.masked_fill_((rounded > largest) | (rounded < 0), largest if saturate else infinity)
@@ -275,22 +277,22 @@ def encode(
     flush_subnormals: bool = False,
     random: Tensor | None = None,
 ) -> Tensor:
-    """The codes of a tensor's elements in a format.
+    """Return the codes of a tensor's elements in a format.
 
     Args:
-        x: float32 or float64.
-        format: The format.
-        rounding: Which neighbour is taken (:func:`round_to`).
-        saturate: Whether too large numbers become the largest value (:func:`round_to`).
-        flush_subnormals: Make zeros of subnormal results (:func:`round_to`).
-        random: Random bits for stochastic rounding (:func:`round_to`).
+        x: float32 or float64 tensor.
+        format: Target format.
+        rounding: Rule that selects a neighbour, as in :func:`round_to`.
+        saturate: Whether too large numbers become the largest value, as in :func:`round_to`.
+        flush_subnormals: Whether subnormal results become zero, as in :func:`round_to`.
+        random: Random bits for stochastic rounding, as in :func:`round_to`.
 
     Returns:
-        ``x``'s shape: uint8 for formats of up to eight bits, int16 for sixteen, int32 for ``fp32``. NaN gets the code
-        of a quiet NaN, with its sign where the format has NaN of both signs.
+        Codes in ``x``'s shape: uint8 for formats of up to eight bits, int16 for sixteen, int32 for ``fp32``. NaN gets
+        the code of a quiet NaN, with its sign if the format has NaN of both signs.
 
     Raises:
-        NumericsError: an element would be NaN, and the format has none; besides what :func:`round_to` raises.
+        NumericsError: If an element would be NaN and the format has none, or for the errors of :func:`round_to`.
     """
     rounded = round_to(
         x, format, rounding, saturate=saturate, flush_subnormals=flush_subnormals, random=random
@@ -304,7 +306,7 @@ def encode(
     significand = (magnitude & ((1 << width) - 1)) | (1 << width)
     codes = (below << format.mantissa_bits) + (significand >> lost)
     if format.is_scale:
-        codes -= 1  # without subnormal numbers the first code is the smallest normal one
+        codes -= 1  # without subnormal numbers, the first code is the smallest normal value
     codes.masked_fill_(magnitude == 0, 0)
     nan = rounded.isnan()
     if format.infinity_code is not None:
@@ -324,14 +326,14 @@ def encode(
 
 @torch.no_grad()
 def decode(codes: Tensor, format: Format) -> Tensor:
-    """The values of codes.
+    """Return the values of codes.
 
     Args:
-        codes: Integers of any dtype, the code in their lowest bits; what stands above it is not looked at.
-        format: The format.
+        codes: Integers of any dtype with the code in their lowest bits; higher bits are ignored.
+        format: Format of the codes.
 
     Returns:
-        float32 of the same shape, exact.
+        float32 tensor of the same shape, exact.
     """
     if format.bits > 16:
         return codes.to(torch.int32).view(torch.float32)
@@ -341,7 +343,7 @@ def decode(codes: Tensor, format: Format) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _values(format: Format, device: torch.device) -> Tensor:
-    """The value of every code of a format of up to sixteen bits."""
+    """Return the value of every code of a format of up to sixteen bits."""
     codes = torch.arange(1 << format.bits, dtype=torch.int64)
     magnitude = codes & ~format.sign_code
     field = magnitude >> format.mantissa_bits
@@ -363,18 +365,19 @@ def _values(format: Format, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def round_to_integers(x: Tensor, rounding: Rounding = Rounding.nearest_even, *, random: Tensor | None = None) -> Tensor:
-    """Round every element to a whole number; bounds are the caller's.
+    """Round every element to a whole number, without limiting the range.
 
     Args:
-        x: float32 or float64; NaN and infinity stay what they are.
-        rounding: Which neighbour is taken.
-        random: For stochastic rounding: int64 of ``x``'s shape with 32 random bits each (:func:`round_to`).
+        x: float32 or float64 tensor; NaN and infinity are kept.
+        rounding: Rule that selects a neighbour.
+        random: Random bits for stochastic rounding: int64 of ``x``'s shape with 32 random bits each, as in
+            :func:`round_to`.
 
     Returns:
-        ``x``'s dtype and shape.
+        Tensor of ``x``'s dtype and shape.
 
     Raises:
-        NumericsError: the dtype is another one, or random bits are missing or of another shape.
+        NumericsError: If the dtype is another one, or random bits are missing or have another shape.
     """
     _source(x)
     rounding = Rounding(rounding)
@@ -383,7 +386,7 @@ def round_to_integers(x: Tensor, rounding: Rounding = Rounding.nearest_even, *, 
     if rounding is Rounding.toward_zero:
         return x.trunc()
     whole = x.trunc()
-    part = (x - whole).abs()  # exact; adding one half to x would not be
+    part = (x - whole).abs()  # exact, unlike adding one half to x
     if rounding is Rounding.nearest_away:
         up = part >= 0.5
     else:

@@ -1,1 +1,1 @@
-"""Quantised layers and rows (FBGEMM)."""
+"""Quantized layers and rows (FBGEMM)."""

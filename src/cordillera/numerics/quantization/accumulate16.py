@@ -1,10 +1,10 @@
-"""Sums of eight-bit products in int16, as fast kernels made them before VNNI, emulated with a count of saturations.
+"""Emulation of int16 sums of eight-bit products, as in fast kernels before VNNI, with a count of saturations.
 
 Two neighbouring products are added and clipped to int16, the sum is added to an accumulator and clipped again; after
 ``spill`` products the accumulator is emptied into int32 (``vpmaddubsw``; FBGEMM's ``RefImplementations.cc``). Weights
-of large magnitude are taken out beforehand into a sparse matrix whose products are summed in int32 (Park et al. 2018,
-arXiv 1811.09886; Khudia et al. 2021). Nothing tells such a kernel that it saturated: here every clip is counted, and
-width and spill are chosen so that on calibration data there is none.
+of large magnitude are moved beforehand to a sparse matrix whose products are summed in int32 (Park et al. 2018, arXiv
+1811.09886; Khudia et al. 2021). Such kernels do not report saturation. Here every clip is counted, and width and spill
+are chosen so that there is none on calibration data.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from cordillera.errors import NumericsError
 from cordillera.numerics.quantization.integer_linear import LinearWeight, apply_offsets
 
 LARGEST_DENSITY = 0.05
-"""Of outliers; with more of them FBGEMM sums everything in int32."""
+"""Largest density of outliers; with more of them FBGEMM sums everything in int32."""
 BITS = (8, 7, 6, 5, 4)
 SPILLS = (256, 128, 64, 32, 16, 8, 4, 2)
 _LOWEST, _HIGHEST = -(2**15), 2**15 - 1
-_ROWS = 64  # whose accumulators are held at a time
+_ROWS = 64  # number of rows whose accumulators are held at a time
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the products of a layer are summed.
+    """Summation of a layer's products.
 
     Attributes:
-        bits: Codes of so many bits are summed in int16, the others are outliers. 8 means that none is.
-        spill: Products between two emptyings of the int16 accumulator.
+        bits: Width of the codes that are summed in int16; wider codes are outliers. With 8 there are none.
+        spill: Number of products between two emptyings of the int16 accumulator.
         density: Share of outliers.
-        saturations: Clips on the calibration data.
+        saturations: Number of clips on the calibration data.
     """
 
     bits: int
@@ -44,29 +44,23 @@ class Accumulation:
 
     @property
     def cost(self) -> float:
-        """Operations in 32 bits for each product in 16: one to empty the accumulator, one an outlier."""
+        """Number of 32-bit operations for each 16-bit product: one to empty the accumulator, one for an outlier."""
         return 1 / self.spill + self.density
 
 
 def never_saturates(bits: int, spill: int) -> bool:
-    """Whether no codes whatever can leave int16: ``255 * 2^(bits - 1) * spill <= 32767``.
-
-    Args:
-        bits: Of the weights that stay.
-        spill: Products between two emptyings.
-    """
+    """Whether no codes can overflow int16: ``255 * 2^(bits - 1) * spill <= 32767``."""
     return 255 * 2 ** (bits - 1) * spill <= _HIGHEST
 
 
 def split_outliers(codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes that fit fewer bits, and the others.
+    """Split codes into those that fit ``bits`` bits, and outliers; both are ``int8 [N, K]`` and add up to ``codes``.
+
+    Outliers are below ``-2^(bits - 1)`` or at least ``2^(bits - 1)``.
 
     Args:
-        codes: ``int8 [N, K]``, with the whole of them already in the weight's column offsets.
-        bits: From 0 (all are outliers) to 8 (none is).
-
-    Returns:
-        Two ``int8 [N, K]`` whose sum is ``codes``; outliers are below ``-2^(bits - 1)`` or at least ``2^(bits - 1)``.
+        codes: Codes, ``int8 [N, K]``.
+        bits: Width from 0 (all are outliers) to 8 (none is).
     """
     limit = 2 ** (bits - 1) if bits else 0
     wide = codes.to(torch.int16)
@@ -75,15 +69,15 @@ def split_outliers(codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulate16(codes: Tensor, weight_codes: Tensor, spill: int) -> tuple[Tensor, int]:
-    """``sum_k a[i, k] b[j, k]`` by saturating int16 arithmetic.
+    """Return ``sum_k a[i, k] b[j, k]`` by saturating int16 arithmetic.
 
     Args:
-        codes: ``uint8 [M, K]``.
-        weight_codes: ``int8 [N, K]``.
-        spill: Products between two emptyings, even.
+        codes: Codes of activations, ``uint8 [M, K]``.
+        weight_codes: Codes of weights, ``int8 [N, K]``.
+        spill: Number of products between two emptyings; must be even.
 
     Returns:
-        ``int32 [M, N]``, and how often a sum was clipped. It is exact if that is zero.
+        Sums ``int32 [M, N]``, and the number of clips. The sums are exact if it is zero.
 
     Raises:
         NumericsError: If ``spill`` is odd or not positive.
@@ -117,16 +111,10 @@ def accumulate16(codes: Tensor, weight_codes: Tensor, spill: int) -> tuple[Tenso
 def integer_product16(
     codes: Tensor, zero_point: int, weight: LinearWeight, accumulation: Accumulation
 ) -> tuple[Tensor, int]:
-    """:func:`~cordillera.numerics.quantization.integer_linear.integer_product` with int16 sums and outliers in int32.
-
-    Args:
-        codes: ``uint8 [M, K]``, the activations.
-        zero_point: Of them.
-        weight: Of the layer.
-        accumulation: Width and spill.
+    """Compute :func:`~cordillera.numerics.quantization.integer_linear.integer_product` with int16 sums.
 
     Returns:
-        ``int64 [M, N]``, and how often a sum was clipped. It is exact if that is zero.
+        Sums ``int64 [M, N]``, and the number of clips. The sums are exact if it is zero.
     """
     main, outliers = split_outliers(weight.codes, accumulation.bits)
     sums, saturations = accumulate16(codes, main, accumulation.spill)
@@ -141,19 +129,13 @@ def choose_accumulation(
     largest_density: float = LARGEST_DENSITY,
     spills: Sequence[int] = SPILLS,
 ) -> Accumulation | None:
-    """The cheapest width and spill at which nothing saturates on calibration data.
-
-    Args:
-        weight: Of the layer.
-        batches: Activations, ``uint8 [M, K]``.
-        largest_density: Of outliers.
-        spills: To choose from.
+    """Return the cheapest width and spill at which nothing saturates on ``batches`` of activations, ``uint8 [M, K]``.
 
     Returns:
-        The choice; None if all of them saturate or leave too many outliers, so that int32 must do.
+        Choice; None if all of them saturate or leave too many outliers, so that int32 is needed.
 
     Raises:
-        NumericsError: If there are no activations: on nothing, nothing saturates.
+        NumericsError: If there are no activations.
     """
     data = [codes for codes in batches if codes.numel()]
     if not data and weight.codes.numel():

@@ -1,7 +1,7 @@
-"""What multiplies fast: torch's FBGEMM and oneDNN kernels behind weights that are packed once.
+"""Engines of fast int8 products: torch's FBGEMM and oneDNN kernels behind weights that are packed once.
 
-An engine answers for one weight. The whole pipeline, from float32 or uint8 to float32 or uint8, runs in one call of
-torch (two where it must quantise first), so that no sum is written to memory before it has become an output.
+An engine serves one weight. The whole pipeline, from float32 or uint8 to float32 or uint8, runs in one call of torch
+(two if it must quantize first), so that no sum is written to memory before it has become an output.
 """
 
 from __future__ import annotations
@@ -27,108 +27,71 @@ from cordillera.numerics.quantization.integer_linear import (
 from cordillera.numerics.quantization.quantizers import AffineParameters, choose_affine, encode_integers
 
 ENGINES = ("x86", "fbgemm")
-"""Torch's engines for x86, the better one first."""
+"""Torch's engines for x86, in order of preference."""
 
 
 class Int8Engine(Protocol):
-    """Multiplies uint8 activations by a weight of int8."""
+    """Multiplication of uint8 activations with an int8 weight."""
 
     def from_float(self, x: Tensor, scale: float, zero_point: int, relu: bool) -> Tensor:
-        """Quantise, multiply, dequantise.
-
-        Args:
-            x: ``float32 [M, K]``, finite, contiguous.
-            scale: To quantise it by.
-            zero_point: Likewise.
-            relu: Whether negative results become zero.
-
-        Returns:
-            ``float32 [M, N]``.
-        """
+        """Quantize a finite and contiguous ``x``, ``float32 [M, K]``, multiply, dequantize to ``float32 [M, N]``."""
         ...
 
     def dynamic(self, x: Tensor, relu: bool) -> Tensor:
-        """The same with scale and zero point of the batch's own smallest and largest value.
-
-        Args:
-            x: ``float32 [M, K]``, finite, contiguous.
-            relu: Whether negative results become zero.
-        """
+        """Compute :meth:`from_float` with scale and zero point from the smallest and largest value of ``x``."""
         ...
 
     def from_codes(
         self, codes: Tensor, scale: float, zero_point: int, output_scale: float, output_zero_point: int, relu: bool
     ) -> Tensor:
-        """Multiply and requantise.
+        """Multiply codes of :meth:`codes` or of this method, and requantize to codes in the engine's own form.
 
-        Args:
-            codes: What :meth:`codes` gave, or this method.
-            scale: Of the codes.
-            zero_point: Likewise.
-            output_scale: Of the result.
-            output_zero_point: Likewise.
-            relu: Whether negative results become ``output_zero_point``.
-
-        Returns:
-            Codes, in the form that this engine takes them in.
+        With ``relu``, negative results become ``output_zero_point``.
         """
         ...
 
     def codes(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        """Quantise, in the form that this engine takes codes in.
-
-        Args:
-            x: ``float32 [M, K]``, finite.
-            scale: To quantise it by.
-            zero_point: Likewise.
-        """
+        """Quantize a finite ``x``, ``float32 [M, K]``, to codes in the engine's own form."""
         ...
 
     def plain(self, codes: Tensor) -> Tensor:
-        """The engine's codes as ``uint8``."""
+        """Return the engine's codes as ``uint8``."""
         ...
 
     def values(self, codes: Tensor, scale: float, zero_point: int) -> Tensor:
-        """The engine's codes as ``float32``.
-
-        Args:
-            codes: The codes.
-            scale: Of them.
-            zero_point: Likewise.
-        """
+        """Return the values of the engine's codes as ``float32``."""
         ...
 
 
 class ReferenceEngine:
-    """Whole numbers in torch, on any machine; what the others are compared with.
+    """Whole numbers in torch, on any machine; the reference for the other engines.
 
     Args:
-        weight: Of the layer.
-        seven_bits: Quantise dynamic activations to half the range.
+        seven_bits: Whether to quantize dynamic activations to half the range.
     """
 
     def __init__(self, weight: LinearWeight, *, seven_bits: bool = False) -> None:
         self.weight, self.seven_bits = weight, seven_bits
 
     def codes(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        """As :meth:`Int8Engine.codes`: of ``x``, by ``scale`` and ``zero_point``."""
+        """Quantize as :meth:`Int8Engine.codes`."""
         return encode_integers(x, torch.tensor(scale), torch.tensor(zero_point), UINT8)
 
     def plain(self, codes: Tensor) -> Tensor:
-        """As they are."""
+        """Return ``codes`` unchanged."""
         return codes
 
     def values(self, codes: Tensor, scale: float, zero_point: int) -> Tensor:
-        """``(codes - zero_point) * scale``."""
+        """Return ``(codes - zero_point) * scale``."""
         return (codes.float() - zero_point) * scale
 
     def from_float(self, x: Tensor, scale: float, zero_point: int, relu: bool) -> Tensor:
-        """As :meth:`Int8Engine.from_float`: ``x`` by ``scale`` and ``zero_point``, then ``relu``."""
+        """Compute :meth:`Int8Engine.from_float`."""
         product = integer_product(self.codes(x, scale, zero_point), zero_point, self.weight)
         return dequantize_product(product, self.weight, scale, relu=relu)
 
     def dynamic(self, x: Tensor, relu: bool) -> Tensor:
-        """As :meth:`Int8Engine.dynamic`: ``x``, then ``relu``."""
+        """Compute :meth:`Int8Engine.dynamic`."""
         if not x.numel():
             return self.from_float(x, 1.0, 0, relu)
         scale, zero_point = dynamic_parameters(x, seven_bits=self.seven_bits)
@@ -137,27 +100,18 @@ class ReferenceEngine:
     def from_codes(
         self, codes: Tensor, scale: float, zero_point: int, output_scale: float, output_zero_point: int, relu: bool
     ) -> Tensor:
-        """As :meth:`Int8Engine.from_codes`.
-
-        Args:
-            codes: As there, as all others.
-            scale: As there.
-            zero_point: As there.
-            output_scale: As there.
-            output_zero_point: As there.
-            relu: As there.
-        """
+        """Compute :meth:`Int8Engine.from_codes`."""
         output = AffineParameters(torch.tensor(output_scale), torch.tensor(output_zero_point))
         return requantize(integer_product(codes, zero_point, self.weight), self.weight, scale, output, relu=relu)
 
 
 class TorchEngine:
-    """Torch's fused kernels on x86: FBGEMM's, and oneDNN's where torch prefers them.
+    """Torch's fused kernels on x86: FBGEMM's, and oneDNN's if torch prefers them.
 
     Args:
-        weight: Of the layer; packed here, once.
-        seven_bits: Quantise dynamic activations to half the range, for machines whose int16 sums of pairs saturate.
-        engines: Of torch's, the first that it has packs and multiplies.
+        seven_bits: Whether to quantize dynamic activations to half the range, for machines whose int16 sums of pairs
+            saturate.
+        engines: Names of torch's engines, of which the first available one is used.
 
     Raises:
         NumericsError: If this build of torch has no such kernels.
@@ -167,57 +121,48 @@ class TorchEngine:
         self.weight, self.seven_bits = weight, seven_bits
         zero_point = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
         with packing_engine(engines), warnings.catch_warnings():
-            # Torch calls these dtypes deprecated; its kernels take nothing else.
+            # Torch calls these dtypes deprecated, but its kernels take no others.
             warnings.simplefilter("ignore", UserWarning)
             codes = torch._make_per_channel_quantized_tensor(weight.codes, weight.scale.double(), zero_point.long(), 0)
             self._packed = torch.ops.quantized.linear_prepack(codes, weight.bias)
 
     def codes(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        """As :meth:`Int8Engine.codes`: of ``x``, by ``scale`` and ``zero_point``."""
+        """Quantize to torch's ``quint8``, as :meth:`Int8Engine.codes`."""
         return torch.quantize_per_tensor(x, scale, zero_point, torch.quint8)
 
     def plain(self, codes: Tensor) -> Tensor:
-        """Without the scale that torch keeps beside ``codes``."""
+        """Return the codes without the scale that torch stores with them."""
         return codes.int_repr()
 
     def values(self, codes: Tensor, scale: float, zero_point: int) -> Tensor:
-        """Of ``codes``; they know their ``scale`` and ``zero_point`` themselves."""
+        """Return the values of ``codes``, which hold their scale and zero point themselves."""
         return codes.dequantize()
 
     def from_float(self, x: Tensor, scale: float, zero_point: int, relu: bool) -> Tensor:
-        """As :meth:`Int8Engine.from_float`: ``x`` by ``scale`` and ``zero_point``, then ``relu``."""
+        """Compute :meth:`Int8Engine.from_float`."""
         ops = torch.ops.quantized
         if relu:
             return ops.linear_with_input_q_dq_qweight_dq_relu_output_fp32(x, scale, zero_point, self._packed)
         return ops.linear_with_input_q_dq_qweight_dq_output_fp32(x, scale, zero_point, self._packed)
 
     def dynamic(self, x: Tensor, relu: bool) -> Tensor:
-        """As :meth:`Int8Engine.dynamic`: ``x``, then ``relu``."""
+        """Compute :meth:`Int8Engine.dynamic`."""
         ops = torch.ops.quantized
         return (ops.linear_relu_dynamic if relu else ops.linear_dynamic)(x, self._packed, self.seven_bits)
 
     def from_codes(
         self, codes: Tensor, scale: float, zero_point: int, output_scale: float, output_zero_point: int, relu: bool
     ) -> Tensor:
-        """As :meth:`Int8Engine.from_codes`.
-
-        Args:
-            codes: As there, as all others.
-            scale: As there.
-            zero_point: As there.
-            output_scale: As there.
-            output_zero_point: As there.
-            relu: As there.
-        """
+        """Compute :meth:`Int8Engine.from_codes`."""
         ops = torch.ops.quantized
         return (ops.linear_relu if relu else ops.linear)(codes, self._packed, output_scale, output_zero_point)
 
 
 def saturates() -> bool:
-    """Whether this machine's eight-bit products may saturate, so that activations should keep to seven bits.
+    """Whether this machine's eight-bit products may saturate, so that activations should be limited to seven bits.
 
-    Without VNNI instructions FBGEMM adds pairs of products in int16 (``vpmaddubsw``), which two products of large
-    codes leave.
+    Without VNNI instructions FBGEMM adds pairs of products in int16 (``vpmaddubsw``), which two products of large codes
+    overflow.
     """
     return not torch.cpu._is_vnni_supported()
 
@@ -228,14 +173,13 @@ def make_engine(
     """Choose the engine for a weight.
 
     Args:
-        weight: Weight of the layer.
-        backend: ``torch``, ``reference``, or ``auto``: torch's kernels where they exist, take the shape, and cannot
-            saturate (:func:`saturates`); whole numbers in torch elsewhere, which are exact and slower than float32.
-        seven_bits: Quantise dynamic activations to half the range.
-        static: True if the caller gives scale and zero point, so that codes may have eight bits.
+        backend: ``torch``, ``reference``, or ``auto``: torch's kernels if they exist, support the shape, and cannot
+            saturate (:func:`saturates`); otherwise whole numbers in torch, which are exact and slower than float32.
+        seven_bits: Whether to quantize dynamic activations to half the range.
+        static: Whether the caller gives scale and zero point, so that codes may have eight bits.
 
     Raises:
-        NumericsError: The name is unknown, or ``torch`` is asked for where it cannot be used.
+        NumericsError: If the name is unknown, or ``torch`` cannot be used on this machine.
     """
     if backend not in ("auto", "torch", "reference"):
         raise NumericsError(f"no backend {backend!r}", where="backend", remedy="auto, torch or reference")
@@ -253,12 +197,7 @@ def make_engine(
 
 
 def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, int]:
-    """Scale and zero point of a batch, as torch's ``linear_dynamic`` chooses them.
-
-    Args:
-        x: ``float32``, finite, with at least one element.
-        seven_bits: Use half the codes.
-    """
+    """Return scale and zero point of a finite batch, not empty, as torch's ``linear_dynamic`` chooses them."""
     low, high = torch.aminmax(x)
     scale, zero_point = choose_affine(low, high, INTEGERS["uint7"] if seven_bits else UINT8)
     assert zero_point is not None
@@ -267,13 +206,10 @@ def dynamic_parameters(x: Tensor, *, seven_bits: bool = False) -> tuple[float, i
 
 @contextmanager
 def packing_engine(engines: Sequence[str] = ENGINES) -> Iterator[None]:
-    """While weights are packed, torch's engine is one of these: it packs for the one that is set.
-
-    Args:
-        engines: The first that this build of torch has is set.
+    """Set torch's engine to the first available one of ``engines`` while weights are packed, as torch packs for it.
 
     Raises:
-        NumericsError: If it has none.
+        NumericsError: If this build of torch has none of them.
     """
     supported = [name for name in engines if name in torch.backends.quantized.supported_engines]
     if not supported:
@@ -287,5 +223,5 @@ def packing_engine(engines: Sequence[str] = ENGINES) -> Iterator[None]:
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity, in one pass: a sum of finite values is almost always finite."""
+    """Whether a tensor has neither NaN nor infinity; usually one pass, as a sum of finite values is mostly finite."""
     return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())

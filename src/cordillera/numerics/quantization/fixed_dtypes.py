@@ -1,4 +1,4 @@
-"""Modules that keep codes and scales: casting the model around them must not round these."""
+"""Base of modules that store codes and scales, which must not be rounded when the model is cast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Module = TypeVar("Module", bound="FixedDtypes")
 
 
 class FixedDtypes(nn.Module):
-    """A module whose buffers move to other devices but keep their dtypes: ``model.half()`` would round its scales."""
+    """Module whose buffers move to other devices but keep their dtypes, as ``model.half()`` would round its scales."""
 
     def _apply(self: Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Module:
         before = dict(self._buffers)
@@ -27,14 +27,10 @@ class FixedDtypes(nn.Module):
 
 
 def refuse_double(weight: Tensor, where: str) -> None:
-    """Refuse a layer in float64: few bits in its place must be asked for.
-
-    Args:
-        weight: Of the layer.
-        where: Its name, for the message.
+    """Raise an error for a float64 weight, as reducing its precision must be requested explicitly.
 
     Raises:
-        NumericsError: If it is float64.
+        NumericsError: If the weight is float64.
     """
     if weight.dtype == torch.float64:
         raise NumericsError(

@@ -1,14 +1,14 @@
-"""The algebra of a linear layer in eight bits: offsets made once, sums exact, one requantisation.
+"""Algebra of a linear layer in eight bits: precomputed offsets, exact sums, one requantization.
 
 With activations ``(a - a0) sa`` in uint8 and weights ``(b - b0[j]) sb[j]`` in int8, ``sum_k (a - a0)(b - b0)`` is
 
     sum_k a[i, k] b[j, k]  -  a0 column_offset[j]  -  row_offset[i] b0[j]
 
-with ``column_offset[j] = sum_k b[j, k] - K b0[j]``, made when weights are packed, and row offsets
-``row_offset[i] = sum_k a[i, k]``, not needed if all ``b0`` are zero. With this r the output is
-``clamp(round((r + bias / (sa sb)) (sa sb / sc)) + c0)``; ReLU raises the lower limit to ``c0`` (Khudia et al. 2021,
-FBGEMM; its ``OutputProcessing-inl.h``). This file is the reference, in whole numbers;
-:mod:`cordillera.numerics.quantization.engines` is what runs fast.
+with ``column_offset[j] = sum_k b[j, k] - K b0[j]``, computed when weights are packed, and row offsets ``row_offset[i] =
+sum_k a[i, k]``, not needed if all ``b0`` are zero. With this result r the output is ``clamp(round((r + bias / (sa sb))
+(sa sb / sc)) + c0)``; ReLU raises the lower limit to ``c0`` (Khudia et al. 2021, FBGEMM; its
+``OutputProcessing-inl.h``). This module is the reference, in whole numbers;
+:mod:`cordillera.numerics.quantization.engines` has the fast kernels.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from cordillera.numerics.quantization.quantizers import (
 
 INT8, UINT8 = INTEGERS["int8"], INTEGERS["uint8"]
 _MOST_INNER = (2**31 - 1) // (255 * 128)
-"""Products whose sum fits int32 whatever the codes are; engines sum in int32."""
+"""Largest number of products whose sum fits int32 for all codes; engines sum in int32."""
 
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """A linear layer's weight in eight bits, with all that is known before the first input.
+    """Weight of a linear layer in eight bits, with everything that does not depend on the input.
 
     Attributes:
-        codes: ``int8 [N, K]``.
-        scale: ``float32 [N]``, one an output.
-        zero_point: ``int32 [N]``; None for zeros.
-        column_offset: ``int64 [N]``, ``sum_k codes - K zero_point``.
-        bias: ``float32 [N]``, or None.
+        codes: Codes, ``int8 [N, K]``.
+        scale: Scale of each output, ``float32 [N]``.
+        zero_point: Zero point of each output, ``int32 [N]``; None for zeros.
+        column_offset: ``sum_k codes - K zero_point``, ``int64 [N]``.
+        bias: Bias, ``float32 [N]``, or None.
     """
 
     codes: Tensor
@@ -53,14 +53,14 @@ class LinearWeight:
     bias: Tensor | None
 
     def dequantize(self) -> Tensor:
-        """The weight that the codes stand for, ``float32 [N, K]``."""
+        """Return the weight that the codes represent, ``float32 [N, K]``."""
         codes = self.codes.float()
         if self.zero_point is not None:
             codes = codes - self.zero_point.float()[:, None]
         return codes * self.scale[:, None]
 
     def digest(self) -> bytes:
-        """SHA-256 of everything that results depend on."""
+        """Return the SHA-256 of everything that results depend on."""
         content = hashlib.sha256()
         for part in (self.codes, self.scale, self.zero_point, self.bias):
             content.update(b"none" if part is None else f"{part.dtype}{list(part.shape)}".encode())
@@ -72,18 +72,17 @@ class LinearWeight:
 def make_weight(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, *, name: str = "weight"
 ) -> LinearWeight:
-    """Complete a weight whose codes are given.
+    """Complete a weight from its codes.
 
     Args:
-        codes: ``int8 [N, K]``.
-        scale: ``float32 [N]``.
-        zero_point: ``int32 [N]``, or None for zeros.
-        bias: ``float32 [N]``, or None.
-        name: What it is called in messages.
+        codes: Codes, ``int8 [N, K]``.
+        scale: Scales, ``float32 [N]``.
+        zero_point: Zero points, ``int32 [N]``; None for zeros.
+        bias: Bias, ``float32 [N]``, or None.
 
     Raises:
         NumericsError: If shapes or dtypes do not fit, scales are not positive and finite, the bias is not finite, or K
-            is so large that sums may leave int32.
+            is so large that sums may overflow int32.
     """
     outputs, inner = codes.shape if codes.dim() == 2 else (-1, -1)
     vectors = (scale, zero_point, bias)
@@ -93,7 +92,7 @@ def make_weight(
         raise NumericsError(f"sums of {inner} products may leave int32 (at most {_MOST_INNER})", where=name)
     check_parameters(scale, zero_point, INT8, where=f"{name}: scale")
     if bias is not None:
-        check_finite(bias.float(), f"{name}: bias")  # as it is kept: float64 holds more
+        check_finite(bias.float(), f"{name}: bias")  # as stored; a float64 bias may overflow float32
     offset = codes.sum(1, dtype=torch.int64)
     if zero_point is not None:
         offset = offset - inner * zero_point.long()
@@ -106,17 +105,17 @@ def make_weight(
 def quantize_weight(
     weight: Tensor, bias: Tensor | None, *, symmetric: bool = True, per_channel: bool = True, name: str = "weight"
 ) -> LinearWeight:
-    """Quantise the weight of a linear layer, one scale an output.
+    """Quantize the weight of a linear layer, with one scale for each output.
 
     Args:
-        weight: ``float32``, ``float16`` or ``bfloat16 [N, K]``, any strides.
-        bias: ``[N]``, or None; it stays in float32.
-        symmetric: All zero points are zero, so that no sums of rows are needed; else each output has its own.
-        per_channel: False gives all outputs the same scale, as a baseline.
-        name: What it is called in messages.
+        weight: Weight, ``float32``, ``float16`` or ``bfloat16 [N, K]``, of any strides.
+        bias: Bias ``[N]``, or None; it stays in float32.
+        symmetric: Whether all zero points are zero, so that no sums of rows are needed; otherwise each output has its
+            own.
+        per_channel: Whether each output has its own scale; one for all is a baseline.
 
     Raises:
-        NumericsError: If weight or bias is not finite (the element is named), or see :func:`make_weight`.
+        NumericsError: If weight or bias is not finite (the message names the element), or as in :func:`make_weight`.
     """
     if weight.dim() != 2:
         raise NumericsError(f"expected [N, K], not {list(weight.shape)}", where=name)
@@ -134,31 +133,16 @@ def quantize_weight(
 
 
 def integer_product(codes: Tensor, zero_point: int, weight: LinearWeight) -> Tensor:
-    """``sum_k (a - a0)(b - b0)`` in whole numbers, by offsets.
-
-    Args:
-        codes: ``uint8 [M, K]``, the activations.
-        zero_point: Of them.
-        weight: Of the layer.
-
-    Returns:
-        ``int64 [M, N]``, exact.
-    """
-    # float64 holds every sum exactly (make_weight bounds K), and torch multiplies it fast; int64 it does not.
+    """Return the exact ``sum_k (a - a0)(b - b0)``, ``int64 [M, N]``, of activations with codes ``uint8 [M, K]``."""
+    # float64 holds every sum exactly (make_weight bounds K), and torch multiplies it faster than int64.
     return apply_offsets((codes.double() @ weight.codes.double().t()).long(), codes, zero_point, weight)
 
 
 def apply_offsets(sums: Tensor, codes: Tensor, zero_point: int, weight: LinearWeight) -> Tensor:
-    """Take the zero points out of sums of products of codes, in place.
+    """Remove the zero points from sums of products of codes, in place, and return the sums.
 
     Args:
-        sums: ``int64 [M, N]``, ``sum_k a[i, k] b[j, k]``.
-        codes: ``uint8 [M, K]``, the activations.
-        zero_point: Of them.
-        weight: Of the layer.
-
-    Returns:
-        ``sums``.
+        sums: ``sum_k a[i, k] b[j, k]``, ``int64 [M, N]``.
     """
     sums -= zero_point * weight.column_offset
     if weight.zero_point is not None:
@@ -167,17 +151,10 @@ def apply_offsets(sums: Tensor, codes: Tensor, zero_point: int, weight: LinearWe
 
 
 def integer_bias(weight: LinearWeight, input_scale: float) -> Tensor:
-    """The bias in units of ``input_scale * weight.scale``, as integer-only machines add it to sums.
-
-    Args:
-        weight: With a bias or without.
-        input_scale: Of the activations.
-
-    Returns:
-        ``int32 [N]``.
+    """Return the bias in units of ``input_scale * weight.scale``, ``int32 [N]``, as integer-only machines add it.
 
     Raises:
-        NumericsError: If one does not fit int32.
+        NumericsError: If a value does not fit int32.
     """
     if weight.bias is None:
         return torch.zeros_like(weight.scale, dtype=torch.int32)
@@ -195,17 +172,12 @@ def integer_bias(weight: LinearWeight, input_scale: float) -> Tensor:
 def requantize(
     product: Tensor, weight: LinearWeight, input_scale: float, output: AffineParameters, *, relu: bool = False
 ) -> Tensor:
-    """Sums to codes: FBGEMM's ``ReQuantizeOutput`` in float32, with bias and ReLU.
+    """Convert sums to codes ``uint8 [M, N]``: FBGEMM's ``ReQuantizeOutput`` in float32, with bias and ReLU.
 
     Args:
-        product: ``int64`` or ``int32 [M, N]``, of :func:`integer_product`.
-        weight: Of the layer.
-        input_scale: Of the activations.
+        product: Result of :func:`integer_product`, ``int64`` or ``int32 [M, N]``.
         output: Scale and zero point of the output, one each.
         relu: Whether negative results become the zero point.
-
-    Returns:
-        ``uint8 [M, N]``.
     """
     unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
     values = product.float()
@@ -217,19 +189,9 @@ def requantize(
 
 
 def dequantize_product(product: Tensor, weight: LinearWeight, input_scale: float, *, relu: bool = False) -> Tensor:
-    """Sums to values: FBGEMM's ``ReQuantizeForFloat``, a fused multiply-add of float32.
-
-    Args:
-        product: As in :func:`requantize`, as all others.
-        weight: As there.
-        input_scale: As there.
-        relu: Whether negative results become zero.
-
-    Returns:
-        ``float32 [M, N]``.
-    """
+    """Convert sums to values ``float32 [M, N]``: FBGEMM's ``ReQuantizeForFloat``, a fused multiply-add of float32."""
     unit = weight.scale * torch.tensor(input_scale, dtype=torch.float32)
-    values = product.float().double() * unit.double()  # float64 holds it exactly: one rounding is left
+    values = product.float().double() * unit.double()  # exact in float64, so only one rounding remains
     if weight.bias is not None:
         values += weight.bias.double()
     return values.relu_().float() if relu else values.float()

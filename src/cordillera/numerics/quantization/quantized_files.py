@@ -1,4 +1,4 @@
-"""Quantised layers in a file."""
+"""Files of quantized layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ _REMEDY = "write the file again from the layers in float32, or use those"
 
 
 def save_quantized(model: QuantizedLinear | QuantizedMLP, path: str | Path) -> None:
-    """Write a layer or a chain, beside its place and renamed.
-
-    Args:
-        model: The layer or the chain.
-        path: Of the file.
+    """Write a layer or a chain to a file, which is replaced atomically.
 
     Raises:
-        NumericsError: If it cannot be written.
+        NumericsError: If the file cannot be written.
     """
     layers = list(model._chain) if isinstance(model, QuantizedMLP) else [model]
     described = {
@@ -38,13 +34,10 @@ def save_quantized(model: QuantizedLinear | QuantizedMLP, path: str | Path) -> N
 
 
 def load_quantized(path: str | Path) -> QuantizedLinear | QuantizedMLP:
-    """Read what :func:`save_quantized` wrote, and pack it for this machine.
-
-    Args:
-        path: Of the file.
+    """Read a file of :func:`save_quantized`, and pack the layers for this machine.
 
     Raises:
-        NumericsError: If it is not such a file, or not the same as when it was written.
+        NumericsError: If it is not such a file, or its content has changed.
     """
     tensors, described = read_tensors(Path(path), _KIND, _REMEDY)
     try:

@@ -1,7 +1,7 @@
-"""A linear layer in eight bits as a module.
+"""Linear layer in eight bits as a module.
 
-NaN and infinity have no code. A layer either refuses them or takes the rows that hold them out, counts them, and gives
-them back as NaN; the other rows are what they would be without.
+NaN and infinity have no code. A layer either raises an error for them, or sets the rows that contain them aside, counts
+them, and returns them as NaN; the other rows are not affected.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _FLOAT_BELOW_FUSED = 1 << 13
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """How linear layers are quantised.
+    """Settings for the quantization of linear layers.
 
     Attributes:
-        symmetric: Weights without zero points, which saves the sums of rows.
-        per_channel: One scale an output; False, one for all, is a baseline.
-        nonfinite: What becomes of rows with NaN or infinity: ``propagate`` (NaN comes out, the rows are counted) or
+        symmetric: Whether weights have no zero points, which saves the sums of rows.
+        per_channel: Whether each output has its own scale; False, with one scale for all, is a baseline.
+        nonfinite: Treatment of rows with NaN or infinity: ``propagate`` (the result is NaN, the rows are counted) or
             ``raise``.
         backend: ``torch`` (its fused kernels), ``reference`` (whole numbers, any machine), or ``auto``.
-        seven_bits: Quantise activations to half the range; None where eight-bit products may saturate
-            (:func:`~cordillera.numerics.quantization.engines.saturates`), nowhere else, for it costs 6 dB.
-        float_below: Products (rows times inputs times outputs) up to which a layer multiplies in float32 instead, since
-            calls of a few microseconds have nothing to win; at most 8192 where the whole layer is one kernel
-            (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers of so few weights keep them in float32 as well.
-        estimator: By which calibration chooses ranges, of
+        seven_bits: Whether to quantize activations to half the range, which costs 6 dB; None to do so only if eight-bit
+            products may saturate (:func:`~cordillera.numerics.quantization.engines.saturates`).
+        float_below: Number of products (rows times inputs times outputs) up to which a layer multiplies in float32
+            instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
+            (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most so many weights also keep them in
+            float32.
+        estimator: Method by which calibration chooses ranges, from
             :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`.
     """
 
@@ -57,30 +58,30 @@ class LinearConfig:
 
     @property
     def narrow(self) -> bool:
-        """Whether activations keep to seven bits."""
+        """Whether activations are limited to seven bits."""
         return saturates() if self.seven_bits is None else self.seven_bits
 
 
 class QuantizedLinear(FixedDtypes):
-    """A linear layer, with ReLU or without, in int8 weights and uint8 activations; inference only.
+    """Linear layer, optionally with ReLU, with int8 weights and uint8 activations; inference only.
 
-    Calls take ``float32 [..., K]`` (``float16`` and ``bfloat16`` are widened, and get their dtype back) and give
-    ``[..., N]``. ``state_dict`` holds codes, scales and their SHA-256, which is checked when it is loaded.
+    Inputs are ``float32 [..., K]`` and outputs ``[..., N]``; ``float16`` and ``bfloat16`` inputs are widened, and the
+    output has their dtype. ``state_dict`` holds codes, scales and their SHA-256, which is checked when it is loaded.
 
     Args:
-        weight: Of the layer, quantised.
-        input: Scale and zero point of the input, one each; None lets every batch choose its own.
+        weight: Quantized weight of the layer.
+        input: Scale and zero point of the input, one each; None to choose them for every batch.
         relu: Whether negative results become zero.
-        config: See :class:`LinearConfig`.
-        float_weight: ``float32 [N, K]``, kept to multiply tiny batches by; None if there is none.
+        config: Settings; None for the defaults.
+        float_weight: Weight, ``float32 [N, K]``, for multiplying tiny batches; None if there is none.
 
     Attributes:
-        in_features: K.
-        out_features: N.
-        nonfinite_rows: Rows with NaN or infinity that were taken out so far.
+        in_features: Number of inputs K.
+        out_features: Number of outputs N.
+        nonfinite_rows: Number of rows with NaN or infinity that were set aside so far.
 
     Raises:
-        NumericsError: If scale or zero point are not possible.
+        NumericsError: If the scale or the zero point is invalid.
     """
 
     codes: Tensor
@@ -124,17 +125,19 @@ class QuantizedLinear(FixedDtypes):
         config: LinearConfig | None = None,
         name: str = "weight",
     ) -> QuantizedLinear:
-        """Quantise a layer's weight and pack it.
+        """Quantize a layer's weight and pack it.
 
         Args:
-            linear: In ``float32``, ``float16`` or ``bfloat16``, on the CPU.
-            input: As in the class; see :func:`~cordillera.numerics.quantization.range_estimators.estimate`.
-            relu: Likewise.
-            config: Likewise.
-            name: What the weight is called in messages.
+            linear: Layer in ``float32``, ``float16`` or ``bfloat16``, on the CPU.
+            input: Scale and zero point of the input; see
+                :func:`~cordillera.numerics.quantization.range_estimators.estimate`. None to choose them for every
+                batch.
+            relu: Whether negative results become zero.
+            config: Settings; None for the defaults.
+            name: Name of the weight for error messages.
 
         Raises:
-            NumericsError: If weight or bias holds NaN or infinity; the element is named.
+            NumericsError: If weight or bias holds NaN or infinity; the message names the element.
         """
         config = config or LinearConfig()
         weight = quantize_weight(
@@ -146,7 +149,7 @@ class QuantizedLinear(FixedDtypes):
 
     @property
     def weight(self) -> LinearWeight:
-        """The quantised weight that the buffers hold."""
+        """Quantized weight that the buffers hold."""
         return make_weight(self.codes, self.scale, self.zero_point, self.bias)
 
     def _digest(self) -> Tensor:
@@ -156,7 +159,7 @@ class QuantizedLinear(FixedDtypes):
         return torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)
 
     def pack(self) -> None:
-        """Bring the codes into the engine's order; needed again only where someone changes the buffers in place."""
+        """Pack the codes for the engine; needed again only after the buffers were changed in place."""
         self._input: tuple[float, int] | None = None
         if self.input_scale is not None and self.input_zero_point is not None:
             check_parameters(self.input_scale, self.input_zero_point, UINT8, where="input")
@@ -167,7 +170,7 @@ class QuantizedLinear(FixedDtypes):
         wide = self._input is not None or not self.config.narrow
         if wide and self.config.backend == "auto" and FusedLinear.suits(weight):
             self._fused = FusedLinear(weight, self._input, relu=self.relu)
-        # What every call asks for is read here: attributes of modules are slow.
+        # Values that every call needs are read here, as attributes of modules are slow.
         self.out_features, self.in_features = self.codes.shape
         weights = self.codes.numel()
         float_below = (
@@ -177,7 +180,7 @@ class QuantizedLinear(FixedDtypes):
 
     @property
     def _engine(self) -> Int8Engine:
-        """What multiplies where no kernel of our own does; packed when it is asked for first."""
+        """Engine for calls that no kernel of this library computes; packed at first use."""
         if self._made_engine is None:
             self._made_engine = make_engine(
                 self.weight, self.config.backend, seven_bits=self.config.narrow, static=self._input is not None
@@ -185,10 +188,10 @@ class QuantizedLinear(FixedDtypes):
         return self._made_engine
 
     def verify(self) -> None:
-        """Compare codes and scales with the SHA-256 that was made with them.
+        """Compare codes and scales with the SHA-256 computed at packing.
 
         Raises:
-            NumericsError: If something changed.
+            NumericsError: If they differ.
         """
         if not torch.equal(self._digest(), self.digest):
             raise NumericsError(
@@ -212,12 +215,12 @@ class QuantizedLinear(FixedDtypes):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if len(error_msgs) > errors:
-            return  # torch will say so
+            return  # torch reports them
         lacks = missing_keys[missing:]
         if not lacks:
             self.verify()
             self.pack()
-        elif any(prefix + name in state_dict for name in self._buffers):  # torch may be told not to mind
+        elif any(prefix + name in state_dict for name in self._buffers):  # not reported by torch if strict is False
             raise NumericsError(f"the state lacks {', '.join(lacks)}", where=type(self).__name__)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,7 +233,7 @@ class QuantizedLinear(FixedDtypes):
         if inner != self.in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
         if rows <= self._float_rows and self.float_weight is not None:
-            # Nothing is quantised: NaN and infinity do what they do in any product.
+            # Nothing is quantized, so NaN and infinity propagate as in any product.
             if self.config.nonfinite == "raise":
                 check_finite(x, "x")
             y = F.linear(x, self.float_weight, self.bias)
@@ -251,7 +254,7 @@ class QuantizedLinear(FixedDtypes):
         return self._engine.from_float(x, *self._input, self.relu)
 
     def extra_repr(self) -> str:
-        """What ``repr`` says of it."""
+        """Return the settings that ``repr`` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"relu={self.relu}, activations={'dynamic' if self._input is None else 'static'}"
@@ -259,14 +262,14 @@ class QuantizedLinear(FixedDtypes):
 
 
 def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]:
-    """Zeros in place of rows with NaN or infinity, and which rows these are, ``bool [M]``.
+    """Replace rows with NaN or infinity by zeros, and return which rows these are, ``bool [M]``.
 
     Args:
-        x: ``float32 [M, K]``.
-        config: Its ``nonfinite`` decides.
+        x: Input, ``float32 [M, K]``.
+        config: Settings, of which ``nonfinite`` is used.
 
     Raises:
-        NumericsError: If it says ``raise``.
+        NumericsError: If there is such a row and ``config.nonfinite`` is ``raise``.
     """
     if config.nonfinite == "raise":
         check_finite(x, "x")
@@ -275,22 +278,18 @@ def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]
 
 
 def plain(x: Tensor) -> Tensor:
-    """Without gradient and contiguous; as it is if it is so, for every call of torch counts here.
-
-    Args:
-        x: Any tensor.
-    """
+    """Return ``x`` detached and contiguous; ``x`` itself if it already is, as each torch call takes time."""
     return x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32, which holds what it was exactly.
+    """Convert to float32, which is exact.
 
     Args:
-        x: ``float16`` or ``bfloat16``.
+        x: ``float16`` or ``bfloat16`` tensor.
 
     Raises:
-        NumericsError: For any other dtype.
+        NumericsError: If ``x`` has another dtype.
     """
     if x.dtype not in (torch.float16, torch.bfloat16):
         remedy = "cast float64 with .float() if its precision is not needed"

@@ -1,4 +1,4 @@
-"""Chains of linear layers whose activations stay in uint8 from layer to layer, calibrated on a few batches."""
+"""Chains of linear layers whose activations stay in uint8 between the layers, calibrated on a few batches."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ from cordillera.numerics.quantization.range_estimators import RunningHistogram, 
 
 
 class QuantizedMLP(FixedDtypes):
-    """A chain of linear layers: the input is quantised once, and activations stay in uint8 until the end.
-
-    Calls take ``float32 [..., K]`` and give ``float32 [..., N]``.
+    """Chain of linear layers from ``float32 [..., K]`` to ``float32 [..., N]``, with activations in uint8 between them.
 
     Args:
-        layers: With scales for their inputs; the output of each is the next one's input.
-        output: Scale and zero point of the last output, which then is uint8 as well; None gives it in float32 at once.
+        layers: Layers with static scales for their inputs; the output of each is the input of the next.
+        output: Scale and zero point of the last output, which is then uint8 as well; None to compute it in float32.
 
     Attributes:
-        nonfinite_rows: Rows with NaN or infinity that were taken out so far.
+        nonfinite_rows: Number of rows with NaN or infinity that were set aside so far.
 
     Raises:
-        NumericsError: If layers do not fit each other.
+        NumericsError: If the layers do not fit each other.
     """
 
     output_scale: Tensor | None
@@ -58,7 +56,7 @@ class QuantizedMLP(FixedDtypes):
             if layer.out_features != following.in_features:
                 message = f"{layer.out_features} outputs for {following.in_features} inputs"
                 raise NumericsError(message, where=f"layers {i} and {i + 1}")
-        # Codes must be in one form.
+        # all layers must use codes of one form
         if any(layer._fused is None for layer in chain) and len({type(layer._engine) for layer in chain}) > 1:
             for layer in chain:
                 layer.config = replace(layer.config, backend="reference")
@@ -98,14 +96,10 @@ class QuantizedMLP(FixedDtypes):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
     def codes(self, x: Tensor) -> Tensor:
-        """The last output as it is held, ``uint8 [M, N]``; for what goes on in eight bits.
-
-        Args:
-            x: ``float32 [M, K]``.
+        """Return the codes ``uint8 [M, N]`` of the last output for finite ``x``, ``float32 [M, K]``.
 
         Raises:
-            NumericsError: If the last output has no scale, ``x`` is of another shape or dtype, or not finite: codes
-                cannot tell.
+            NumericsError: If the last output has no scale, or ``x`` has another shape or dtype or is not finite.
         """
         if self._output is None:
             raise NumericsError("the last output has no scale", where="output", remedy="give it one")
@@ -121,7 +115,7 @@ class QuantizedMLP(FixedDtypes):
         return self._chain[-1]._engine.plain(self._codes(x, [*self._scales, self._output]))
 
     def _fuse(self, x: Tensor, to_values: bool) -> Tensor | None:
-        """The chain in kernels of our own: codes or values; None where there are none or something is not finite."""
+        """Run the chain in fused kernels; None if there are none or a value is not finite."""
         if not self._fused or not x.shape[0]:
             return None
         scales = self._scales[1:] if self._output is None else [*self._scales[1:], self._output]
@@ -139,7 +133,7 @@ class QuantizedMLP(FixedDtypes):
         return y if y.shape[1] == outputs else y[:, :outputs]
 
     def _codes(self, x: Tensor, scales: list[tuple[float, int]]) -> Tensor:
-        """What the layers make of ``x``: the first scale is its own, each further one that of a layer's output."""
+        """Return the codes of the last layer; ``scales`` are that of ``x``, then those of the layers' outputs."""
         codes = self._chain[0]._engine.codes(x, *scales[0])
         for layer, given, wanted in zip(self._chain, scales, scales[1:], strict=False):
             codes = layer._engine.from_codes(codes, *given, *wanted, layer.relu)
@@ -151,7 +145,7 @@ class QuantizedMLP(FixedDtypes):
             return last._engine.values(self._codes(x, [*self._scales, self._output]), *self._output)
         scale, zero_point = self._scales[-1]
         if len(self._chain) > 1:
-            # Values of codes become the same codes again while they are packed.
+            # quantizing the values again yields the same codes
             x = last._engine.values(self._codes(x, self._scales), scale, zero_point)
         return last._engine.from_float(x, scale, zero_point, last.relu)
 
@@ -164,17 +158,14 @@ def quantize_mlp(
     quantize_output: bool = False,
     name: str = "mlp",
 ) -> QuantizedMLP:
-    """Calibrate a chain of linear layers and ReLUs on some batches, and quantise it.
+    """Calibrate a chain of linear layers and ReLUs on some batches, and quantize it.
 
     Args:
-        model: Of ``Linear`` and ``ReLU``; ``Dropout`` and ``Identity`` are left out, as at inference.
-        batches: ``float32 [B, K]``, like those that it will see.
-        config: See :class:`LinearConfig`.
-        quantize_output: Whether the last output is uint8 too.
-        name: What the model is called in messages.
+        model: ``Linear`` and ``ReLU`` modules; ``Dropout`` and ``Identity`` are dropped, as at inference.
+        batches: Typical inputs, ``float32 [B, K]``.
 
     Raises:
-        NumericsError: If the model holds something else, there is no batch, or a weight or an activation is not finite.
+        NumericsError: If the model holds other modules, there is no batch, or a weight or an activation is not finite.
     """
     config = config or LinearConfig()
     linears, relus = _chain(model, name)
@@ -199,7 +190,7 @@ def quantize_mlp(
 
 
 def _chain(model: nn.Sequential, name: str) -> tuple[list[nn.Linear], list[bool]]:
-    """The linear layers, and whether ReLU follows."""
+    """Return the linear layers, and whether a ReLU follows each."""
     linears: list[nn.Linear] = []
     relus: list[bool] = []
     for i, module in enumerate(model):

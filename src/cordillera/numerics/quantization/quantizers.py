@@ -1,7 +1,7 @@
-"""Tensors of few bits with their scales: how a scale is chosen, how values become codes and codes values again.
+"""Quantized tensors: choice of scales, encoding of values and decoding of codes.
 
-The scale that is stored is the one to multiply by: ``value = (code - zero_point) * scale``. Scales stand for a whole
-tensor, a row, a column, a group of consecutive elements of a row, or a block; all are blocks of some size.
+The stored scale is the factor of decoding: ``value = (code - zero_point) * scale``. A scale applies to a whole tensor,
+a row, a column, a group of consecutive elements of a row, or a block; all of these are blocks of some size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cordillera.numerics.formats.formats import Format, IntegerFormat
 from cordillera.numerics.formats.rounding import decode
 
 SMALL_SCALE = 6.1e-5
-"""Scales that FBGEMM chooses are not smaller: float16's smallest number of full precision."""
-_DEFAULT_SCALE = 0.1  # FBGEMM's, of a range of nothing but zero
+"""Smallest scale that FBGEMM chooses: float16's smallest number of full precision."""
+_DEFAULT_SCALE = 0.1  # FBGEMM's scale of a range that contains only zero
 _LEAST_SCALE = 2.0**-126  # its reciprocal is finite
 
 
 class Granularity(str, enum.Enum):
-    """What shares a scale."""
+    """Part of a tensor that shares a scale."""
 
     tensor = "tensor"
     row = "row"
@@ -34,11 +34,11 @@ class Granularity(str, enum.Enum):
 
 
 class AffineParameters(NamedTuple):
-    """How codes become values: ``value = (code - zero_point) * scale``.
+    """Scales and zero points of codes: ``value = (code - zero_point) * scale``.
 
     Attributes:
-        scale: ``float32``, positive and finite, with a finite reciprocal.
-        zero_point: ``int32`` of the same shape, a code; None stands for zero.
+        scale: Scales, ``float32``, positive and finite, with a finite reciprocal.
+        zero_point: Zero points, ``int32`` codes of the same shape; None for zero.
     """
 
     scale: Tensor
@@ -50,14 +50,14 @@ class QuantizedTensor:
     """Codes with their scales.
 
     Attributes:
-        payload: The codes, one a byte: ``int8`` or ``uint8`` of ``shape``; ``uint8`` of floating-point formats.
-        scale: ``float32``, one a block: ``[ceil(R / block rows), ceil(C / block columns)]`` where R and C are the
-            product of all sizes but the last, and the last.
-        zero_point: ``int32`` of the scale's shape, or None for zero.
-        format: What a code is.
-        granularity: What shares a scale.
-        shape: Of the values.
-        block: Rows and columns of a block; it says what the granularity says, in numbers.
+        payload: Codes, one in a byte: ``int8`` or ``uint8`` of ``shape``; ``uint8`` for floating-point formats.
+        scale: Scales, ``float32``, one for each block: ``[ceil(R / block rows), ceil(C / block columns)]``, where C is
+            the last size and R the product of all others.
+        zero_point: Zero points, ``int32`` of the scale's shape, or None for zero.
+        format: Format of the codes.
+        granularity: Part of the tensor that shares a scale.
+        shape: Shape of the values.
+        block: Rows and columns of a block, which follow from ``granularity``.
     """
 
     payload: Tensor
@@ -69,7 +69,7 @@ class QuantizedTensor:
     block: tuple[int, int]
 
     def dequantize(self) -> Tensor:
-        """The values, ``float32`` of ``shape``."""
+        """Return the values, ``float32`` of ``shape``."""
         codes = self.payload.float() if isinstance(self.format, IntegerFormat) else decode(self.payload, self.format)
         codes = _matrix(codes)
         if self.zero_point is not None:
@@ -78,7 +78,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points as they are held: one a code."""
+        """Number of bytes of codes, scales and zero points as stored, with one byte for each code."""
         parts = (self.payload, self.scale, self.zero_point)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
@@ -86,17 +86,17 @@ class QuantizedTensor:
 def choose_affine(
     low: Tensor, high: Tensor, format: IntegerFormat, *, power_of_two: bool = False, where: str = "low, high"
 ) -> AffineParameters:
-    """Scale and zero point of ranges, as FBGEMM's ``ChooseQuantizationParams`` (Khudia et al. 2021) computes them.
+    """Return scale and zero point of ranges as FBGEMM's ``ChooseQuantizationParams`` does (Khudia et al. 2021).
 
-    The range is widened to hold zero, which is then the value of a code exactly. Arithmetic is in float64. A range of
-    zero, or one whose scale has no finite reciprocal, gets the scale 0.1; a scale below 6.1e-5 is raised to that.
+    The range is widened to contain zero, which then has an exact code. Arithmetic is in float64. A range that contains
+    only zero, or one whose scale has no finite reciprocal, gets the scale 0.1; a scale below 6.1e-5 is raised to that.
 
     Args:
-        low: Smallest values, any shape.
+        low: Smallest values, of any shape.
         high: Largest values, of the same shape.
-        format: Of the codes.
-        power_of_two: Round scales up to powers of two.
-        where: What is named in the message.
+        format: Format of the codes.
+        power_of_two: Whether to round scales up to powers of two.
+        where: Name for the error message.
 
     Raises:
         NumericsError: If a range is not finite, its ends are exchanged or its width overflows float32.
@@ -119,11 +119,11 @@ def choose_affine(
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
-    floor = torch.tensor(SMALL_SCALE)  # in float32, as FBGEMM has it
+    floor = torch.tensor(SMALL_SCALE)  # in float32, as in FBGEMM
     small = scale < floor.double()
     amplifier = floor / scale.float()
     full = floor * (highest - lowest)
-    # Of the widened range only the zero point is computed: its ends keep their ratio.
+    # The widened range is needed only for the zero point, so its ends keep their ratio.
     wide_low = torch.where(low == 0, low, torch.where(high == 0, -full, low * amplifier))
     wide_high = torch.where(low == 0, full, torch.where(high == 0, high, high * amplifier))
     low, high = torch.where(small, wide_low, low), torch.where(small, wide_high, high)
@@ -135,15 +135,15 @@ def choose_affine(
 
 
 def choose_symmetric(peak: Tensor, format: IntegerFormat, *, power_of_two: bool = False) -> AffineParameters:
-    """Scales with the zero point zero: the largest absolute value becomes the largest code.
+    """Return scales with zero points of zero: the largest absolute value gets the largest code.
 
     Args:
-        peak: Largest absolute values, any shape.
-        format: Of the codes, signed. The lowest code, which has no opposite, is not used.
-        power_of_two: Round scales up to powers of two.
+        peak: Largest absolute values, of any shape.
+        format: Signed format of the codes. The lowest code, which has no opposite, is not used.
+        power_of_two: Whether to round scales up to powers of two.
 
     Raises:
-        NumericsError: For an unsigned format, or a value that is negative or not finite.
+        NumericsError: If the format is unsigned, or a value is negative or not finite.
     """
     if not format.signed:
         raise NumericsError(f"{format.name} has no negative codes", where="format", remedy="choose_affine")
@@ -160,16 +160,16 @@ def choose_symmetric(peak: Tensor, format: IntegerFormat, *, power_of_two: bool 
 
 
 def check_parameters(scale: Tensor, zero_point: Tensor | None, format: IntegerFormat, *, where: str = "scale") -> None:
-    """Refuse scales and zero points that someone gives and that no codes can have; torch accepts them silently.
+    """Check scales and zero points that a caller supplies, as torch accepts impossible ones silently.
 
     Args:
-        scale: Must be positive and finite, and so must be its reciprocal in float32.
-        zero_point: Must be codes of the format; None for zero.
-        format: Of the codes.
-        where: What is named in the message.
+        scale: Scales; they and their reciprocals in float32 must be positive and finite.
+        zero_point: Zero points, which must be codes of the format; None for zero.
+        format: Format of the codes.
+        where: Name for the error message.
 
     Raises:
-        NumericsError: If they are not.
+        NumericsError: If a scale or a zero point is invalid.
     """
     single = scale.float()
     bad = ~(single > 0) | torch.isinf(single) | torch.isinf(1.0 / single)
@@ -185,14 +185,14 @@ def check_parameters(scale: Tensor, zero_point: Tensor | None, format: IntegerFo
 
 
 def check_finite(x: Tensor, where: str) -> None:
-    """Refuse NaN and infinity.
+    """Raise an error if a tensor holds NaN or infinity.
 
     Args:
-        x: Any floating-point tensor.
-        where: Its name, for the message, which says the first such element's index too.
+        x: Floating-point tensor.
+        where: Name of the tensor for the error message, which also gives the index of the first such element.
 
     Raises:
-        NumericsError: If there is one.
+        NumericsError: If an element is NaN or infinite.
     """
     bad = ~torch.isfinite(x)
     if bool(bad.any()):
@@ -204,19 +204,19 @@ def check_finite(x: Tensor, where: str) -> None:
 
 
 def encode_integers(x: Tensor, scale: Tensor, zero_point: Tensor | None, format: IntegerFormat) -> Tensor:
-    """Codes of finite values as FBGEMM's ``Quantize`` makes them: times the float32 reciprocal of the scale, clamped.
+    """Return the codes of finite values as FBGEMM's ``Quantize`` does, clamped to the format.
 
-    The zero point is added in the same operation, rounded once to float32 (a fused multiply-add); then the sum is
-    rounded to a whole number, ties to even.
+    A value is multiplied by the float32 reciprocal of the scale. The zero point is added in the same operation, with
+    one rounding to float32 (a fused multiply-add); the sum is then rounded to a whole number, ties to even.
 
     Args:
-        x: ``float32``.
-        scale: ``float32``, broadcasts to ``x``.
-        zero_point: ``int32``, broadcasts to ``x``. None for zero.
-        format: Of the codes.
+        x: Values, ``float32``.
+        scale: Scales, ``float32``, which broadcast to ``x``.
+        zero_point: Zero points, ``int32``, which broadcast to ``x``; None for zero.
+        format: Format of the codes.
 
     Returns:
-        ``int8`` or ``uint8`` of the shape of ``x``.
+        Codes, ``int8`` or ``uint8`` in the shape of ``x``.
     """
     reciprocal = 1.0 / scale
     if zero_point is None:
@@ -237,20 +237,20 @@ def quantize(
     parameters: AffineParameters | None = None,
     name: str = "x",
 ) -> QuantizedTensor:
-    """Quantise a tensor, by its smallest and largest values or by scales that are given.
+    """Quantize a tensor by its smallest and largest values, or by given scales.
 
     Args:
-        x: ``float32``, ``float16`` or ``bfloat16``, any strides. All but its last size make the rows.
-        format: Of the codes.
-        granularity: What shares a scale.
-        symmetric: The zero point is zero (:func:`choose_symmetric`), else :func:`choose_affine`.
-        power_of_two: Round scales up to powers of two.
-        block: Elements of a group, or rows and columns of a block. Sizes need not divide those of ``x``.
+        x: ``float32``, ``float16`` or ``bfloat16`` tensor of any strides. All sizes but the last form the rows.
+        format: Format of the codes.
+        granularity: Part of the tensor that shares a scale.
+        symmetric: Whether the zero point is zero (:func:`choose_symmetric`); otherwise :func:`choose_affine` applies.
+        power_of_two: Whether to round scales up to powers of two.
+        block: Number of elements of a group, or rows and columns of a block; they need not divide the sizes of ``x``.
         parameters: Scales and zero points to use instead, ``[1]`` or as :class:`QuantizedTensor` holds them.
-        name: What the tensor is called in messages.
+        name: Name of the tensor for error messages.
 
     Raises:
-        NumericsError: For NaN and infinity, another dtype, or scales that are not possible.
+        NumericsError: If an element is NaN or infinite, the dtype is another one, or a scale is invalid.
     """
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         remedy = "cast float64 with .float() if its precision is not needed"
@@ -284,7 +284,7 @@ def quantize(
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """All but the last size as rows."""
+    """Return the tensor as a matrix, with all sizes but the last as rows."""
     if x.dim() == 0:
         return x.view(1, 1)
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -307,17 +307,17 @@ def _block_size(
 
 
 def _block_ends(x: Tensor, size: tuple[int, int], grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The smallest and largest value of each block, or zero."""
+    """Return the smallest and the largest value of each block and zero."""
     if not x.numel():
         return x.new_zeros(grid), x.new_zeros(grid)
-    # Ranges hold zero anyway, so zeros may fill up the last blocks.
+    # Ranges contain zero anyway, so the last blocks may be padded with zeros.
     short = (grid[0] * size[0] - x.shape[0], grid[1] * size[1] - x.shape[1])
     blocks = torch.nn.functional.pad(x, (0, short[1], 0, short[0])).view(grid[0], size[0], grid[1], size[1])
     return blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
 
 
 def _expand(values: Tensor, size: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One value a block, as something that broadcasts to a matrix."""
+    """Expand one value for each block to a tensor that broadcasts to a matrix."""
     for dim in (0, 1):
         if values.shape[dim] > 1 and size[dim] > 1:
             values = values.repeat_interleave(size[dim], dim).narrow(dim, 0, shape[dim])

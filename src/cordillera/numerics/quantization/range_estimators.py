@@ -1,12 +1,13 @@
-"""Which range of values codes should cover: estimates from a running histogram that does not depend on order.
+"""Estimators of the range that codes should cover, from a running histogram that does not depend on order.
 
-The histogram's bins are as wide as a power of two and begin at multiples of it. When the range grows, bins are merged
-in pairs. So the histogram of a set of values is one and the same however the set was split over batches and ranks, and
-in whatever order the parts were merged, bit for bit.
+The width of a histogram's bins is a power of two, and bins begin at multiples of it. When the range grows, bins are
+merged in pairs. So the histogram of a set of values is bit-identical however the set was split over batches and ranks,
+and in whatever order the parts were merged.
 
-Estimators are those of Caffe2's DNNLOWP: smallest and largest value, the range of least L1 or L2 error
-(``norm_minimization.cc``), a percentile, and the least Kullback-Leibler divergence. Greedy clipping of rows of four
-bits is in :mod:`cordillera.numerics.quantization.rows`.
+The estimators are those of Caffe2's DNNLOWP: smallest and largest value, the range of least L1 or L2 error
+(``norm_minimization.cc``), a percentile, and the least Kullback-Leibler divergence. Each takes a histogram of at least
+one value, ``levels`` (the number of codes less one) and whether the ends must be opposite. Greedy clipping of 4-bit
+rows is in :mod:`cordillera.numerics.quantization.rows`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from cordillera.numerics.formats.formats import IntegerFormat
 from cordillera.numerics.quantization.quantizers import AffineParameters, check_finite, choose_affine, choose_symmetric
 
 BINS = 2048
-_FINEST = 40  # binary digits that bins resolve of the largest absolute value
-_LEAST_EXPONENT = -200  # of bins; below float32's smallest number
-_GRID = 24  # ends tried on each side of the range, in each of
-_ROUNDS = 3  # rounds, each around the best of the last
-_NOISE = 1e-13  # of an error in closed form, against the range: what float64 loses in differences
+_FINEST = 40  # number of binary digits of the largest absolute value that bins resolve
+_LEAST_EXPONENT = -200  # smallest exponent of the bins' width; below float32's smallest number
+_GRID = 24  # number of ends tried on each side of the range in each round
+_ROUNDS = 3  # number of rounds, each around the best result of the previous one
+_NOISE = 1e-13  # rounding error of float64 differences in a closed-form error, relative to the range
 _PERCENTILE = 0.99
 _KL_STEPS = 128
 
@@ -36,14 +37,14 @@ class RunningHistogram:
     """Counts of values in bins, with the exact smallest and largest value.
 
     Args:
-        bins: The most bins that there may be.
+        bins: Maximum number of bins.
 
     Attributes:
-        low: The smallest value so far, infinity at first.
-        high: The largest value, minus infinity at first.
-        exponent: Bins are ``2^exponent`` wide.
-        first: Bin ``i`` begins at ``(first + i) 2^exponent``.
-        counts: ``int64 [bins]``, those between the smallest and the largest value.
+        low: Smallest value so far; initially infinity.
+        high: Largest value so far; initially minus infinity.
+        exponent: Exponent of the bins' width ``2^exponent``.
+        first: Offset of the bins: bin ``i`` begins at ``(first + i) 2^exponent``.
+        counts: Counts of the bins from the smallest to the largest value, ``int64 [bins]``.
     """
 
     def __init__(self, bins: int = BINS) -> None:
@@ -56,18 +57,14 @@ class RunningHistogram:
 
     @property
     def total(self) -> int:
-        """How many values were counted."""
+        """Number of counted values."""
         return int(self.counts.sum())
 
     def update(self, x: Tensor, name: str = "x") -> None:
-        """Count values.
-
-        Args:
-            x: Floating-point, any shape.
-            name: What it is called in messages.
+        """Count the values of a tensor of any shape.
 
         Raises:
-            NumericsError: If one is not finite; nothing is counted then.
+            NumericsError: If a value is not finite; then nothing is counted.
         """
         if not x.numel():
             return
@@ -82,13 +79,10 @@ class RunningHistogram:
         self.merge(part)
 
     def merge(self, other: RunningHistogram) -> None:
-        """Count what another histogram counted, for instance another rank's.
-
-        Args:
-            other: With as many bins; not changed.
+        """Add the counts of another histogram, for instance of another rank.
 
         Raises:
-            NumericsError: If it has another number of bins.
+            NumericsError: If it has another maximum number of bins.
         """
         if other.bins != self.bins:
             raise NumericsError(f"{other.bins} bins do not merge with {self.bins}", where="bins")
@@ -106,12 +100,12 @@ class RunningHistogram:
         self.low, self.high, self.exponent, self.first, self.counts = low, high, exponent, min(firsts), counts
 
     def edges(self) -> Tensor:
-        """Where bins begin and end, ``float64 [bins + 1]``, from the smallest to the largest value."""
+        """Return the edges of the bins, ``float64 [bins + 1]``, from the smallest to the largest value."""
         edges = (torch.arange(self.counts.numel() + 1) + self.first).double() * 2.0**self.exponent
         return edges.clamp(self.low, self.high)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a checkpoint or another rank."""
+        """Return the complete state, for a checkpoint or another rank."""
         return {
             "bins": self.bins,
             "low": self.low,
@@ -122,13 +116,10 @@ class RunningHistogram:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: Of :meth:`state_dict`.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            NumericsError: If it is none.
+            NumericsError: If ``state`` is malformed.
         """
         if (
             set(state) != set(self.state_dict())
@@ -141,7 +132,7 @@ class RunningHistogram:
 
 
 def _exponent(low: float, high: float, bins: int) -> int:
-    """Of the narrowest bins that cover a range. It grows with the range, whatever path the range took."""
+    """Return the exponent of the narrowest bins for a range; it only grows with the range, in whatever order."""
     largest = max(abs(low), abs(high))
     finest = max(math.frexp(largest)[1] - _FINEST, _LEAST_EXPONENT) if largest else _LEAST_EXPONENT
     exponent = max(finest, math.frexp(high - low)[1] - bins.bit_length() - 1) if high > low else finest
@@ -151,24 +142,15 @@ def _exponent(low: float, high: float, bins: int) -> int:
 
 
 def minmax(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """The smallest and the largest value, or the largest absolute value and its opposite.
-
-    Args:
-        histogram: Of the values, at least one.
-        levels: Codes less one.
-        symmetric: Whether the ends must be opposite.
-    """
+    """Return the smallest and the largest value, or the largest absolute value and its opposite."""
     peak = max(abs(histogram.low), abs(histogram.high))
     return (-peak, peak) if symmetric else (min(histogram.low, 0.0), max(histogram.high, 0.0))
 
 
 def percentile(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """The range that holds 99% of values, half of the others on either side (DNNLOWP's P99).
+    """Return the range that holds 99% of the values, with half of the others on either side (DNNLOWP's P99).
 
-    Args:
-        histogram: Of the values, at least one.
-        levels: Codes less one.
-        symmetric: Whether the ends must be opposite; then it holds 99% of absolute values.
+    With ``symmetric``, it holds 99% of the absolute values.
     """
     moments = _Moments(histogram)
     if symmetric:
@@ -183,44 +165,27 @@ def percentile(histogram: RunningHistogram, levels: int, symmetric: bool = False
 
 
 def least_l2(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """The range of least squared error, with values spread evenly within bins; never worse than :func:`minmax`.
-
-    Args:
-        histogram: Of the values, at least one.
-        levels: Codes less one.
-        symmetric: Whether the ends must be opposite.
-    """
+    """Return the range of least squared error if values are uniform within bins; never worse than :func:`minmax`."""
     return _least(histogram, levels, symmetric, 2)
 
 
 def least_l1(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """The range of least absolute error; else as :func:`least_l2`.
-
-    Args:
-        histogram: As there, as all others.
-        levels: As there.
-        symmetric: As there.
-    """
+    """Return the range of least absolute error; otherwise as :func:`least_l2`."""
     return _least(histogram, levels, symmetric, 1)
 
 
 def least_divergence(histogram: RunningHistogram, levels: int, symmetric: bool = False) -> tuple[float, float]:
-    """The range for which the distribution of codes tells most of that of values (Migacz 2017, TensorRT's calibration).
+    """Return the range of least divergence between codes and values (Migacz 2017, TensorRT's calibration).
 
-    Both ends are drawn in by one factor. What is clipped counts at the ends; each code's share is spread evenly over
-    the bins that hold any value.
-
-    Args:
-        histogram: Of the values, at least one.
-        levels: Codes less one.
-        symmetric: Whether the ends must be opposite.
+    Both ends are moved in by one factor. Clipped values count at the ends. The count of each code is spread evenly over
+    its bins that hold any value.
     """
     low, high = minmax(histogram, levels, symmetric)
     if low == high:
         return low, high
     moments = _Moments(histogram)
     best, chosen = math.inf, (low, high)
-    cells = 8 * (levels + 1)  # of the reference distribution, eight to a code
+    cells = 8 * (levels + 1)  # cells of the reference distribution, eight for each code
     for step in range(_KL_STEPS, _KL_STEPS // 8, -1):
         ends = (low * step / _KL_STEPS, high * step / _KL_STEPS)
         edges = torch.linspace(*ends, cells + 1, dtype=torch.float64)
@@ -234,7 +199,7 @@ def least_divergence(histogram: RunningHistogram, levels: int, symmetric: bool =
         if float(coarse.sum()) == 0:
             continue
         p, q = clipped / clipped.sum(), coarse / coarse.sum()
-        # Where codes say that nothing is, a value costs as much as the rarest that is there.
+        # A value in a cell without codes costs as much as one in the rarest occupied cell.
         q = torch.where((q == 0) & (p > 0), q[q > 0].min() / cells, q)
         seen = p > 0
         divergence = float((p[seen] * (p[seen] / q[seen]).log()).sum())
@@ -250,22 +215,20 @@ ESTIMATORS: dict[str, Callable[[RunningHistogram, int, bool], tuple[float, float
     "percentile": percentile,
     "kl": least_divergence,
 }
-"""Estimators by name: histogram, codes less one and whether ends are opposite, to both ends."""
+"""Estimators by name: functions from a histogram, ``levels`` and ``symmetric`` to both ends of the range."""
 
 
 def estimate(
     histogram: RunningHistogram, format: IntegerFormat, estimator: str = "minmax", *, symmetric: bool = False
 ) -> AffineParameters:
-    """Scale and zero point for values of which a histogram was made.
+    """Return scale and zero point for the values of a histogram.
 
     Args:
-        histogram: Of them. An empty one gives the scale of nothing but zeros.
-        format: Of the codes.
-        estimator: A name in :data:`ESTIMATORS`.
+        histogram: Histogram of the values; an empty one gives the scale of all zeros.
         symmetric: Whether the zero point is zero.
 
     Raises:
-        NumericsError: For another name.
+        NumericsError: If there is no such estimator.
     """
     if estimator not in ESTIMATORS:
         raise NumericsError(f"no estimator {estimator!r}", where="estimator", remedy=", ".join(ESTIMATORS))
@@ -277,28 +240,25 @@ def estimate(
 
 
 def expected_error(histogram: RunningHistogram, low: Tensor, high: Tensor, levels: int, norm: int = 2) -> Tensor:
-    """The sum of errors to a power, with values spread evenly within bins, in closed form.
+    """Return the sum of errors to the power ``norm``, ``float64 [n]``, in closed form for values uniform within bins.
 
     Args:
-        histogram: Of the values.
-        low: ``float64 [n]``, lower ends of ranges.
-        high: ``float64 [n]``, upper ends; the same ones make no step, and every value is taken to be there.
-        levels: Codes less one.
-        norm: The power, 1 or 2.
-
-    Returns:
-        ``float64 [n]``.
+        low: Lower ends of ranges, ``float64 [n]``.
+        high: Upper ends of ranges, ``float64 [n]``; an upper end equal to the lower one represents every value by this
+            point.
+        levels: Number of codes less one.
+        norm: Power, 1 or 2.
     """
     return _Moments(histogram).error(low, high, levels, norm)
 
 
 class _Moments:
-    """Integrals of ``x^k`` over a histogram's density from minus infinity to any point, for k of 0, 1 and 2."""
+    """Integrals of ``x^k`` over a histogram's density from minus infinity to any point, for ``k`` of 0, 1 and 2."""
 
     def __init__(self, histogram: RunningHistogram) -> None:
         edges = histogram.edges()
         self.total = float(histogram.total)
-        # Bins of no width, as of a constant, need one to be inverted.
+        # Bins of zero width (of a constant) get a positive one, so that division is possible.
         spacing = (edges[1:] - edges[:-1]).clamp(min=max(abs(histogram.low), abs(histogram.high), 1e-300) * 1e-12)
         self.begin, self.width = edges[:-1], spacing
         self.density = histogram.counts.double() / spacing
@@ -334,7 +294,7 @@ class _Moments:
         zeroth, first, second = (torch.cat([ends[k][0], parts[k], ends[k][1]], dim=1).diff(dim=1) for k in range(3))
         centre = centres[:, owner]
         if norm == 1:
-            # Between borders values lie on one side of the centre: below it, then above, in turn.
+            # Between two borders, all values lie on one side of the centre: below and above it in turn.
             return (first - centre * zeroth).abs().sum(1)
         return (second - 2 * centre * first + centre**2 * zeroth).clamp(min=0).sum(1)
 
@@ -346,7 +306,7 @@ def _least(histogram: RunningHistogram, levels: int, symmetric: bool, norm: int)
         return low, high
     best = (low, high)
     noise = _NOISE * (high - low) ** norm * moments.total
-    span_low, span_high = (0.0, 1.0), (0.0, 1.0)  # shares of both ends
+    span_low, span_high = (0.0, 1.0), (0.0, 1.0)  # searched shares of both ends
     for _ in range(_ROUNDS):
         lows = torch.linspace(*span_low, _GRID, dtype=torch.float64) * low
         highs = torch.linspace(*span_high, _GRID, dtype=torch.float64) * high
@@ -356,14 +316,14 @@ def _least(histogram: RunningHistogram, levels: int, symmetric: bool, norm: int)
             pairs = torch.cartesian_prod(lows.unique(), highs.unique())
         pairs = torch.cat([torch.tensor([best], dtype=torch.float64), pairs[pairs[:, 1] > pairs[:, 0]]])
         errors = torch.cat([moments.error(chunk[:, 0], chunk[:, 1], levels, norm) for chunk in pairs.split(256)])
-        chosen = int(errors.clamp(min=noise).argmin())  # of equals the first, which was the best before
+        chosen = int(errors.clamp(min=noise).argmin())  # the first of equal ones, which is the previous best
         best = (float(pairs[chosen, 0]), float(pairs[chosen, 1]))
         span_low, span_high = _around(best[0], low, span_low), _around(best[1], high, span_high)
     return best
 
 
 def _around(value: float, end: float, span: tuple[float, float]) -> tuple[float, float]:
-    """The share of an end that was best, give or take a step of the grid."""
+    """Return the best share of an end, plus and minus one step of the grid."""
     if end == 0:
         return span
     step = (span[1] - span[0]) / (_GRID - 1)

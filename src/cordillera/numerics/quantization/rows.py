@@ -1,16 +1,17 @@
-"""Embedding rows with their scale and bias fused behind them: FBGEMM's layouts of 8, 4 and 2 bits, byte for byte.
+"""Embedding rows with fused scale and bias: FBGEMM's layouts of 8, 4 and 2 bits, byte for byte.
 
 A row of 8 bits is D payload bytes, then scale and bias in float32. A row of 4 or 2 bits is ``ceil(D * bits / 8)``
 payload bytes, the first element in the lowest bits, then scale and bias in float16. A value is ``q * scale + bias``
 (Khudia et al. 2021, FBGEMM; Guan et al. 2019 for 4 bits).
 
-FBGEMM's kernels turn NaN into 0, an infinity into a row of NaN and a range beyond float16 likewise; here they are
-refused. What they may take goes to them; odd widths, clipping and stochastic rounding are done here. Torch's search for
-a clipping never ends on a row whose range is too small to be divided; this one does.
+FBGEMM's kernels turn NaN into 0, and a row with an infinity or a range beyond float16 into NaN; here such rows raise an
+error. FBGEMM's kernels compute what they support; odd widths, clipping and stochastic rounding are computed here.
+Torch's search for a clipping never ends on a row whose range is too small to be divided; the search here does.
 
-The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most
-``s (1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2, where the last term is float16's flush of
-what is below its smallest number. Codes made anew from a decoded row may differ: do not encode clean rows again.
+The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most ``s
+(1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2 bits, where the last term is float16's flush of
+numbers below its smallest one. Codes computed from a decoded row may differ from the original codes, so do not encode
+unchanged rows again.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from cordillera.errors import NumericsError
 
 BITS = (8, 4, 2)
 _KERNELS = {8: "embedding_bag_byte_prepack", 4: "embedding_bag_4bit_prepack", 2: "embedding_bag_2bit_prepack"}
-_RANGE_EPSILON = 1e-8  # FBGEMM's, in the reciprocal of a range
-_CHUNK = 1 << 20  # elements that the search for a clipping works on at a time
-_STEPS = 200  # of a row's range: the grid of the search
-_SHRUNK = 0.16  # of a row's range, by which the search narrows it at most
+_RANGE_EPSILON = 1e-8  # added to a range before its reciprocal is taken, as in FBGEMM
+_CHUNK = 1 << 20  # number of elements for which a clipping is searched at a time
+_STEPS = 200  # number of steps into which the search divides a row's range
+_SHRUNK = 0.16  # largest share of a row's range by which the search narrows it
 _REFITS = 3
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Bytes of a row with its scale and bias.
+    """Return the number of bytes of a row with its scale and bias.
 
     Args:
-        dim: Elements of a row.
+        dim: Number of elements of a row.
         bits: 8, 4 or 2.
 
     Raises:
-        NumericsError: For other numbers of bits.
+        NumericsError: If ``bits`` is another number.
     """
     if bits not in BITS:
         raise NumericsError(f"rows have 8, 4 or 2 bits, not {bits}", where="bits")
@@ -50,27 +51,28 @@ def row_bytes(dim: int, bits: int) -> int:
 def quantize_rows(
     x: Tensor, bits: int, *, method: str = "minmax", random: Tensor | None = None, name: str = "rows"
 ) -> Tensor:
-    """Rows in FBGEMM's fused layout; by ``minmax`` the same bytes as ``torch.ops.quantized.embedding_bag_*_prepack``.
+    """Encode rows in FBGEMM's fused layout.
 
-    (But for the sign of a bias of zero, of a row that holds zeros of both signs.)
+    With ``minmax``, the bytes equal those of ``torch.ops.quantized.embedding_bag_*_prepack``, except for the sign of a
+    zero bias in a row that holds zeros of both signs.
 
     Args:
-        x: ``float32`` (or ``float16``, ``bfloat16``) ``[R, D]``, any strides. With 4 or 2 bits D may be odd, which
-            FBGEMM refuses: the last byte is filled with zeros.
+        x: Rows, ``float32`` (or ``float16``, ``bfloat16``) ``[R, D]``, of any strides. With 4 or 2 bits D may be odd,
+            which FBGEMM does not support: the last byte is padded with zeros.
         bits: 8, 4 or 2.
         method: ``minmax``, or ``greedy`` (4 and 2 bits): the ends are moved inwards while the squared error falls, then
-            scale and bias are refitted to the codes. Never a larger squared error than ``minmax``.
-        random: ``int64 [R, D]`` that hold 32 random bits each; then values are rounded stochastically, up with the
-            probability of their distance from the code below. None rounds to nearest, ties to even.
-        name: What the rows are called in messages.
+            scale and bias are refitted to the codes. The squared error is never larger than with ``minmax``.
+        random: Random numbers, ``int64 [R, D]`` with 32 random bits each, for stochastic rounding: a value is rounded
+            up with the probability of its distance from the code below. None to round to nearest, ties to even.
+        name: Name of the rows for error messages.
 
     Returns:
-        ``uint8 [R, row_bytes(D, bits)]``.
+        Encoded rows, ``uint8 [R, row_bytes(D, bits)]``.
 
     Raises:
-        NumericsError: For NaN and infinity; a range that overflows float32; with 4 and 2 bits values beyond float16,
-            and rows, other than constants, whose offset is so large beside their range that float16 may misplace the
-            bias by more than half a step (``|min| 2^-11 > s / 2``). Row and column are named.
+        NumericsError: If a value is NaN or infinite, or a range overflows float32. With 4 and 2 bits also if a value is
+            beyond float16, or the offset of a row that is not constant is so large compared with its range that float16
+            may misplace the bias by more than half a step (``|min| 2^-11 > s / 2``). The message names row and column.
     """
     row_bytes(0, bits)
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -100,29 +102,29 @@ def quantize_rows(
 
 
 def _encode_single(x: Tensor, low: Tensor, high: Tensor, random: Tensor | None) -> Tensor:
-    """Rows of 8 bits."""
+    """Encode rows in 8 bits."""
     span = high - low
     codes = _round((x - low) * (255.0 / (span + _RANGE_EPSILON)), 255, random)
     return torch.cat([codes, _bytes_of(span / 255.0, low)], dim=1)
 
 
 def _encode_half(x: Tensor, scale: Tensor, bias: Tensor, bits: int, random: Tensor | None) -> Tensor:
-    """Rows of 4 or 2 bits."""
+    """Encode rows in 4 or 2 bits."""
     codes = _round((x - bias) * (1.0 / scale), (1 << bits) - 1, random)
     return torch.cat([pack_codes(codes, bits), _bytes_of(scale.half(), bias.half())], dim=1)
 
 
 def dequantize_rows(rows: Tensor, bits: int, dim: int, *, name: str = "rows") -> Tensor:
-    """The values of rows in the fused layout, each rounded once to float32.
+    """Return the values of rows in the fused layout, each rounded once to float32.
 
     Args:
-        rows: ``uint8 [R, row_bytes(dim, bits)]``.
+        rows: Encoded rows, ``uint8 [R, row_bytes(dim, bits)]``.
         bits: 8, 4 or 2.
-        dim: Elements of a row.
-        name: What the rows are called in messages.
+        dim: Number of elements of a row.
+        name: Name of the rows for error messages.
 
     Returns:
-        ``float32 [R, dim]``.
+        Values, ``float32 [R, dim]``.
 
     Raises:
         NumericsError: If the bytes are not such rows, or a scale or bias is not finite.
@@ -142,11 +144,11 @@ def dequantize_rows(rows: Tensor, bits: int, dim: int, *, name: str = "rows") ->
 
 
 def _ends(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The smallest and largest value of each row ``[R, 1]``, all finite."""
+    """Return the smallest and largest value of each row ``[R, 1]``; raise an error if one is not finite."""
     if not x.numel():
         zeros = x.new_zeros(x.shape[0], 1)
         return zeros, zeros
-    low, high = torch.aminmax(x, dim=1, keepdim=True)  # both are NaN where the row holds one
+    low, high = torch.aminmax(x, dim=1, keepdim=True)  # both are NaN if the row holds one
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
     if bool(bad.any()):
         row = int(bad.flatten().nonzero()[0])
@@ -162,7 +164,7 @@ def _ends(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 def _refuse(
     bad: Tensor, column_of: Callable[..., Tensor] | None, what: str, name: str, remedy: str | None = None
 ) -> None:
-    """Raise for the first row ``[R, 1]`` that is bad; ``column_of``, an argmin or argmax, finds its column."""
+    """Raise an error for the first bad row ``[R, 1]``; ``column_of``, an argmin or argmax, finds its column."""
     if bool(bad.any()):
         row = int(bad.flatten().nonzero()[0])
         column = f", column {int(column_of(dim=1)[row])}" if column_of is not None else ""
@@ -170,14 +172,14 @@ def _refuse(
 
 
 def _half_parameters(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Scale and bias as float16 holds them, in float32.
+    """Return scale and bias rounded to float16, in float32.
 
-    The scale of a constant row may be negative: its bias may round to above the constant.
+    The scale of a constant row may be negative, as its bias may be rounded to above the constant.
     """
     bias = low.half().float()
     span = high - bias
     scale = torch.where(span == 0, torch.ones_like(span), span / levels).half().float()
-    # A scale that float16 flushed to zero: the row is constant to its precision.
+    # if float16 flushed the scale to zero, the row is constant to its precision
     return torch.where((scale == 0) | torch.isinf(1.0 / scale), torch.ones_like(scale), scale), bias
 
 
@@ -197,15 +199,15 @@ def _check_half(x: Tensor, low: Tensor, high: Tensor, scale: Tensor, bias: Tenso
 def _round(scaled: Tensor, levels: int, random: Tensor | None) -> Tensor:
     if random is None:
         return scaled.round().clamp_(0, levels).to(torch.uint8)
-    # In float64 neither the random number nor its sum with a code is rounded to the next code.
+    # in float64 neither the random number nor its sum with a code is rounded to the next code
     return (scaled.double() + random.double() * 2.0**-32).floor().clamp_(0, levels).to(torch.uint8)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Several codes a byte, the first in the lowest bits; the last byte of a row is filled with zeros.
+    """Pack several codes into each byte, the first in the lowest bits; the last byte of a row is padded with zeros.
 
     Args:
-        codes: ``uint8 [R, C]``, each below ``2 ** bits``.
+        codes: Codes, ``uint8 [R, C]``, each below ``2 ** bits``.
         bits: 8, 4 or 2.
     """
     per_byte = 8 // bits
@@ -219,10 +221,10 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """Codes again, ``uint8 [R, bytes * 8 / bits]``.
+    """Return the codes of :func:`pack_codes`, ``uint8 [R, bytes * 8 / bits]``.
 
     Args:
-        packed: ``uint8 [R, bytes]``.
+        packed: Packed codes, ``uint8 [R, bytes]``.
         bits: 8, 4 or 2.
     """
     shifts = range(0, 8, bits)
@@ -234,7 +236,7 @@ def _bytes_of(scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def _loss(x: Tensor, scale: Tensor, bias: Tensor, levels: int) -> Tensor:
-    """The squared error of each row, ``float64 [R, 1]``."""
+    """Return the squared error of each row, ``float64 [R, 1]``."""
     codes = ((x - bias) * (1.0 / scale)).round_().clamp_(0, levels)
     return (x - (codes * scale + bias)).double().square_().sum(1, keepdim=True)
 
@@ -250,13 +252,13 @@ def _greedy(x: Tensor, low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, 
 
 
 def _greedy_chunk(x: Tensor, low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """The path of ``torch.choose_qparams_optimized``, but the best range on it is kept, and refitted."""
+    """Follow the search of ``torch.choose_qparams_optimized``, but keep and refit the best range on its path."""
     scale, bias = _half_parameters(low, high, levels)
     best = _loss(x, scale, bias, levels)
 
     def keep(candidate: tuple[Tensor, Tensor], loss: Tensor) -> None:
         nonlocal scale, bias, best
-        better = loss < best  # false for NaN, which a scale of no sense gives
+        better = loss < best  # false for NaN, which an invalid scale causes
         scale, bias = torch.where(better, candidate[0], scale), torch.where(better, candidate[1], bias)
         best = torch.where(better, loss, best)
 
@@ -270,7 +272,7 @@ def _greedy_chunk(x: Tensor, low: Tensor, high: Tensor, levels: int) -> tuple[Te
         keep(right, torch.where(active & ~go_left, right_loss, torch.inf))
         moved_low = torch.where(active & go_left, low + step, low)
         moved_high = torch.where(active & ~go_left, high - step, high)
-        # A step may be too small to move the ends of a row.
+        # a step may be too small to move the ends of a row
         narrowest = torch.where((moved_low == low) & (moved_high == high), torch.inf, narrowest)
         low, high = moved_low, moved_high
     for _ in range(_REFITS):
@@ -280,7 +282,7 @@ def _greedy_chunk(x: Tensor, low: Tensor, high: Tensor, levels: int) -> tuple[Te
 
 
 def _refit(x: Tensor, scale: Tensor, bias: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """The float16 scale and bias of least squares for the codes that rows have now."""
+    """Return the float16 scale and bias of least squares for the rows' current codes."""
     codes = ((x - bias) * (1.0 / scale)).round_().clamp_(0, levels).double()
     values = x.double()
     code_mean, value_mean = codes.mean(1, keepdim=True), values.mean(1, keepdim=True)

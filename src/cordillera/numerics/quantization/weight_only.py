@@ -1,7 +1,7 @@
-"""Layers whose weights alone have few bits: float16, int8 or int4, with activations as they are.
+"""Linear layers with weights in float16, int8 or int4 and activations in floating point.
 
-For layers that are bound by reading their weights, and for those whose activations do not bear eight bits. NaN and
-infinity do in them what they do in any product.
+They suit layers that are bound by reading their weights, and those whose activations do not tolerate eight bits. NaN
+and infinity propagate as in any product.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cordillera.numerics.quantization.quantizers import check_finite
 
 
 class HalfWeights:
-    """FBGEMM's product with float16 weights and float32 sums; half the memory of float32, no codes.
+    """FBGEMM's product with float16 weights and float32 sums, at half the memory of float32 and without codes.
 
     Args:
-        weight: ``float32 [N, K]``.
-        bias: ``float32 [N]``, or None.
+        weight: Weight, ``float32 [N, K]``.
+        bias: Bias, ``float32 [N]``, or None.
 
     Raises:
         NumericsError: If a weight is not finite or lies beyond float16; FBGEMM would clamp it.
@@ -35,24 +35,16 @@ class HalfWeights:
             self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().contiguous(), bias)
 
     def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        """``x W^T + b``.
-
-        Args:
-            x: ``float32 [M, K]``; NaN and infinity go through.
-            relu: Whether negative results become zero.
-        """
+        """Compute ``x W^T + b`` for ``x`` ``float32 [M, K]``; NaN and infinity propagate."""
         if x.shape[1]:
             y = torch.ops.quantized.linear_dynamic_fp16(x.contiguous(), self._packed)
-        else:  # torch would give memory as it finds it
+        else:  # torch would return uninitialized memory
             y = self._bias.expand(len(x), -1).clone()
         return y.relu_() if relu else y
 
 
 def check_half(weight: Tensor) -> None:
-    """Refuse a weight that float16 cannot hold.
-
-    Args:
-        weight: Any shape.
+    """Check that float16 can hold a weight.
 
     Raises:
         NumericsError: If an element is not finite or lies beyond float16.
@@ -67,13 +59,10 @@ def check_half(weight: Tensor) -> None:
 
 
 class Int8Weights:
-    """Weights of int8, activations as they are: the codes are widened while they are read.
-
-    Args:
-        weight: Symmetric.
+    """Weights of int8 with floating-point activations; the codes are widened while they are read.
 
     Raises:
-        NumericsError: If it has zero points.
+        NumericsError: If the weight has zero points.
     """
 
     def __init__(self, weight: LinearWeight) -> None:
@@ -82,16 +71,11 @@ class Int8Weights:
         self.weight = weight
 
     def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        """``x W^T + b``.
-
-        Args:
-            x: ``float32`` or ``bfloat16 [M, K]``; NaN and infinity go through.
-            relu: Whether negative results become zero.
-        """
+        """Compute ``x W^T + b`` for ``x`` ``float32`` or ``bfloat16 [M, K]``; NaN and infinity propagate."""
         weight = self.weight
         if x.dtype == torch.bfloat16 and self.takes(weight.codes):
             y = torch._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scale.bfloat16())
-        else:  # torch's kernel for float32 takes a hundred times as long as widening all codes
+        else:  # torch's float32 kernel takes a hundred times as long as widening all codes
             y = (F.linear(x.float(), weight.codes.float()) * weight.scale).to(x.dtype)
         if weight.bias is not None:
             y += weight.bias
@@ -99,21 +83,18 @@ class Int8Weights:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether torch's kernel takes a shape; of torch 2.13 it reads past the end of others.
-
-        Args:
-            weight: ``[N, K]``.
-        """
+        """Whether torch's kernel supports a weight ``[N, K]``; torch 2.13's reads out of bounds for other shapes."""
         return weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
 
 
 class Int4Weights:
-    """Weights of four bits in groups of a row's neighbours, each with a scale and an offset; activations as they are.
+    """Weights of four bits in groups along a row, each with a scale and an offset, and floating-point activations.
 
     Args:
-        codes: 0 to 15, ``uint8 [N, K]``.
-        offsets: ``float32 [N, K / group, 2]``, scale and offset: a weight is ``(code - 8) * scale + offset``.
-        bias: ``float32 [N]``, or None.
+        codes: Codes from 0 to 15, ``uint8 [N, K]``.
+        offsets: Scale and offset of each group, ``float32 [N, K / group, 2]``: a weight is ``(code - 8) * scale +
+            offset``.
+        bias: Bias, ``float32 [N]``, or None.
     """
 
     def __init__(self, codes: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
@@ -124,11 +105,11 @@ class Int4Weights:
 
     @classmethod
     def quantize(cls, weight: Tensor, *, group: int = 32) -> tuple[Tensor, Tensor]:
-        """Codes and offsets of a weight, as the class takes them.
+        """Return the codes and offsets of a weight, as the class takes them.
 
         Args:
-            weight: ``float32 [N, K]``, N divisible by 16 and K by the group; torch's kernel asks for that.
-            group: Weights that share a scale: 32, 64, 128 or 256.
+            weight: Weight, ``float32 [N, K]``; torch's kernel needs N divisible by 16 and K by ``group``.
+            group: Number of weights that share a scale: 32, 64, 128 or 256.
 
         Raises:
             NumericsError: If the shape does not fit, or a weight is not finite.
@@ -147,29 +128,19 @@ class Int4Weights:
 
     @staticmethod
     def takes(weight: Tensor, group: int) -> bool:
-        """Whether torch's kernel takes a shape.
-
-        Args:
-            weight: ``[N, K]``.
-            group: Weights that share a scale.
-        """
+        """Whether torch's kernel supports a weight ``[N, K]`` in groups of ``group``."""
         outputs, inner = weight.shape
         return group in (32, 64, 128, 256) and not inner % group and not outputs % 16 and bool(weight.numel())
 
     def dequantize(self) -> Tensor:
-        """The weight that the codes stand for, ``float32 [N, K]``."""
+        """Return the weight that the codes represent, ``float32 [N, K]``."""
         outputs, inner = self._codes.shape
         codes = self._codes.float().view(outputs, -1, self.group) - 8
         scale, offset = self._offsets.transpose(0, 1).unbind(2)
         return (codes * scale[..., None] + offset[..., None]).view(outputs, inner)
 
     def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        """``x W^T + b``.
-
-        Args:
-            x: ``float32`` or ``bfloat16 [M, K]``; NaN and infinity go through.
-            relu: Whether negative results become zero.
-        """
+        """Compute ``x W^T + b`` for ``x`` ``float32`` or ``bfloat16 [M, K]``; NaN and infinity propagate."""
         offsets = self._offsets.to(x.dtype)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, self.group, offsets)
         if self.bias is not None:
@@ -178,15 +149,9 @@ class Int4Weights:
 
 
 class WeightOnlyLinear(nn.Module):
-    """A linear layer with packed weights of 16, 8 or 4 bits; inference only, on the CPU.
+    """Linear layer with packed weights of 16, 8 or 4 bits, from ``float32 [..., K]`` to ``float32 [..., N]``.
 
-    Calls take ``float32 [..., K]`` and give ``float32 [..., N]``.
-
-    Args:
-        packed: What multiplies ``float32 [M, K]``; see :meth:`from_linear`.
-        in_features: K.
-        out_features: N.
-        relu: Whether negative results become zero.
+    For inference on the CPU; :meth:`from_linear` creates it.
     """
 
     def __init__(
@@ -200,13 +165,11 @@ class WeightOnlyLinear(nn.Module):
         """Pack a layer's weight once.
 
         Args:
-            linear: On the CPU.
-            bits: 16, 8 or 4. Shapes that torch's kernel for four bits does not take get eight.
-            group: Weights of a row that share a scale, with four bits.
-            relu: Whether negative results become zero.
+            bits: 16, 8 or 4. Shapes that torch's four-bit kernel does not support get eight.
+            group: Number of weights of a row that share a scale, with four bits.
 
         Raises:
-            NumericsError: For other bits, or a weight that is float64, not finite or too large for float16.
+            NumericsError: If ``bits`` is another number, or a weight is float64, not finite or too large for float16.
         """
         refuse_double(linear.weight, "weight")
         weight = linear.weight.detach().float()

@@ -1,16 +1,16 @@
-"""Checkpoints of Llama models in the formats that they are published in, and in our own.
+"""Checkpoints of Llama models in their published formats, and in Cordillera's own format.
 
 =================  ========================================================================================
-format             what lies at the path
+format             content of the path
 =================  ========================================================================================
 Hugging Face       a folder with ``config.json`` and one or several ``.safetensors`` with an index
 Meta consolidated  a folder with ``params.json`` and ``consolidated.NN.pth``, one for each model-parallel rank
-GGUF               one ``.gguf`` file, or a folder with one; quantised weights are dequantised
-our own            a folder ``step-NNNNNNNNN`` of a training, with ``model.json`` and ``checksums.json``
+GGUF               one ``.gguf`` file, or a folder with one; quantized weights are dequantized
+Cordillera         a folder ``step-NNNNNNNNN`` of a training, with ``model.json`` and ``checksums.json``
 =================  ========================================================================================
 
-Everything that can be wrong with names, shapes and dtypes is refused before weights are read, and nothing is unpickled
-but tensors. Files are copied tensor by tensor, or in smaller pieces, into the model, so that memory holds it once.
+Names, shapes and dtypes are checked before weights are read, and only tensors are unpickled. Files are copied into the
+model tensor by tensor, or in smaller pieces, so that memory holds the weights once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = ["Source", "load", "load_into", "open_checkpoint", "read_model", "save
 
 
 def open_checkpoint(path: str | Path) -> Source:
-    """Recognise a checkpoint's format and check everything about it but the weights' values.
+    """Recognise a checkpoint's format and check everything except the values of the weights.
 
     Args:
-        path: A folder, or a GGUF file.
+        path: Folder, or GGUF file.
 
     Raises:
-        CheckpointError: there is no checkpoint, its format is unknown, or something in it is missing, truncated,
-            of the wrong shape or dtype, or not a Llama.
-        DependencyError: GGUF without the library ``gguf``.
+        CheckpointError: If there is no checkpoint, its format is unknown, or something in it is missing, truncated, of
+            the wrong shape or dtype, or not a Llama.
+        DependencyError: If the file is GGUF and the library ``gguf`` is not installed.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -72,21 +72,21 @@ def open_checkpoint(path: str | Path) -> Source:
 def load(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", threads: int = 4
 ) -> tuple[LlamaConfig, Llama]:
-    """Make the model that a checkpoint holds.
+    """Create the model of a checkpoint.
 
     Args:
-        path: A folder, or a GGUF file.
-        dtype: Data type of the weights in memory; those in files are cast.
-        device: Where the model is to be.
+        path: Folder, or GGUF file.
+        dtype: Dtype of the weights in memory, to which stored weights are cast.
+        device: Device of the model.
         threads: Number of threads that read tensors at the same time.
 
     Returns:
-        Config and model.
+        Configuration and model.
 
     Raises:
-        CheckpointError: as :func:`open_checkpoint`; also for weights that are NaN or infinite, or become so in
-            ``dtype``.
-        DependencyError: GGUF without the library ``gguf``.
+        CheckpointError: If the checkpoint is invalid (:func:`open_checkpoint`), or weights are NaN or infinite, or
+            become so in ``dtype``.
+        DependencyError: If the file is GGUF and the library ``gguf`` is not installed.
     """
     source = open_checkpoint(path)
     return source.config, read_model(source, dtype, device, threads)
@@ -95,16 +95,16 @@ def load(
 def read_model(
     source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", threads: int = 4
 ) -> Llama:
-    """Make the model of a checkpoint that is open already.
+    """Create the model of an open checkpoint.
 
     Args:
-        source: From :func:`open_checkpoint`.
-        dtype: As for :func:`load`.
-        device: As for :func:`load`.
-        threads: As for :func:`load`.
+        source: Checkpoint from :func:`open_checkpoint`.
+        dtype: Dtype of the weights in memory, to which stored weights are cast.
+        device: Device of the model.
+        threads: Number of threads that read tensors at the same time.
 
     Raises:
-        CheckpointError: weights are NaN or infinite, or become so in ``dtype``.
+        CheckpointError: If weights are NaN or infinite, or become so in ``dtype``.
     """
     with torch.device("meta"):
         model = Llama(source.config)
@@ -117,17 +117,17 @@ def read_model(
 
 
 def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
-    """Copy a checkpoint's weights into a model that is already there, in the model's dtypes.
+    """Copy a checkpoint's weights into an existing model, in the model's dtypes.
 
     Args:
-        model: Its weights are overwritten.
-        path: A folder, or a GGUF file.
+        model: Model whose weights are overwritten.
+        path: Folder, or GGUF file.
         threads: Number of threads that read tensors at the same time.
 
     Raises:
-        CheckpointError: as :func:`load`; also when the checkpoint is of another architecture than the model, or the
-            model is on the meta device.
-        DependencyError: GGUF without the library ``gguf``.
+        CheckpointError: If loading fails as in :func:`load`, the checkpoint has another architecture than the model, or
+            the model is on the meta device.
+        DependencyError: If the file is GGUF and the library ``gguf`` is not installed.
     """
     source = open_checkpoint(path)
     check_architecture(model.config, source.config, Path(path))
@@ -141,7 +141,7 @@ def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
 def _fill(model: Llama, source: Source, threads: int) -> None:
     def one(name: str, out: Tensor) -> None:
         source.read(name, out)
-        low, high = torch.aminmax(out)  # NaN is passed on
+        low, high = torch.aminmax(out)  # NaN propagates
         if not (low.isfinite() and high.isfinite()):
             raise CheckpointError(
                 f"tensor {source.name_of(name)} holds NaN or infinity as {out.dtype}",

@@ -1,8 +1,8 @@
 """Meta's layout: ``params.json`` and ``consolidated.NN.pth``, one file for each model-parallel rank.
 
-Ranks hold equal parts of each matrix, cut along its outputs (of ``wo`` and ``w2``: its inputs), and copies of norms.
-With more ranks than heads of keys and values, neighbouring ranks hold copies of a head; 405B for 16 ranks even says in
-``params.json`` that it has 16 such heads.
+Ranks hold equal parts of each matrix, cut along its outputs (``wo`` and ``w2``: along its inputs), and copies of norms.
+With more ranks than key-value heads, neighbouring ranks hold copies of a head. In the 405B checkpoint for 16 ranks,
+``params.json`` even counts 16 such heads.
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ _BY_INPUT = ("attention.output.weight", "feed_forward.down.weight")
 
 
 class Consolidated(Source):
-    """A folder in Meta's layout, for any number of ranks.
-
-    Args:
-        path: The folder.
+    """Folder in Meta's layout, for any number of ranks.
 
     Raises:
-        CheckpointError: anything is missing, truncated, of the wrong shape or dtype, holds code, or is not a Llama.
+        CheckpointError: If anything is missing, truncated, of the wrong shape or dtype, contains code, or is not a
+            Llama.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +120,7 @@ class Consolidated(Source):
         width, copies = self.config.head_width, self._copies if name.endswith(_SHARED) else 1
         heads = [head for part in parts for head in part.unflatten(0, (-1, width))]  # each [D, hidden]
         if copies == 1 and name.endswith(_SHARED) and len(heads) == len(parts):
-            # not treated as duplicates, because the heads of the first block are not copies
+            # the heads of the first block are not copies, so equal heads here are an error
             for number, pair in enumerate(itertools.pairwise(heads)):
                 if torch.equal(*pair):
                     raise CheckpointError(
@@ -145,14 +143,14 @@ class Consolidated(Source):
                 place.copy_(head)
 
     def _part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one rank's part of a parameter."""
+        """Return the shape of one rank's part of a parameter."""
         ranks = len(self._ranks)
         if len(shape) == 1:
             return shape
         if name.endswith(_SHARED):
             shape = (shape[0] * self._copies, shape[1])
         dim = 1 if name.endswith(_BY_INPUT) else 0
-        whole = self.config.head_width if name.endswith((*_ROTATED, *_SHARED)) else 1  # heads are not cut
+        whole = self.config.head_width if name.endswith((*_ROTATED, *_SHARED)) else 1  # heads are never split
         if shape[dim] % (ranks * whole):
             raise CheckpointError(
                 f"tensor {_NAMES(name)} of shape {shape} cannot have been cut for {ranks} ranks",
@@ -172,7 +170,7 @@ class Consolidated(Source):
         return f"params.json belongs to another model, or some of the {len(self._ranks)} files are missing"
 
     def _read_config(self) -> tuple[LlamaConfig, int]:
-        """The Config, and how many copies there are of each head of keys and values."""
+        """Return the configuration, and the number of copies of each key-value head."""
         params, where = self._params, self.path / "params.json"
         try:
             hidden, heads, layers = int(params["dim"]), int(params["n_heads"]), int(params["n_layers"])
@@ -194,7 +192,7 @@ class Consolidated(Source):
         tied = self._tied()
         scaling = None
         if params.get("use_scaled_rope"):
-            # Published files do not tell the factor: 3.2, whose models are the tied ones, has 32, all others have 8.
+            # Published files lack the factor: it is 32 for Llama 3.2, whose models are tied, and 8 for all others.
             scaling = {
                 "factor": params.get("rope_scaling_factor", 32.0 if tied else 8.0),
                 "low_freq_factor": params.get("rope_low_freq_factor", 1.0),
@@ -211,25 +209,25 @@ class Consolidated(Source):
             "context": params.get("context_length", 131072 if scaling else 8192),
             "tied": tied,
             "norm_eps": params.get("norm_eps", 1e-5),
-            "rope_theta": params.get("rope_theta", 10_000.0),  # Llama 2 did not say; 3 does
+            "rope_theta": params.get("rope_theta", 10_000.0),  # Llama 2 has no such entry; Llama 3 has
             "rope_scaling": scaling,
         }
         return make_config(where, values), copies
 
     def _rows(self, name: str) -> int:
-        """Rows of a tensor over all ranks."""
+        """Return the number of rows of a tensor over all ranks."""
         for rank, file in zip(self._ranks, self._files, strict=True):
             if name not in rank or rank[name].dim() != 2:
                 raise missing(name, file)
         return sum(rank[name].shape[0] for rank in self._ranks)
 
     def _repetition(self, width: int, kv_heads: int) -> int:
-        """How often each head of keys and values comes in a row in the first block, where ranks hold one head each."""
+        """Return how many consecutive key-value heads are copies in the first block; 1 unless ranks hold one head."""
         heads = []
         for rank in self._ranks:
             parts = [rank.get(f"layers.0.attention.{kind}.weight") for kind in ("wk", "wv")]
             if any(part is None or part.shape[0] != width for part in parts):
-                return 1  # the shapes are wrong, which is said later
+                return 1  # the shapes are wrong, which is reported later
             heads.append(torch.cat([part for part in parts if part is not None]))
         for copies in range(kv_heads, 1, -1):
             if kv_heads % copies == 0 and all(torch.equal(heads[i], heads[i - i % copies]) for i in range(kv_heads)):
@@ -237,7 +235,7 @@ class Consolidated(Source):
         return 1
 
     def _tied(self) -> bool:
-        """Whether the head is left out, or is the embedding once more."""
+        """Whether the head is missing or equal to the embedding."""
         if not any("output.weight" in rank for rank in self._ranks):
             return True
         return all(
@@ -249,7 +247,7 @@ class Consolidated(Source):
 
 
 def _files(path: Path) -> list[Path]:
-    """The ranks' files in order, none missing between them."""
+    """Return the ranks' files in order; raise an error if one is missing."""
     numbers = {}
     for file in path.glob("consolidated.*.pth"):
         if match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name):
@@ -263,7 +261,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _open(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped."""
+    """Return the tensors of a file, memory-mapped."""
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -272,7 +270,7 @@ def _open(file: Path) -> dict[str, Tensor]:
             where=str(file),
             remedy="get the checkpoint from its publisher",
         ) from error
-    except Exception as error:  # the reader trips over damaged bytes in any way there is
+    except Exception as error:  # damaged bytes can cause any error in the reader
         said = str(error).splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"is truncated or damaged ({said[0]})", where=str(file), remedy="download the file again"
@@ -290,15 +288,15 @@ def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
     """Write a model in Meta's layout.
 
     Args:
-        model: Its weights are written in the dtype that they have.
-        folder: To be made; it may not hold anything.
-        ranks: Files to cut it into. Divides all widths; with more ranks than heads of keys and values these are
-            repeated, and ``params.json`` counts the copies, as the reference code needs it.
+        model: Model whose weights are written in their current dtype.
+        folder: Folder to create; it may exist if it is empty.
+        ranks: Number of files; must divide all widths. With more ranks than key-value heads, these are repeated, and
+            ``params.json`` counts the copies, as the reference code requires.
 
     Raises:
-        CheckpointError: ``ranks`` does not divide the model, the layout cannot hold it, ``folder`` is not empty, or the
-            disk is full.
-        DataError: the folder cannot be made.
+        CheckpointError: If ``ranks`` does not divide the model, the layout cannot hold it, ``folder`` is not empty, or
+            the disk is full.
+        DataError: If the folder cannot be created.
     """
     config, where = model.config, str(folder)
     if config.head_width * config.heads != config.hidden:
@@ -323,14 +321,14 @@ def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
             tensors = {
                 _NAMES(name): _cut(config, name, p.detach(), rank, ranks) for name, p in model.named_parameters()
             }
-            if config.tied:  # the reference code wants it; the file holds it once
+            if config.tied:  # required by the reference code; the file stores it once
                 tensors["output.weight"] = tensors["tok_embeddings.weight"]
             torch.save(tensors, beside / f"consolidated.{rank:02d}.pth")
         write_checksums(beside)
 
 
 def _cut(config: LlamaConfig, name: str, weight: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's part of a parameter, on the CPU."""
+    """Return a rank's part of a parameter, on the CPU."""
     if weight.dim() == 1:
         return weight.cpu()
     if name.endswith((*_ROTATED, *_SHARED)):
@@ -340,7 +338,7 @@ def _cut(config: LlamaConfig, name: str, weight: Tensor, rank: int, ranks: int) 
         part = heads.chunk(ranks)[rank]
         return (halves_to_interleaved(part) if name.endswith(_ROTATED) else part).flatten(0, 1).cpu().clone()
     part = weight.chunk(ranks, 1 if name.endswith(_BY_INPUT) else 0)[rank]
-    return part.cpu() if ranks == 1 else part.cpu().clone()  # a view would be saved with all that it is a view of
+    return part.cpu() if ranks == 1 else part.cpu().clone()  # saving a view would save its whole base tensor
 
 
 def _params(config: LlamaConfig, copies: int) -> dict[str, Any]:
@@ -357,7 +355,7 @@ def _params(config: LlamaConfig, copies: int) -> dict[str, Any]:
         "context_length": config.context,
     }
     if ffn_width(config.hidden) != config.ffn:
-        # Any factor that the rule rounds to the right width.
+        # any factor that the rule rounds to the right width
         params["multiple_of"] = config.ffn & -config.ffn
         params["ffn_dim_multiplier"] = (config.ffn + 0.5) / int(8 * config.hidden / 3)
     if config.rope_scaling is not None:

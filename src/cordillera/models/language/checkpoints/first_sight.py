@@ -1,4 +1,4 @@
-"""Checksums of files that come without any: recorded when the files are first read, and compared later."""
+"""Checksums of files that are published without any: recorded when the files are first read, and compared later."""
 
 from __future__ import annotations
 
@@ -18,27 +18,21 @@ _THREADS = 4
 
 
 def record_of(files: Sequence[Path], cache_dir: str | Path | None = None) -> Path:
-    """Path in the cache of the record of files that do not belong to a run.
-
-    Args:
-        files: Paths of the files, at least one.
-        cache_dir: Folder of the cache. Default: ``$CORDILLERA_CACHE``, else ``~/.cache/cordillera``.
-    """
+    """Return the path, in the cache, of the record of files that do not belong to a run; at least one file."""
     places = "\0".join(str(file.resolve()) for file in files)
     return cache_folder(cache_dir) / "first-sight" / f"{hashlib.sha256(places.encode()).hexdigest()[:16]}.json"
 
 
 def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
-    """Refuse files whose content has changed since they were first read; record their checksums the first time.
+    """Compare files with their checksums from the first time they were read; record the checksums the first time.
 
     A file whose size and modification time are those of the record is not read again.
 
     Args:
-        files: Files of a checkpoint without checksums.
         record: Path of the record, written if it does not exist; see :func:`record_of`.
 
     Raises:
-        CheckpointError: A file has changed, or the record is damaged; the message names it.
+        CheckpointError: If a file has changed, or the record is damaged; the message names it.
     """
     remedy = "delete it, if the files that it is of are as they should be"
     known = read_sealed(record, required=True, error=CheckpointError, remedy=remedy) if record.exists() else {}
@@ -62,5 +56,5 @@ def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
                     remedy=f"restore it; if it was changed on purpose, delete {record}",
                 )
     if places:
-        with contextlib.suppress(DataError):  # where nothing can be written, nothing is compared
+        with contextlib.suppress(DataError):  # without a writable cache there is no comparison
             write_bytes(record, sealed_json({**known, **found}).encode())

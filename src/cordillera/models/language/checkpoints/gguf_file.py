@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: one file, weights mostly quantised."""
+"""GGUF, the format of llama.cpp: one file, usually with quantized weights."""
 
 from __future__ import annotations
 
@@ -41,18 +41,15 @@ _NAMES = Names(
 )
 _ROTATED = ("attention.query.weight", "attention.key.weight")
 _FACTORS = "rope_freqs.weight"
-_PIECE = 2**18  # values that are dequantised at a time
+_PIECE = 2**18  # number of values that are dequantized at a time
 
 
 class GGUFFile(Source):
-    """A GGUF file.
-
-    Args:
-        path: The file.
+    """GGUF file of a Llama.
 
     Raises:
-        CheckpointError: it is truncated, of the wrong shapes, or not a Llama.
-        DependencyError: the library ``gguf`` is not installed.
+        CheckpointError: If the file is truncated, has wrong shapes, or is not a Llama.
+        DependencyError: If the library ``gguf`` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +93,7 @@ class GGUFFile(Source):
     def read(self, name: str, out: Tensor) -> None:
         stored = self._tensors[_NAMES(name)]
         rows = out if out.dim() == 2 else out[None]
-        # A few rows, or heads, at a time: quantised values take several times their size while they are unpacked.
+        # A few rows or heads at a time, as quantized values take several times their size while they are unpacked.
         unit = self.config.head_width if name.endswith(_ROTATED) else 1
         step = max(1, _PIECE // (unit * rows.shape[1])) * unit
         for first in range(0, len(rows), step):
@@ -108,9 +105,9 @@ class GGUFFile(Source):
                 part.copy_(values)
 
     def _values(self, stored: GGUFTensor, first: int, part: Tensor) -> Tensor:
-        """Rows from ``first`` on, as many as ``part`` has, in float32."""
+        """Return the ``len(part)`` rows from ``first`` on, in float32."""
         row_bytes = self._bytes(stored) // math.prod(stored.shape[:-1])
-        # Read, not mapped: pages of a mapped file would count as this process's memory.
+        # Read, not mapped, as pages of a mapped file would count as this process's memory.
         raw = np.fromfile(self.path, np.uint8, len(part) * row_bytes, offset=stored.begin + first * row_bytes)
         kind = self._gguf.GGMLQuantizationType(stored.kind)
         try:
@@ -128,7 +125,7 @@ class GGUFFile(Source):
         return math.prod(stored.shape) // block * size
 
     def _check_place(self, name: str) -> None:
-        """Refuse a tensor of a kind that is not known, or that reaches beyond the end of the file."""
+        """Check that a tensor's kind is known and that the tensor lies within the file."""
         stored = self._tensors[name]
 
         def refuse(what: str) -> CheckpointError:
@@ -157,7 +154,7 @@ class GGUFFile(Source):
             if not isinstance(value, kind):
                 what = f"field {key} is {'missing' if key not in fields else 'damaged'}"
                 raise CheckpointError(what, where=str(self.path), remedy="download the file again")
-            # Thirty-two bits hold 1e-5 as 9.99999975e-06; the shortest decimal is what was meant.
+            # float32 stores 1e-5 as 9.99999975e-06; the shortest decimal recovers the intended value.
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
         architecture = field("general.architecture", kind=str)
@@ -203,7 +200,7 @@ class GGUFFile(Source):
         return config.model_copy(update={"rope_scaling": self._scaling(config)})
 
     def _scaling(self, config: LlamaConfig) -> RopeScaling | None:
-        """The published scaling whose divisors of frequencies the file holds."""
+        """Return the published scaling that matches the file's divisors of frequencies; None without a scaling."""
         if _FACTORS not in self._tensors:
             return None
         stored = self._tensors[_FACTORS]
@@ -213,7 +210,7 @@ class GGUFFile(Source):
         if bool((found == 1).all()):
             return None
         plain = rope_frequencies(config)
-        for factor in (8.0, 32.0):  # 3.1 and 3.3; 3.2
+        for factor in (8.0, 32.0):  # Llama 3.1 and 3.3; Llama 3.2
             scaling = RopeScaling(factor=factor)
             divisors = plain / rope_frequencies(config.model_copy(update={"rope_scaling": scaling}))
             if torch.allclose(found, divisors, rtol=1e-4):

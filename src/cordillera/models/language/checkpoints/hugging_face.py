@@ -47,13 +47,10 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class HuggingFace(Source):
-    """A folder in Hugging Face's layout.
-
-    Args:
-        path: The folder.
+    """Folder in Hugging Face's layout.
 
     Raises:
-        CheckpointError: anything is missing, truncated, of the wrong shape or dtype, or not a Llama.
+        CheckpointError: If anything is missing, truncated, of the wrong shape or dtype, or not a Llama.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +106,7 @@ class HuggingFace(Source):
 
     def _stored(self, name: str) -> StoredTensor:
         file = self._places[name]
-        if name not in self._open(file).keys():  # noqa: SIM118 -- it is no dict
+        if name not in self._open(file).keys():  # noqa: SIM118 -- not a dict
             raise missing(name, file, f"{_INDEX} names it: index and file belong to different checkpoints")
         header = self._open(file).get_slice(name)
         dtype = _DTYPES.get(header.get_dtype())
@@ -132,7 +129,7 @@ class HuggingFace(Source):
         return self._files[file]
 
     def _index(self) -> dict[str, Path]:
-        """Where each tensor lies; all files are opened."""
+        """Return the file of each tensor, and open all files."""
         index = self.path / _INDEX
         if not index.exists():
             found = sorted(self.path.glob("*.safetensors"))
@@ -179,7 +176,7 @@ def _read_config(path: Path) -> LlamaConfig:
     for key, usual in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if raw.get(key, usual) != usual:
             raise refuse(f"{key} is {raw[key]!r}, a Llama has {usual!r}")
-    # Since version 5 of transformers one section holds what rope_scaling and rope_theta did before.
+    # Since version 5 of transformers, one section replaces rope_scaling and rope_theta.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise refuse(f"the rotary settings are {rope!r}, not an object with keys")
@@ -244,16 +241,16 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
 
 
 def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000_000_000) -> None:
-    """Write a model so that ``transformers`` and everything that reads its checkpoints can load it.
+    """Write a model so that ``transformers`` and all programs that read its checkpoints can load it.
 
     Args:
-        model: Its weights are written in the dtype that they have.
-        folder: To be made; it may not hold anything.
-        shard_bytes: A file takes tensors until the next would bring it above this.
+        model: Model whose weights are written in their current dtype.
+        folder: Folder to create; it may exist if it is empty.
+        shard_bytes: Size in bytes above which the next tensor starts a new file.
 
     Raises:
-        CheckpointError: ``folder`` is not empty, or the disk is full.
-        DataError: the folder cannot be made.
+        CheckpointError: If ``folder`` is not empty, or the disk is full.
+        DataError: If the folder cannot be created.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0

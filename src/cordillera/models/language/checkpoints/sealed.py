@@ -16,28 +16,20 @@ _REMEDY = "delete this folder and use an earlier checkpoint, or restore it from 
 
 
 def write_checksums(folder: Path) -> None:
-    """Write ``checksums.json`` for all files of a folder.
-
-    Args:
-        folder: Folder whose files are complete.
-    """
+    """Write ``checksums.json`` for all files of a folder, which must be complete."""
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     sums = {path.name: {"sha256": checksum(path), "bytes": path.stat().st_size} for path in files}
     (folder / CHECKSUMS).write_text(sealed_json(sums), encoding="utf-8")
 
 
 class SealedFolder:
-    """A folder whose files are present with their recorded lengths; their content is verified on request.
-
-    Args:
-        path: Path of the folder.
+    """Folder whose files exist with their recorded sizes; their content is verified on request.
 
     Attributes:
-        path: Path of the folder.
         sizes: Size of each file in bytes, by name.
 
     Raises:
-        CheckpointError: A file is missing or has another length; the message names it.
+        CheckpointError: If a file is missing or has another size; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,14 +55,12 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, *names: str) -> SealedFolder | None:
-        """Open a folder and verify some of its files; None for a folder without checksums.
+        """Open a folder and verify the files ``names``; None for a folder without checksums.
 
-        Args:
-            path: Path of the folder.
-            names: Names of the files to verify now; other files are verified when they are read.
+        Other files are verified when they are read.
 
         Raises:
-            CheckpointError: A file is missing, or differs from its checksum.
+            CheckpointError: If a file is missing, or differs from its checksum.
         """
         if not (path / CHECKSUMS).exists():
             return None
@@ -82,11 +72,8 @@ class SealedFolder:
     def verify(self, name: str) -> None:
         """Compare a file with its checksum.
 
-        Args:
-            name: Name of the file.
-
         Raises:
-            CheckpointError: The file differs from its checksum.
+            CheckpointError: If they differ.
         """
         if checksum(self.path / name) != self._sums[name]:
             raise self._corrupt(name)
@@ -94,11 +81,8 @@ class SealedFolder:
     def verify_once(self, name: str) -> None:
         """Compare a file with its checksum at the first call for this file; may be called by several threads.
 
-        Args:
-            name: Name of the file.
-
         Raises:
-            CheckpointError: The file differs from its checksum, or has none.
+            CheckpointError: If the file differs from its checksum, or has none.
         """
         if name not in self._locks:
             raise CheckpointError("has no checksum", where=str(self.path / name), remedy=_REMEDY)
@@ -110,11 +94,8 @@ class SealedFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON object from a file and verify the file.
 
-        Args:
-            name: Name of the file.
-
         Raises:
-            CheckpointError: The file differs from its checksum, or is not a JSON object.
+            CheckpointError: If the file differs from its checksum, or is not a JSON object.
         """
         content = (self.path / name).read_bytes()
         if hashlib.sha256(content).hexdigest() != self._sums[name]:

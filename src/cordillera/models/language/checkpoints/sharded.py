@@ -1,11 +1,11 @@
-"""Our own layout, of trainings in many processes: parts of tensors, as each process holds them.
+"""Cordillera's own layout of distributed training: parts of tensors, as each process holds them.
 
 A folder ``step-000000123`` holds ``weights-NNNNN.safetensors`` and ``optimizer-NNNNN.safetensors`` of process ``NNNNN``
-(one that holds nothing alone has none), ``model.json`` (the shapes), ``state.json`` (counters) and ``checksums.json``
-(SHA-256 and size of all others, and of itself). Weights have the names of the whole model; a moment is
-``optimizer.NAME.exp_avg``. Where a part lies in the whole is in its file's header, in the words of
-:mod:`torch.distributed.checkpoint`, whose ``HuggingFaceStorageReader`` reads such folders too. Its own layout is not
-used, since that keeps a pickle beside the tensors, and a pickle may be code.
+(none for a process that holds no part of its own), ``model.json`` (the shapes), ``state.json`` (counters) and
+``checksums.json`` (SHA-256 and size of all other files, and its own SHA-256). Weights have the names of the whole
+model; a moment is ``optimizer.NAME.exp_avg``. The header of a file gives the position of each part in its tensor in the
+format of :mod:`torch.distributed.checkpoint`, whose ``HuggingFaceStorageReader`` can read such folders too. That
+module's own layout is not used because it stores a pickle beside the tensors, and a pickle may contain code.
 """
 
 from __future__ import annotations
@@ -40,21 +40,12 @@ _REMEDY = "delete this folder and use an earlier checkpoint, or restore it from 
 
 
 def part_file(kind: str, rank: int) -> str:
-    """The file of one process.
-
-    Args:
-        kind: :data:`WEIGHTS` or :data:`OPTIMIZER`.
-        rank: Rank of the process.
-    """
+    """Return the file name of one process; ``kind`` is :data:`WEIGHTS` or :data:`OPTIMIZER`."""
     return f"{kind}-{rank:05d}.safetensors"
 
 
 def describe_parts(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """What a file's header says beside shapes.
-
-    Args:
-        offsets: Offsets of each tensor's part in the whole.
-    """
+    """Return the metadata of a file's header, from the offsets of each tensor's part in the whole."""
     return {
         "format": "pt",
         "DCP_VERSION": "1.0",
@@ -63,12 +54,10 @@ def describe_parts(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
 
 
 class TensorBox(NamedTuple):
-    """A box of a tensor.
+    """Box of a tensor that a file holds.
 
     Attributes:
-        file: Name of the one that holds it.
-        offsets: Of its first number in the whole, by dimension.
-        sizes: By dimension.
+        offsets: Offset of its first number in the whole tensor, by dimension.
     """
 
     file: str
@@ -77,23 +66,18 @@ class TensorBox(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past its last number, by dimension."""
+        """Offset after its last number, by dimension."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class Parts:
     """Tensors that lie in several files, part by part.
 
-    Args:
-        folder: Folder of the files.
-        files: Their names.
-
     Attributes:
-        parts: Parts of each tensor, by name.
         shapes: Shapes of whole tensors, by name.
 
     Raises:
-        CheckpointError: A file is damaged, or parts of a tensor are missing.
+        CheckpointError: If a file is damaged, or parts of a tensor are missing.
     """
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
@@ -115,12 +99,11 @@ class Parts:
         """Copy a box of a tensor.
 
         Args:
-            name: Name of the tensor.
-            offsets: Offsets of the box's first number in the whole, by dimension.
-            out: Takes the values, in its own dtype and on its own device; it has the box's shape.
+            offsets: Offset of the box's first number in the whole tensor, by dimension.
+            out: Tensor to fill, of the box's shape and any dtype and device.
 
         Raises:
-            CheckpointError: Some of it is not there, or not a number.
+            CheckpointError: If a part is missing, or a value is NaN or infinite.
         """
         out.fill_(math.nan)
         wanted = TensorBox("", tuple(offsets), tuple(out.shape))
@@ -145,7 +128,7 @@ class Parts:
             information = parse_json(
                 opened.metadata()[_INFORMATION], f"{path}, {_INFORMATION}", error=CheckpointError, remedy=_REMEDY
             )
-            for name in opened.keys():  # noqa: SIM118 -- it is no dict
+            for name in opened.keys():  # noqa: SIM118 -- not a dict
                 header = opened.get_slice(name)
                 sizes, offsets = tuple(header.get_shape()), tuple(information[name][_OFFSETS])
                 if len(offsets) != len(sizes) or any(type(offset) is not int or offset < 0 for offset in offsets):
@@ -165,13 +148,10 @@ def _box(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tupl
 
 
 class ShardedFolder(SealedFolder):
-    """Folder of a step, whose files are present with their recorded lengths.
-
-    Args:
-        path: Path of the folder.
+    """Folder of a step, whose files are checked for their recorded sizes.
 
     Raises:
-        CheckpointError: A file is missing or has another length; the message names it.
+        CheckpointError: If a file is missing or has another size; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -182,34 +162,27 @@ class ShardedFolder(SealedFolder):
 
     @property
     def config(self) -> LlamaConfig:
-        """Of the model.
+        """Configuration of the model.
 
         Raises:
-            CheckpointError: It is not possible, or damaged.
+            CheckpointError: If it is invalid or damaged.
         """
         return make_config(self.path / MODEL, self.read_json(MODEL))
 
     def parts(self, kind: str) -> Parts:
-        """Open the files of one kind; what they hold is not verified.
-
-        Args:
-            kind: :data:`WEIGHTS` or :data:`OPTIMIZER`.
+        """Open the files of one kind, :data:`WEIGHTS` or :data:`OPTIMIZER`, without verifying their checksums.
 
         Raises:
-            CheckpointError: As :class:`Parts`.
+            CheckpointError: If a file is damaged, or parts of a tensor are missing.
         """
         return Parts(self.path, sorted(name for name in self.sizes if name.startswith(f"{kind}-")))
 
 
 def check_weights(parts: Parts, config: LlamaConfig) -> None:
-    """Refuse weights that are not those of a model.
-
-    Args:
-        parts: Parts of the weights.
-        config: The model's.
+    """Check that weights are those of a model.
 
     Raises:
-        CheckpointError: A weight is missing, of another shape, or has no place in the model.
+        CheckpointError: If a weight is missing, has another shape, or has no place in the model.
     """
     expected = parameter_shapes(config)
     for name, shape in expected.items():
@@ -224,21 +197,18 @@ def check_weights(parts: Parts, config: LlamaConfig) -> None:
 
 
 class Sharded(Source):
-    """The weights of a folder that a training wrote, read without its processes.
+    """Weights of a folder that a distributed training wrote, read by one process.
 
-    A file is verified when something of it is first read.
-
-    Args:
-        path: The folder of a step.
+    A file is verified when it is first read.
 
     Raises:
-        CheckpointError: Anything is missing, truncated, of the wrong shape or dtype.
+        CheckpointError: If anything is missing, truncated, or of the wrong shape or dtype.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = ShardedFolder(path)
-        self._folder.read_json(STATE)  # not needed here, but a folder with a damaged file is refused
+        self._folder.read_json(STATE)  # not needed here, but raises an error if the file is damaged
         self.config = self._folder.config
         self._weights = self._folder.parts(WEIGHTS)
         check_weights(self._weights, self.config)

@@ -1,4 +1,4 @@
-"""What all formats of checkpoints have in common: names, shapes, the order of numbers within heads."""
+"""Common parts of all checkpoint formats: names, shapes, the order of numbers within heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Source(ABC):
-    """An opened checkpoint whose names, shapes and dtypes have been found right.
+    """Opened checkpoint with verified names, shapes and dtypes.
 
     Attributes:
         path: Path that was opened.
@@ -39,33 +39,25 @@ class Source(ABC):
 
     @abstractmethod
     def name_of(self, name: str) -> str:
-        """What the format calls a parameter.
-
-        Args:
-            name: Name of the tensor in :class:`~cordillera.models.language.llama.Llama`.
-        """
+        """Return the format's name of a parameter of :class:`~cordillera.models.language.llama.Llama`."""
 
     @abstractmethod
     def read(self, name: str, out: Tensor) -> None:
-        """Copy one parameter; several threads may do so at once.
-
-        Args:
-            name: Name of the tensor in :class:`~cordillera.models.language.llama.Llama`.
-            out: Takes the values, in its own dtype and on its own device.
+        """Copy a parameter of :class:`Llama` into ``out``, of any dtype and device; several threads may do so at once.
 
         Raises:
-            CheckpointError: the values cannot be what they claim to be.
+            CheckpointError: If the values are invalid.
         """
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a format calls parameters.
+    """Names of parameters in a format.
 
     Attributes:
-        whole: Our names of modules outside of blocks, to theirs.
-        blocks: What precedes the number of a block.
-        block: Our names of modules within a block, to theirs.
+        whole: The format's names of modules outside of blocks, by our names.
+        blocks: Prefix of a block's number.
+        block: The format's names of modules within a block, by our names.
     """
 
     whole: Mapping[str, str]
@@ -82,13 +74,7 @@ class Names:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says about one of its tensors.
-
-    Attributes:
-        file: File that holds the tensor.
-        shape: Stored shape.
-        dtype: Stored data type.
-    """
+    """Description of a tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -96,21 +82,16 @@ class StoredTensor:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of a model with this ``config``, by our names."""
+    """Return the shapes of all parameters of a model with this ``config``, by our names."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
 
 
 def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path) -> None:
-    """Refuse a checkpoint that computes something else than the model; only the length of the context may differ.
-
-    Args:
-        model: To be loaded into.
-        checkpoint: What is stored.
-        where: The checkpoint.
+    """Check that a checkpoint has the architecture of a model; only the length of the context may differ.
 
     Raises:
-        CheckpointError: Names the first difference.
+        CheckpointError: If they differ; the message names the first difference.
     """
     ours, theirs = model.model_dump(), checkpoint.model_dump()
     differing = [name for name in ours if name not in ("context", "head_dim") and ours[name] != theirs[name]]
@@ -124,16 +105,10 @@ def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path)
 
 
 def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: str = "") -> None:
-    """Refuse a tensor whose shape is not what the configuration says.
-
-    Args:
-        name: Name in the format.
-        stored: Shape in the file.
-        shape: Shape by the configuration.
-        hint: Hint at another cause.
+    """Check that a tensor has the shape that follows from the configuration.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: If the shapes differ.
     """
     if stored.shape != shape:
         raise CheckpointError(
@@ -144,13 +119,12 @@ def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: s
 
 
 def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse anything but floating point of one kind; norms, one-dimensional, may be float32 beside 16-bit matrices.
+    """Check that all tensors have one floating-point dtype.
 
-    Args:
-        tensors: All tensors, by the names of the format.
+    One-dimensional tensors (norms) may be float32 beside 16-bit matrices.
 
     Raises:
-        CheckpointError: a tensor is of another dtype.
+        CheckpointError: If a tensor has another dtype.
     """
     matrices = [stored.dtype for stored in tensors.values() if len(stored.shape) > 1]
     for name, stored in tensors.items():
@@ -172,25 +146,15 @@ def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
 def missing(
     name: str, where: Path, remedy: str = "the file is incomplete: download or convert it again"
 ) -> CheckpointError:
-    """The error for a tensor that should be in a file.
-
-    Args:
-        name: Name in the format.
-        where: The file.
-        remedy: Advice on what to do.
-    """
+    """Return the error for a tensor that is missing in a file."""
     return CheckpointError(f"tensor {name} is not there", where=str(where), remedy=remedy)
 
 
 def make_config(where: Path, values: Mapping[str, Any]) -> LlamaConfig:
-    """A Config out of what a file says.
-
-    Args:
-        where: The file.
-        values: Ours by name.
+    """Create a configuration from values of a file.
 
     Raises:
-        CheckpointError: the values are not possible together.
+        CheckpointError: If the values are invalid.
     """
     try:
         config = LlamaConfig.model_validate(values)
@@ -201,7 +165,7 @@ def make_config(where: Path, values: Mapping[str, Any]) -> LlamaConfig:
             where=str(where),
             remedy="the file is damaged, or describes another kind of model",
         ) from error
-    if config.head_width * config.heads == config.hidden:  # files may say what follows anyway
+    if config.head_width * config.heads == config.hidden:  # files may give the width although it is the default
         config = config.model_copy(update={"head_dim": None})
     return config
 
@@ -210,28 +174,28 @@ def interleaved_to_halves(weight: Tensor, out: Tensor) -> None:
     """Reorder the rows of query or key heads from neighbouring pairs (Meta, GGUF) to pairs half a head apart (ours).
 
     Args:
-        weight: ``[heads, D, hidden]``.
-        out: Takes the result, of the same shape.
+        weight: Weight, ``[heads, D, hidden]``.
+        out: Tensor of the same shape to fill.
     """
     out.unflatten(1, (2, -1)).copy_(weight.unflatten(1, (-1, 2)).transpose(1, 2))
 
 
 def halves_to_interleaved(weight: Tensor) -> Tensor:
-    """The inverse of :func:`interleaved_to_halves`: a new tensor of the shape of ``weight``, ``[heads, D, hidden]``."""
+    """Invert :func:`interleaved_to_halves`: return a new tensor of the shape of ``weight``, ``[heads, D, hidden]``."""
     return weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``folder`` if the block ends well.
+    """Yield a temporary folder that becomes ``folder`` if the block ends without an error.
 
     Raises:
-        CheckpointError: there is something in ``folder`` already, or writing failed.
+        CheckpointError: If ``folder`` is not empty, or writing failed.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise CheckpointError("is not empty", where=str(folder), remedy="choose a new folder, or delete this one")
     with folder_beside(folder) as beside:
         try:
             yield beside
-        except (OSError, RuntimeError) as error:  # what torch.save says about a full disk
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             raise CheckpointError(f"cannot be written ({error})", where=str(folder), remedy="free space") from error
