@@ -1,6 +1,6 @@
 """Detection of drift: whether the numbers that a model sees are distributed as at calibration.
 
-Ranges of quantized layers and rows are chosen from data of one day. A feature that changes its scale afterwards
+Ranges of quantised layers and rows are chosen from data of one day. A feature that changes its scale afterwards
 saturates them silently. A reference stores, for every number, how many of its samples lie above some of its quantiles,
 and a window of live samples is compared with these counts. If nothing has changed, all orders of the samples of both
 sides are equally probable, so the counts have a hypergeometric distribution. This is exact for every distribution,

@@ -22,7 +22,7 @@ class Accuracy:
     """Accuracy of a result compared with its reference.
 
     Attributes:
-        sqnr_db: Signal to quantization noise in dB, ``20 log10(|ref| / |out - ref|)`` over all values; infinite if
+        sqnr_db: Signal to quantisation noise in dB, ``20 log10(|ref| / |out - ref|)`` over all values; infinite if
             equal.
         median_relative: Median of ``|out - ref| / max(|ref|, floor)``.
         mean_relative: Mean of the same: MERE with a floor of a thousandth of the reference's root mean square.

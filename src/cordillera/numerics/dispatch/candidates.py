@@ -2,7 +2,7 @@
 
 A candidate packs a weight once and returns a function of the input. All three products of training have this form: ``y
 = x W^T`` in the forward; ``g W`` is a layer whose weight is ``W^T``; ``g^T x`` is a layer whose input is ``g^T`` and
-whose weight is ``x^T``. The time of every candidate includes quantization.
+whose weight is ``x^T``. The time of every candidate includes quantisation.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _load_fp16(stored: StoredWeight, bias: Tensor | None, relu: bool) -> Kernel:
 
 
 def _int8(weight: Tensor, rows: Tensor | None) -> StoredWeight:
-    """Quantize symmetrically with a scale for each output channel, and store the range of the rows if there are any."""
+    """Quantise symmetrically with a scale for each output channel, and store the range of the rows if there are any."""
     quantized = quantize_weight(weight.detach(), None)
     stored = {"weight": quantized.codes, "scale": quantized.scale.contiguous()}
     if rows is not None:

@@ -1,7 +1,7 @@
 """Choice of the fastest kernel that is accurate enough for each layer, product and size (Dispatch of LoKA).
 
 Every candidate is run on inputs drawn from a probe's statistics and compared with float64. Candidates that pass are
-timed in turn, quantization included. The result is a :class:`PrecisionPlan`.
+timed in turn, quantisation included. The result is a :class:`PrecisionPlan`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Product:
         bias: Bias ``[N]``, or None.
         draw: Function from a number of rows and a generator to inputs ``[rows, K]``.
         once: Whether the weight is constant, so that the cost of packing it does not count.
-        calibration: Input rows for choosing quantization ranges, or None.
+        calibration: Input rows for choosing quantisation ranges, or None.
     """
 
     site: str

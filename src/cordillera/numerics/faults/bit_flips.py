@@ -53,7 +53,7 @@ class BitLayout:
             where: Name for the error message.
 
         Raises:
-            NumericsError: If an element is not one real number in plain bits (bool, complex, quantized, two in a byte).
+            NumericsError: If an element is not one real number in plain bits (bool, complex, quantised, two in a byte).
         """
         name = str(dtype).removeprefix("torch.")
         if dtype in _INTEGERS:

@@ -1,1 +1,1 @@
-"""Quantized layers and rows (FBGEMM)."""
+"""Quantised layers and rows (FBGEMM)."""

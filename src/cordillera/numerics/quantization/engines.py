@@ -1,7 +1,7 @@
 """Engines of fast int8 products: torch's FBGEMM and oneDNN kernels behind weights that are packed once.
 
 An engine serves one weight. The whole pipeline, from float32 or uint8 to float32 or uint8, runs in one call of torch
-(two if it must quantize first), so that no sum is written to memory before it has become an output.
+(two if it must quantise first), so that no sum is written to memory before it has become an output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Int8Engine(Protocol):
     """Multiplication of uint8 activations with an int8 weight."""
 
     def from_float(self, x: Tensor, scale: float, zero_point: int, relu: bool) -> Tensor:
-        """Quantize a finite and contiguous ``x``, ``float32 [M, K]``, multiply, dequantize to ``float32 [M, N]``."""
+        """Quantise a finite and contiguous ``x``, ``float32 [M, K]``, multiply, dequantize to ``float32 [M, N]``."""
         ...
 
     def dynamic(self, x: Tensor, relu: bool) -> Tensor:
@@ -51,7 +51,7 @@ class Int8Engine(Protocol):
         ...
 
     def codes(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        """Quantize a finite ``x``, ``float32 [M, K]``, to codes in the engine's own form."""
+        """Quantise a finite ``x``, ``float32 [M, K]``, to codes in the engine's own form."""
         ...
 
     def plain(self, codes: Tensor) -> Tensor:
@@ -67,14 +67,14 @@ class ReferenceEngine:
     """Whole numbers in torch, on any machine; the reference for the other engines.
 
     Args:
-        seven_bits: Whether to quantize dynamic activations to half the range.
+        seven_bits: Whether to quantise dynamic activations to half the range.
     """
 
     def __init__(self, weight: LinearWeight, *, seven_bits: bool = False) -> None:
         self.weight, self.seven_bits = weight, seven_bits
 
     def codes(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        """Quantize as :meth:`Int8Engine.codes`."""
+        """Quantise as :meth:`Int8Engine.codes`."""
         return encode_integers(x, torch.tensor(scale), torch.tensor(zero_point), UINT8)
 
     def plain(self, codes: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class TorchEngine:
     """Torch's fused kernels on x86: FBGEMM's, and oneDNN's if torch prefers them.
 
     Args:
-        seven_bits: Whether to quantize dynamic activations to half the range, for machines whose int16 sums of pairs
+        seven_bits: Whether to quantise dynamic activations to half the range, for machines whose int16 sums of pairs
             saturate.
         engines: Names of torch's engines, of which the first available one is used.
 
@@ -127,7 +127,7 @@ class TorchEngine:
             self._packed = torch.ops.quantized.linear_prepack(codes, weight.bias)
 
     def codes(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        """Quantize to torch's ``quint8``, as :meth:`Int8Engine.codes`."""
+        """Quantise to torch's ``quint8``, as :meth:`Int8Engine.codes`."""
         return torch.quantize_per_tensor(x, scale, zero_point, torch.quint8)
 
     def plain(self, codes: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def make_engine(
     Args:
         backend: ``torch``, ``reference``, or ``auto``: torch's kernels if they exist, support the shape, and cannot
             saturate (:func:`saturates`); otherwise whole numbers in torch, which are exact and slower than float32.
-        seven_bits: Whether to quantize dynamic activations to half the range.
+        seven_bits: Whether to quantise dynamic activations to half the range.
         static: Whether the caller gives scale and zero point, so that codes may have eight bits.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Quantized layer in one kernel, which saves the ten microseconds of torch's calls."""
+"""Quantised layer in one kernel, which saves the ten microseconds of torch's calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FusedLinear:
         return self._layer.values(x, self._scale, self._reciprocal, self._zero_point, relu=self._relu)
 
     def codes(self, x: Tensor) -> Tensor | None:
-        """Quantize a contiguous ``x``, ``float32 [M, K]``, to ``uint8`` of at least K columns; None if not finite."""
+        """Quantise a contiguous ``x``, ``float32 [M, K]``, to ``uint8`` of at least K columns; None if not finite."""
         return vnni_linear.quantize(x, self._reciprocal, self._zero_point)
 
     def requantized(self, x: Tensor, scale: float, zero_point: int) -> Tensor | None:

@@ -105,7 +105,7 @@ def make_weight(
 def quantize_weight(
     weight: Tensor, bias: Tensor | None, *, symmetric: bool = True, per_channel: bool = True, name: str = "weight"
 ) -> LinearWeight:
-    """Quantize the weight of a linear layer, with one scale for each output.
+    """Quantise the weight of a linear layer, with one scale for each output.
 
     Args:
         weight: Weight, ``float32``, ``float16`` or ``bfloat16 [N, K]``, of any strides.

@@ -1,4 +1,4 @@
-"""Files of quantized layers."""
+"""Files of quantised layers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _FLOAT_BELOW_FUSED = 1 << 13
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Settings for the quantization of linear layers.
+    """Settings for the quantisation of linear layers.
 
     Attributes:
         symmetric: Whether weights have no zero points, which saves the sums of rows.
@@ -34,7 +34,7 @@ class LinearConfig:
         nonfinite: Treatment of rows with NaN or infinity: ``propagate`` (the result is NaN, the rows are counted) or
             ``raise``.
         backend: ``torch`` (its fused kernels), ``reference`` (whole numbers, any machine), or ``auto``.
-        seven_bits: Whether to quantize activations to half the range, which costs 6 dB; None to do so only if eight-bit
+        seven_bits: Whether to quantise activations to half the range, which costs 6 dB; None to do so only if eight-bit
             products may saturate (:func:`~cordillera.numerics.quantization.engines.saturates`).
         float_below: Number of products (rows times inputs times outputs) up to which a layer multiplies in float32
             instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
@@ -69,7 +69,7 @@ class QuantizedLinear(FixedDtypes):
     output has their dtype. ``state_dict`` holds codes, scales and their SHA-256, which is checked when it is loaded.
 
     Args:
-        weight: Quantized weight of the layer.
+        weight: Quantised weight of the layer.
         input: Scale and zero point of the input, one each; None to choose them for every batch.
         relu: Whether negative results become zero.
         config: Settings; None for the defaults.
@@ -125,7 +125,7 @@ class QuantizedLinear(FixedDtypes):
         config: LinearConfig | None = None,
         name: str = "weight",
     ) -> QuantizedLinear:
-        """Quantize a layer's weight and pack it.
+        """Quantise a layer's weight and pack it.
 
         Args:
             linear: Layer in ``float32``, ``float16`` or ``bfloat16``, on the CPU.
@@ -149,7 +149,7 @@ class QuantizedLinear(FixedDtypes):
 
     @property
     def weight(self) -> LinearWeight:
-        """Quantized weight that the buffers hold."""
+        """Quantised weight that the buffers hold."""
         return make_weight(self.codes, self.scale, self.zero_point, self.bias)
 
     def _digest(self) -> Tensor:
@@ -233,7 +233,7 @@ class QuantizedLinear(FixedDtypes):
         if inner != self.in_features:
             raise NumericsError(f"{list(x.shape)} inputs for {self.in_features}", where="x")
         if rows <= self._float_rows and self.float_weight is not None:
-            # Nothing is quantized, so NaN and infinity propagate as in any product.
+            # Nothing is quantised, so NaN and infinity propagate as in any product.
             if self.config.nonfinite == "raise":
                 check_finite(x, "x")
             y = F.linear(x, self.float_weight, self.bias)

@@ -145,7 +145,7 @@ class QuantizedMLP(FixedDtypes):
             return last._engine.values(self._codes(x, [*self._scales, self._output]), *self._output)
         scale, zero_point = self._scales[-1]
         if len(self._chain) > 1:
-            # quantizing the values again yields the same codes
+            # quantising the values again yields the same codes
             x = last._engine.values(self._codes(x, self._scales), scale, zero_point)
         return last._engine.from_float(x, scale, zero_point, last.relu)
 
@@ -158,7 +158,7 @@ def quantize_mlp(
     quantize_output: bool = False,
     name: str = "mlp",
 ) -> QuantizedMLP:
-    """Calibrate a chain of linear layers and ReLUs on some batches, and quantize it.
+    """Calibrate a chain of linear layers and ReLUs on some batches, and quantise it.
 
     Args:
         model: ``Linear`` and ``ReLU`` modules; ``Dropout`` and ``Identity`` are dropped, as at inference.

@@ -1,4 +1,4 @@
-"""Quantized tensors: choice of scales, encoding of values and decoding of codes.
+"""Quantised tensors: choice of scales, encoding of values and decoding of codes.
 
 The stored scale is the factor of decoding: ``value = (code - zero_point) * scale``. A scale applies to a whole tensor,
 a row, a column, a group of consecutive elements of a row, or a block; all of these are blocks of some size.
@@ -237,7 +237,7 @@ def quantize(
     parameters: AffineParameters | None = None,
     name: str = "x",
 ) -> QuantizedTensor:
-    """Quantize a tensor by its smallest and largest values, or by given scales.
+    """Quantise a tensor by its smallest and largest values, or by given scales.
 
     Args:
         x: ``float32``, ``float16`` or ``bfloat16`` tensor of any strides. All sizes but the last form the rows.

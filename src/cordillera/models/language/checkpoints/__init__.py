@@ -5,7 +5,7 @@ format             content of the path
 =================  ========================================================================================
 Hugging Face       a folder with ``config.json`` and one or several ``.safetensors`` with an index
 Meta consolidated  a folder with ``params.json`` and ``consolidated.NN.pth``, one for each model-parallel rank
-GGUF               one ``.gguf`` file, or a folder with one; quantized weights are dequantized
+GGUF               one ``.gguf`` file, or a folder with one; quantised weights are dequantized
 Cordillera         a folder ``step-NNNNNNNNN`` of a training, with ``model.json`` and ``checksums.json``
 =================  ========================================================================================
 

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: one file, usually with quantized weights."""
+"""GGUF, the format of llama.cpp: one file, usually with quantised weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GGUFFile(Source):
     def read(self, name: str, out: Tensor) -> None:
         stored = self._tensors[_NAMES(name)]
         rows = out if out.dim() == 2 else out[None]
-        # A few rows or heads at a time, as quantized values take several times their size while they are unpacked.
+        # A few rows or heads at a time, as quantised values take several times their size while they are unpacked.
         unit = self.config.head_width if name.endswith(_ROTATED) else 1
         step = max(1, _PIECE // (unit * rows.shape[1])) * unit
         for first in range(0, len(rows), step):
