@@ -24,10 +24,10 @@ from cordillera.cli import main
 from cordillera.errors import CordilleraError, NumericsError, TrainingError
 from cordillera.recipe import load
 from cordillera.reports.ranking.run import render
-from cordillera.run import Run, RunError
+from cordillera.run import Run, RunError, check_recipe
 from cordillera.training import checkpoints
 from cordillera.training.ranking.trainer import Progress
-from cordillera.workflows import ranking
+from cordillera.workflows.trained import card_of, recipe_of
 from tests.fuzzing import damaged, flips, survives
 
 from .conftest import RECIPE, write_log
@@ -395,7 +395,7 @@ def test_damaged_files_of_a_run_give_pages_and_tables_or_one_error(
         survives(lambda: render(run), what)
         survives(tables, what)
         if name in ("model.json", "recipe.toml"):
-            survives(lambda: (ranking.recipe_of(run), ranking.card_of(run)), what)
+            survives(lambda: (recipe_of(run), card_of(run)), what)
 
 
 def test_the_recipe_of_a_run_shows_any_change_that_matters(run: Run, fuzz_inputs: Callable[[int], int]) -> None:
@@ -409,7 +409,7 @@ def test_the_recipe_of_a_run_shows_any_change_that_matters(run: Run, fuzz_inputs
         found = survives(lambda: load(run.folder), "recipe")
         if isinstance(found, CordilleraError):
             continue
-        refused = survives(lambda: ranking.check_recipe(saved, ranking.recipe_of(run), run.recipe_file), "recipe")
+        refused = survives(lambda: check_recipe(saved, recipe_of(run), run.recipe_file), "recipe")
         if refused is None:
             changed = {key for key, value in resolved.items() if found.model_dump()[key] != value}
             assert changed <= {"name", "description", "device", "threads", "data", "training"}

@@ -7,7 +7,8 @@ import pytest
 from cordillera import topology
 from cordillera.cost import Calibration, CostModel, Products
 from cordillera.errors import PlanError
-from cordillera.planning.language import explorer, operators, workload
+from cordillera.planning import workloads
+from cordillera.planning.language import explorer, operators
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
@@ -18,7 +19,7 @@ PLAIN = CostModel(NODE.device, Calibration())
 
 
 def test_a_table_of_the_formula_changes_nothing() -> None:
-    job = workload.load("gpt-22b")
+    job = workloads.load("gpt-22b")
     listed = operators.shapes(job, NODE.device, 8)
     table = Products({shape: PLAIN.product(*shape) for shape in listed}, "the formula")
     layout = Layout(tensor=8, microbatch=4, sequence_parallel=True)
@@ -30,7 +31,7 @@ def test_a_table_of_the_formula_changes_nothing() -> None:
 
 
 def test_the_list_holds_what_a_layer_and_the_head_need() -> None:
-    job = workload.load("llama3-8b")
+    job = workloads.load("llama3-8b")
     listed = set(operators.shapes(job, NODE.device, 8))
     hidden, ffn, tokens = job.model.hidden, job.model.ffn, job.sequence
     assert ffn is not None
@@ -42,7 +43,7 @@ def test_the_list_holds_what_a_layer_and_the_head_need() -> None:
 
 def test_the_share_is_that_of_the_time_of_the_products_that_were_measured() -> None:
     """Counted here by hand for a layer without recomputation and for one that computes its forward twice."""
-    job = workload.load("gpt-22b")
+    job = workloads.load("gpt-22b")
     listed = operators.shapes(job, NODE.device, 8)
     hidden, tokens = job.model.hidden, job.sequence
     up = PLAIN.linear(tokens, 4 * hidden // 8, hidden)
@@ -64,7 +65,7 @@ def test_the_share_is_that_of_the_time_of_the_products_that_were_measured() -> N
 
 
 def test_a_table_far_from_a_shape_leaves_it_to_the_formula() -> None:
-    job = workload.load("gpt-22b")
+    job = workloads.load("gpt-22b")
     table = Products({(16, 16, 16, 1): 1.0}, "a test")
     layout = Layout(tensor=8, sequence_parallel=True)
     steps = [
@@ -76,7 +77,7 @@ def test_a_table_far_from_a_shape_leaves_it_to_the_formula() -> None:
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt-22b", "moe-400b"])
 def test_the_list_covers_every_layout_that_a_search_tries(name: str) -> None:
-    job, cluster = workload.load(name), topology.load("two-buildings")
+    job, cluster = workloads.load(name), topology.load("two-buildings")
     host = min(cluster.sizes[0])
     listed = operators.shapes(job, cluster.device, host)
     cost = CostModel(cluster.device, Calibration(), Products(dict.fromkeys(listed, 1.0), "a test"))
@@ -91,7 +92,7 @@ def test_the_list_covers_every_layout_that_a_search_tries(name: str) -> None:
 
 def test_a_smaller_host_needs_fewer_products() -> None:
     eight = set(commands.products_needed("gpt-22b", "a100-node"))
-    assert eight == set(operators.shapes(workload.load("gpt-22b"), NODE.device, 8))
+    assert eight == set(operators.shapes(workloads.load("gpt-22b"), NODE.device, 8))
     assert set(commands.products_needed("gpt-22b", "a100-node", ["host.members=4"])) < eight
     with pytest.raises(PlanError, match="not known for recommendation models"):
         commands.products_needed("dlrm-dcnv2", "a100-node")

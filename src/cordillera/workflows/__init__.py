@@ -1,34 +1,21 @@
 """What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep, isoflop.
 
-The command line calls these and adds nothing but drawing. They compose the rooms: data from ``cordillera.data``, a
-model from ``cordillera.models``, the loop from ``cordillera.training``, a folder from ``cordillera.run``. What is done
-depends on the recipe's model: see :mod:`cordillera.workflows.ranking` and :mod:`cordillera.workflows.language`.
+The command line calls these and adds nothing but drawing. Modules are imported when they are used, because planning
+does without torch, which takes seconds to import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from cordillera import recipe as recipes
-from cordillera.errors import RecipeError
-from cordillera.recipe import LanguageRecipe, RankingRecipe
-from cordillera.reports.language.comparison import LanguageComparison, compare_language
-from cordillera.reports.language.run import write_language_report
-from cordillera.reports.ranking.comparison import Comparison
-from cordillera.reports.ranking.comparison import compare as compare_ranking
-from cordillera.reports.ranking.run import write_report
-from cordillera.run import Run, RunError
-from cordillera.training.language.trainer import LanguageEvaluation
-from cordillera.training.ranking.evaluation import Evaluation
-from cordillera.workflows import language, ranking
-from cordillera.workflows._say import Say, silent
-from cordillera.workflows.language import LanguageOutcome
-from cordillera.workflows.prediction import predict
-from cordillera.workflows.ranking import Outcome
-from cordillera.workflows.scaling import Sweep, isoflop, sweep
-from cordillera.workflows.trained import load_model, model_of
+if TYPE_CHECKING:
+    from cordillera.workflows.language import LanguageOutcome
+    from cordillera.workflows.prediction import predict
+    from cordillera.workflows.ranking import Outcome
+    from cordillera.workflows.runs import compare, evaluate, report, train
+    from cordillera.workflows.scaling import Sweep, isoflop, sweep
+    from cordillera.workflows.trained import load_model, model_of
 
 __all__ = [
     "LanguageOutcome",
@@ -45,104 +32,18 @@ __all__ = [
     "train",
 ]
 
-
-def train(
-    recipe: RankingRecipe | LanguageRecipe | Run,
-    folder: Path | str | None = None,
-    *,
-    resume: bool = False,
-    processes: int | None = None,
-    parallel: Sequence[str] = (),
-    on_step: Callable[[dict[str, Any], Any, int], None] | None = None,
-    say: Say = silent,
-) -> Outcome | LanguageOutcome:
-    """Train a recipe into a run folder, evaluate it and write its report.
-
-    Args:
-        recipe: What to train; with ``resume`` it may be the run.
-        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Continue the run in ``folder`` from its newest checkpoint, with the recipe that stands in it.
-        processes: On this machine, for a language model; see :func:`cordillera.workflows.language.train`.
-        parallel: Texts ``parallel.key=value`` by which a language model's run goes on on another mesh.
-        on_step: Called after every step with the newest log record (empty at steps that log nothing), the progress and
-            the number of all steps.
-        say: Called with one line of text at each stage.
-
-    Raises:
-        RunError: the folder exists (without ``resume``) or does not (with it).
-        CheckpointError: the newest checkpoint is corrupt.
-        DataError: the data cannot be had or is not acceptable.
-        PlanError: the mesh does not fit the model or the processes.
-        RecipeError: ``processes`` or ``parallel`` for a model that is trained in one process.
-        TrainingError: the loss is not finite.
-    """
-    if isinstance(recipe, Run):
-        folder, resume = recipe.folder, True
-    if resume:
-        if folder is None:
-            raise RunError("name the run folder that is to be resumed", where="--resume")
-        recipe = recipes.load(Run(folder).recipe_file, parallel)
-    if isinstance(recipe, LanguageRecipe):
-        return language.train(recipe, folder, resume=resume, processes=processes, on_step=on_step, say=say)
-    assert isinstance(recipe, RankingRecipe)
-    if processes not in (None, 1):
-        raise RecipeError(recipe.name, [("--nproc", "ranking models are trained in one process")])
-    return ranking.train(recipe, folder, resume=resume, on_step=on_step, say=say)
+_WHERE = {
+    "language": ("LanguageOutcome",),
+    "prediction": ("predict",),
+    "ranking": ("Outcome",),
+    "runs": ("compare", "evaluate", "report", "train"),
+    "scaling": ("Sweep", "isoflop", "sweep"),
+    "trained": ("load_model", "model_of"),
+}
 
 
-def evaluate(
-    run: Run | Path | str, split: str | None = None, *, tokens: int | None = None
-) -> Evaluation | LanguageEvaluation:
-    """Evaluate a run on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
-
-    Args:
-        run: The run or its folder.
-        split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
-        tokens: At most about so many of held-out text, for a language model.
-            Default: ``training.evaluation_tokens`` of its recipe.
-
-    Raises:
-        RunError: it is not a run, has no such split, or ``tokens`` is given for a ranking model.
-        CheckpointError: there is no checkpoint, or it is corrupt.
-        Interrupted: Ctrl-C or SIGTERM ended it, of a language model.
-    """
-    run = run if isinstance(run, Run) else Run(run)
-    recipe = recipes.load(run.recipe_file)
-    if isinstance(recipe, LanguageRecipe):
-        return language.evaluate(run, recipe, split or "validation", tokens)
-    if tokens is not None:
-        raise RunError(
-            "bounds the held-out text of a language model, this run has none", where="--tokens", remedy="leave it out"
-        )
-    return ranking.evaluate(run, split or "test")
-
-
-def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
-    """Put finished runs side by side; ranking runs of one recipe with several seeds become one row with intervals.
-
-    Args:
-        runs: Runs or their folders; the first one's recipe is what the others are compared with.
-
-    Raises:
-        RunError: one of them is not a run, or some are of ranking and some of language models.
-        DataError: one has no evaluation, or their splits differ.
-    """
-    opened = [run if isinstance(run, Run) else Run(run) for run in runs]
-    kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
-    if all(kinds):
-        return compare_language(opened)
-    if any(kinds):
-        other = opened[kinds.index(not kinds[0])]
-        raise RunError("is a run of another kind of model than the first", where=str(other.folder))
-    return compare_ranking(opened)
-
-
-def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` anew and return its path.
-
-    Args:
-        run: The run or its folder.
-    """
-    run = run if isinstance(run, Run) else Run(run)
-    is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
-    return write_language_report(run) if is_language else write_report(run)
+def __getattr__(name: str) -> Any:
+    for module, names in _WHERE.items():
+        if name in names:
+            return getattr(import_module(f"cordillera.workflows.{module}"), name)
+    raise AttributeError(f"module 'cordillera.workflows' has no attribute {name!r}")

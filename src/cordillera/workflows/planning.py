@@ -20,6 +20,7 @@ from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import ALL, Exploration, Explorer, Plan, SearchDimension
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.workload import Recommender
+from cordillera.planning.sensitivity import sensitivity
 from cordillera.reports.language import plan as export
 from cordillera.reports.ranking import plan as recommender_export
 
@@ -183,7 +184,7 @@ def plan(
             cases.append(faults.slow_device(explorer, best, slow))
         if jitter is not None:
             cases.append(faults.jitter(explorer, best, jitter))
-        changed = export.sensitivity(explorer, {"this plan": best, "production-like": base})
+        changed = sensitivity(explorer, {"this plan": best, "production-like": base})
         if not found.interrupted:  # who stops one search wants no other
             for domain in domains:
                 cases.append(faults.lost(explorer, best, domain, only, progress))

@@ -262,7 +262,7 @@ class RecommenderExplorer:
             exchange: Of the same groups on that cluster, if there is one already.
         """
         return TableJob(
-            self.workload, topology or self.topology, layout, self.deal(layout), self.cost, network, exchange
+            self.workload, topology or self.topology, layout, self.place_tables(layout), self.cost, network, exchange
         )
 
     def _plan(self, job: TableJob, schedule: TableSchedule) -> TablePlan:
@@ -310,7 +310,7 @@ class RecommenderExplorer:
         for rows, grain in product(COPIED_ROWS, GRAINS):
             layout = TableLayout(group, self.devices // group, order, grain, rows)
             try:
-                way: tuple[Any, ...] = (copied(self.workload, rows), self.deal(layout).shards)
+                way: tuple[Any, ...] = (copied(self.workload, rows), self.place_tables(layout).shards)
             except PlanError as error:
                 way = (error.what,)
             if way not in seen:
@@ -333,7 +333,7 @@ class RecommenderExplorer:
         """Add the best plan of a layout."""
         found.layouts += 1
         try:
-            self.deal(layout)
+            self.place_tables(layout)
         except PlanError as error:
             found.dropped[error.what] += 1
             return
