@@ -413,7 +413,7 @@ class Run:
             return isinstance(at, int) and at <= step and record.get("kind", "") != without
 
         kept = "".join(sealed_json(record, line=True) for record in self.metrics() if stays(record))
-        # Before the records: fewer records than a finished training wrote count as damage, which a kill here would leave.
+        # First: with fewer records than a finished training wrote, a kill in between would look like damage.
         if (status := self.status()) is not None:
             self.write_status(None, step, status.steps)
         write_atomically(self.folder / "metrics.jsonl", kept)
