@@ -343,7 +343,7 @@ class Placement:
 
 
 def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optimizer_bytes: float) -> Number:
-    """Return the bytes of memory that the backward of a sample's lookups moves, fused with the optimizer.
+    """Return the bytes of memory that the fused backward and update of a sample's lookups move.
 
     The gradient is read once per lookup; the row and its optimizer state are read and written; ids are sorted. Rows
     that

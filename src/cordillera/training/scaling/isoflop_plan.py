@@ -122,8 +122,9 @@ def sizes_for(
     span: float = 4.0,
     head_dim: int = 8,
 ) -> list[LlamaConfig]:
-    """Return a :func:`ladder` of sizes around the expected optimum of every budget, with gaps where the family has
-    none.
+    """Return a :func:`ladder` of sizes around the expected optimum of every budget.
+
+    There are gaps where the family has no size.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all models.
