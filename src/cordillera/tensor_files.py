@@ -84,8 +84,7 @@ def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor],
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """Return the SHA-256 of a file, computed with zeros in place of the digest in its header, and the digest's
-    position.
+    """Return the SHA-256 of a file with zeros in place of the digest in its header, and the digest's position.
 
     Raises:
         ValueError: If the header is truncated, or holds no digest or several.

@@ -98,7 +98,7 @@ def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
 @compiled()
 def _critical(table: Any, order: Any, start: Any, end: Any, runs: Any) -> int:
     """Find runs of actions without a pause along a longest path, as rank, first and last position; return their
-    number.
+    count.
     """
     begin = table.begin
     place = np.empty(len(order), np.int64)

@@ -53,9 +53,7 @@ def _learning(records: LanguageRecords) -> list[str]:
 
 
 def _rise(train: Sequence[Record]) -> tuple[float, float] | None:
-    """Return mean losses of the best and of the last tenth, if the last is higher by more than noise and one
-    percent.
-    """
+    """Return mean losses of the best and the last tenth, if the last is higher by more than noise and one percent."""
     losses = [record["loss"] for record in train if math.isfinite(record["loss"])]
     size = len(losses) // _STRETCHES
     if size < 2:

@@ -55,8 +55,7 @@ def metric_intervals(
     groups: NDArray[np.int64] | None = None,
     level: float = 0.95,
 ) -> dict[str, tuple[float, float]]:
-    """Compute confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and ``gauc`` on one set of
-    samples.
+    """Compute confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and ``gauc``.
 
     Intervals are normal on a scale where the metric is unbounded (the logit of an AUC, the logarithm of the others),
     with
