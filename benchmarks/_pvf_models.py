@@ -43,9 +43,7 @@ class Target:
 
 
 def trained_dlrm(recipe: str, steps: int, samples: int) -> tuple[RankingModel, RankingBatch, str]:
-    """Return a DLRM of a shipped recipe after at most ``steps`` steps, random samples of its test split, and its
-    quality.
-    """
+    """Return a DLRM of a shipped recipe after at most ``steps`` steps, test samples, and its quality."""
     resolved = load(recipe, [f"training.max_steps={steps}"])
     with tempfile.TemporaryDirectory() as folder:
         outcome = workflows.train(resolved, Path(folder) / "run")
@@ -168,8 +166,14 @@ def transformer_part(name: str) -> str:
 
 
 def classifier(name: str, model: nn.Module, inputs: Tensor, quality: str, group: Callable[[str], str]) -> Target:
-    """Return a trained classifier whose weights are hit as they are; ``group`` maps a parameter's name to its
-    component.
+    """Return a trained classifier whose weights are hit as they are.
+
+    Args:
+        name: Name of the model.
+        model: Trained model.
+        inputs: Inputs on which faults are tried.
+        quality: Quality of the model, in words.
+        group: Function from a parameter's name to its component.
     """
     return Target(name, _grouped(regions_of(model), group), Replay(lambda: model(inputs), Argmax()), quality)
 

@@ -47,7 +47,7 @@ _INPUTS = 4  # inputs that calls use in turn, so that none is in the nearest cac
 
 @dataclass
 class _Case:
-    """One shape with its layers, for all contenders."""
+    """One shape with its layers for all contenders."""
 
     inputs: list[Tensor]
     weight: Tensor
@@ -104,9 +104,7 @@ class _Case:
         }
 
     def apart(self) -> tuple[int, int, int]:
-        """Return the number of codes that differ from the integer reference, the largest difference, and the number of
-        codes.
-        """
+        """Return how many codes differ from the integer reference, the largest difference, and how many there are."""
         scale, zero_point = self.static._input or (1.0, 0)
         wanted = AffineParameters(torch.tensor(self.output[0]), torch.tensor(self.output[1]))
         x = self.inputs[0]

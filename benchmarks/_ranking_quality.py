@@ -417,9 +417,7 @@ def _equalised(modules: tuple[str, ...], layers: int, features: FeatureSpec, par
 
 
 def _paired_gain(worse: list[dict[str, Any]], better: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the decrease of test NE from the first to the second, paired by seed, with a 95 % interval (Student's
-    t).
-    """
+    """Return the decrease of test NE from the first to the second, paired by seed, with a 95 % interval."""
     gains = [one["test"]["ne"] - other["test"]["ne"] for one, other in zip(worse, better, strict=True)]
     estimate = mean_interval(gains)
     interval = [estimate.low, estimate.high] if estimate.count > 1 else None

@@ -106,7 +106,7 @@ class _Module:
 
 
 class _Computed(ast.NodeTransformer):
-    """Code without imports."""
+    """Removes imports from code."""
 
     def visit_Import(self, node: ast.Import) -> None:
         return None

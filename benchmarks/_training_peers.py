@@ -155,7 +155,7 @@ def _packed(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 def train_transformers(case: Case) -> None:
-    """transformers' Trainer: weights in float32, products under autocast, AdamW fused, no reports, no checkpoints."""
+    """Train with transformers' Trainer: float32 weights, autocast, fused AdamW, no reports, no checkpoints."""
     import transformers
 
     settings = transformers.LlamaConfig(
@@ -185,10 +185,10 @@ def train_transformers(case: Case) -> None:
 
 
 def train_torchtitan(case: Case) -> None:
-    """torchtitan's Trainer and its ``train_step``, in one process over Gloo.
+    """Train with torchtitan's Trainer and its ``train_step``, in one process over Gloo.
 
-    Its Llama takes flex or varlen attention, of which neither trains on CPUs; its own module around torch's fused
-    attention, which other models of it use, takes their place. Nothing is computed again in the backward, as ours.
+    Its Llama uses flex or varlen attention, neither of which trains on CPUs; they are replaced by its own module around
+    torch's fused attention, which other models of it use. As in our trainer, nothing is recomputed in the backward.
     """
     torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]  # it takes CUDA for granted
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -207,7 +207,7 @@ def train_torchtitan(case: Case) -> None:
         raise SystemExit("torchtitan's model computes one document a row on CPUs")
 
     class Memory:
-        """Of its monitor, what the Trainer asks for: a CPU has none of its counters."""
+        """The part of its monitor that the Trainer calls; a CPU has none of its counters."""
 
         device_name = "CPU"
         get_peak_stats = staticmethod(lambda: metrics.DeviceMemStats(0, 0, 0, 0, 0, 0))

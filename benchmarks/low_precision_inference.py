@@ -44,14 +44,14 @@ CPU = torch.device("cpu")
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     quantize = "quantize"
     drift = "drift"
 
 
 def _pair(run: Run) -> tuple[Any, Any, Any]:
-    """Splits, the model in fp32 and the quantised one."""
+    """Return the splits, the model in fp32 and the quantised one."""
     recipe = load(run.recipe_file)
     splits = prepare(recipe.data)
     _, exact = load_model(run, splits.features, CPU)
@@ -145,9 +145,7 @@ def _quantize(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _drift(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
-    """Count alarms on random windows of the test split, which are i.i.d., and with one drifting feature after
-    another.
-    """
+    """Count alarms on random (i.i.d.) windows of the test split, and with one drifting feature after another."""
     found: dict[str, Any] = {}
     folder = folder / "drift"
     for name in MODELS:

@@ -217,7 +217,7 @@ print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": int(peak
 
 
 def _growth(quick: bool) -> dict[str, Any]:
-    """Seconds of a simulated step over pipeline ranks (the distinct ones) and over devices, and how they grow."""
+    """Return seconds of a simulated step for distinct pipeline ranks and for devices, and their growth."""
     job = workloads.load("llama3-405b")
 
     def seconds(ranks: int, zone: int) -> float:
@@ -370,7 +370,7 @@ def _compared(case: Case, limit_s: float) -> dict[str, Any]:
 
 
 def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What matters of comparisons. The solver begins with our schedule: only a proven optimum is one to be equal to."""
+    """Summarise comparisons. The solver starts from our schedule, so only a proven optimum is a fair reference."""
     return {
         "cases": len(found),
         "proven": sum(one["proven"] for one in found),

@@ -98,7 +98,7 @@ def _started(workload: str, threads: str, quick: bool) -> Iterator[_Worker]:
 
 @contextmanager
 def _neighbours(count: int) -> Iterator[None]:
-    """Processes that compute without end."""
+    """Start processes that compute without end."""
     others = [subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE) for _ in range(count)]
     try:
         yield
@@ -109,13 +109,7 @@ def _neighbours(count: int) -> Iterator[None]:
 
 
 def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
-    """Steps of one workload with all settings in turn.
-
-    Args:
-        workload: A :class:`Workload`.
-        neighbours: Processes that compute beside it.
-        quick: Few and small steps.
-    """
+    """Measure steps of a :class:`Workload` with all settings in turn, beside ``neighbours`` processes that compute."""
     cores = usable_cores()
     counts = [str(count) for count in ((cores,) if quick else sorted({1, max(1, cores // 2), cores}))]
     rounds, duration = (2, 0.05) if quick else (25, 0.5)

@@ -25,8 +25,6 @@ class Measurements:
     No cell spans several lines, so that an unclosed quotation mark affects one line only.
 
     Args:
-        path: Path of the file, for errors.
-        text: Content of the file.
         columns: Names of the columns, each with its permitted spellings in the file, in lower case.
         optional: Names of columns that may be absent.
         first_line: Number of the text's first line in the file.

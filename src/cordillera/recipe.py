@@ -72,7 +72,7 @@ class _AnyRecipe(BaseModel):
 
 
 class RankingRecipe(_AnyRecipe):
-    """The description of one run of a ranking model.
+    """Description of one run of a ranking model.
 
     Attributes:
         data: Source of the samples.
@@ -88,7 +88,7 @@ class RankingRecipe(_AnyRecipe):
 
 
 class LanguageRecipe(_AnyRecipe):
-    """The description of one run of a language model.
+    """Description of one run of a language model.
 
     In a file, ``model.preset`` names known sizes; without a preset or sizes, those of the checkpoint ``training.start``
     are used.

@@ -220,7 +220,7 @@ class RunStatus:
         ended: The way in which training ended: ``finished``, ``early`` (patience ran out), ``exhausted`` (the text
             ended), ``interrupted`` or ``failed``; None while it runs, and after it was killed.
         step: Step of the newest checkpoint, or the last step once training has ended.
-        steps: Number of steps that training is to take.
+        steps: Number of steps of the whole training.
         why: Error that ended training; empty without one.
         records: Number of records in ``metrics.jsonl`` when the status was written.
     """
@@ -233,7 +233,7 @@ class RunStatus:
 
     @property
     def is_complete(self) -> bool:
-        """Whether training was completed: all steps taken, patience run out, or the text exhausted."""
+        """Whether training was completed: all steps were taken, patience ran out, or the text ended."""
         return self.ended in ("finished", "early", "exhausted")
 
     @property
@@ -472,7 +472,7 @@ class Run:
 
 
 def _is_alive(process: int) -> bool:
-    """Whether a process with this number runs on this machine."""
+    """Return whether a process with this number runs on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

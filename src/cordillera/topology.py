@@ -270,8 +270,9 @@ class Topology(BaseModel):
         return level
 
     def member_bytes_per_s(self, level: int, member: int) -> float:
-        """Return the capacity in each direction of the link from a member (a domain of the level below) into its
-        domain.
+        """Return the capacity in each direction of the link from a member into its domain, bytes/s.
+
+        A member is a domain of the level below.
 
         Args:
             level: Position of the level.
@@ -489,7 +490,7 @@ def write(texts: Mapping[Path, str]) -> None:
     Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
 
     Args:
-        texts: Contents of the files by path.
+        texts: Content of each file, by path.
 
     Raises:
         PlanError: If a file cannot be written.

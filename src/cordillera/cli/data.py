@@ -1,4 +1,4 @@
-"""``cordillera data``: what there is, get it, look at it."""
+"""``cordillera data``: list, fetch and describe data sets, models and tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``cordillera doctor``: what of this machine and of the optional libraries is usable, what is not, and why."""
+"""``cordillera doctor``: which parts of this machine and which optional libraries are usable, and why others are
+not.
+"""
 
 from __future__ import annotations
 

@@ -57,14 +57,7 @@ MOST_ROWS = 5_000  # a fit predicts every row several hundred times
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One measured step.
-
-    Attributes:
-        model: Name of the model, by which rows are grouped.
-        workload: Workload that was trained.
-        layout: Layout of the job.
-        seconds: Seconds of a step.
-    """
+    """A measured training step; rows are grouped by the name of the ``model``."""
 
     model: str
     workload: Workload

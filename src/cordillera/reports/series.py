@@ -158,21 +158,18 @@ def draw(
     level: tuple[float, str] | None = None,
     places: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A chart of several series.
+    """Return a chart of several series as HTML; empty if there is nothing to draw except dots.
 
     Args:
-        pictures: Of the page.
-        heading: Above it.
-        series: What to draw; those without a point are left out.
+        pictures: Charts of the page.
+        heading: Text above the chart.
+        series: Series to draw; those without a point are left out.
         labels: Names and units of the two axes.
-        caption: Below it.
-        x: The horizontal axis; None for a linear one from zero.
-        y: The vertical axis; None for one from zero.
-        level: Value and text of a horizontal reference line.
-        places: Values and texts of vertical ones.
-
-    Returns:
-        HTML; nothing if there is nothing to draw but dots.
+        caption: Text below the chart.
+        x: Horizontal axis; None for a linear one from zero.
+        y: Vertical axis; None for one from zero.
+        level: Value and text of a horizontal reference line; None for none.
+        places: Values and texts of vertical reference lines.
     """
     series = [one for one in series if one.is_drawable]
     if all(one.drawn == "dots" for one in series):

@@ -1,4 +1,4 @@
-"""The optimizer of dense parameters and the learning-rate schedule that dense parameters and tables share."""
+"""Optimizer of dense parameters, and the learning-rate schedule of dense parameters and tables."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ class Drift:
     """Result of :func:`watch`.
 
     Attributes:
-        samples: Number of samples that were compared.
-        alarms: Numbers and shares that moved, in order of rising probability.
+        alarms: Numbers and shares that moved, in ascending order of probability.
         watched: Number of numbers and shares that were watched.
         checks: Number of comparisons among which the probability of a false alarm is divided.
         lacks: Name of the group column if the file does not have it, so that all samples count as independent.

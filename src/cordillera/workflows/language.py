@@ -390,7 +390,7 @@ class _Line:
 def _launch(
     recipe: LanguageRecipe, run: Run, resume: bool, device: Any, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
-    """Train in processes on this machine."""
+    """Train in several processes on this machine."""
     config = LaunchConfig(
         device_type=device,
         threads=recipe.threads,

@@ -232,7 +232,7 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are in order, the best first.
+    """Read a ``plan.json`` of :func:`plan`; its ``plans`` are in order, with the best first.
 
     Args:
         path: Path of the file.
@@ -244,13 +244,14 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read a calibration, written by :func:`calibrate` or without a checksum by hand.
+    """Read a calibration, written by :func:`calibrate` or by hand without a checksum.
 
     Args:
         path: Path of the file.
 
     Raises:
-        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; all of them are named.
+        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; the message names all of
+            them.
     """
     return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
 

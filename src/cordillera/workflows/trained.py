@@ -1,4 +1,4 @@
-"""Models of finished runs."""
+"""Models and data of finished ranking runs."""
 
 from __future__ import annotations
 

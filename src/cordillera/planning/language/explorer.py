@@ -636,7 +636,9 @@ class Explorer:
         return needed <= self._limit
 
     def _least_memory(self, job: PlannedJob) -> float:
-        """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""
+        """Return the bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else
+        1F1B.
+        """
         part = 2 / 3 if job.layout.chunks == 2 else 1.0
         return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
 

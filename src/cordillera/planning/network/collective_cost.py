@@ -73,8 +73,9 @@ class DomainNetwork:
         return [k for k, size in enumerate(self.sizes) for _ in range(size)]
 
     def route(self, source: int, target: int) -> tuple[tuple[int, ...], float]:
-        """Return two network cards, and an uplink and a downlink if the ranks are in different domains, with the
-        latency.
+        """Return the resources on the way from one rank to another, and the one-way latency in seconds.
+
+        The resources are two network cards and, between domains, an uplink and a downlink.
 
         Args:
             source: Rank that sends.

@@ -97,8 +97,9 @@ def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
 
 @compiled()
 def _critical(table: Any, order: Any, start: Any, end: Any, runs: Any) -> int:
-    """Find runs of actions without a pause along a longest path, as rank, first and last position; return their
-    count.
+    """Find runs of actions without a pause along a longest path; return how many there are.
+
+    Each run is written as rank, first and last position.
     """
     begin = table.begin
     place = np.empty(len(order), np.int64)

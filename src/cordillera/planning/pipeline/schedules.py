@@ -86,7 +86,7 @@ class Schedule:
 
     @cached_property
     def only_forward(self) -> bool:
-        """Whether there is no backward at all."""
+        """Whether there is no backward."""
         return all(action.kind is F for action in self)
 
     def forwards(self, microbatches: int) -> Schedule:
@@ -215,9 +215,7 @@ class Schedule:
         return [max(self.live(rank), default=0) for rank in range(self.ranks)]
 
     def to_csv(self) -> str:
-        """Return one line for each rank, in the notation that ``PipelineScheduleMulti`` of torch loads
-        (``compute_only``).
-        """
+        """Return one line for each rank in the notation of torch's ``PipelineScheduleMulti`` (``compute_only``)."""
         lines = []
         for actions in self.actions:
             words: list[str] = []

@@ -96,7 +96,7 @@ def _listed(problem: Problem, rule: _Rule) -> Schedule:
     plans: list[list[Action]] = [[] for _ in range(ranks)]
 
     def open_forward(rank: int, stage: int) -> bool:
-        """Whether there is room for a forward, and then still for all that is needed to finish, the oldest first."""
+        """Return whether there is room for a forward and for all that is needed to finish, the oldest first."""
         left = room[rank] - held[rank] - 1
         if left < 0:
             return False
@@ -318,7 +318,7 @@ def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
     starts: dict[tuple[tuple[Action, ...], ...], tuple[float, Schedule]] = {}
 
     def consider(schedule: Schedule) -> bool:
-        """Whether none can be shorter."""
+        """Add a schedule; return whether none can be shorter."""
         if schedule.actions not in starts:
             starts[schedule.actions] = problem.timeline(schedule).seconds, schedule
         return starts[schedule.actions][0] <= enough

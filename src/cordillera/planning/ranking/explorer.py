@@ -91,7 +91,7 @@ class TablePlan:
 
     @property
     def cut(self) -> str:
-        """How tables are cut, in words."""
+        """Number of tables cut in each way, in words."""
         words = {"whole": "whole", "columns": "in columns", "rows": "in rows", "both": "in rows and columns"}
         return ", ".join(f"{count} {words[way]}" for way, count in self.dealt.ways().items() if count)
 
@@ -331,7 +331,7 @@ class RecommenderExplorer:
         schedules: Iterable[TableSchedule],
         found: TableExploration,
     ) -> None:
-        """Add the best plan of a layout."""
+        """Simulate the schedules of a layout and add its best plan."""
         found.layouts += 1
         try:
             self.deal(layout)

@@ -1,4 +1,4 @@
-"""Observation of a ranking model's samples for drift: features, embeddings, inputs of layers and logits."""
+"""Numbers of a ranking model's samples for drift detection: features, embeddings, layer inputs and logits."""
 
 from __future__ import annotations
 

@@ -121,14 +121,14 @@ def save(
     facts: Mapping[str, Any],
     precision: Precision = "fp32",
 ) -> None:
-    """Write a quantised model.
+    """Write a quantised model to a folder, which is created if absent and replaced if present.
 
     Args:
-        folder: Folder to write to; created if absent, replaced if present.
+        folder: Folder to write to.
         model: Model from :func:`quantize_model`.
         seen: Reference of calibration.
         made_of: :func:`origin` of the run; loading requires the same origin.
-        facts: Facts for readers: budget, quality, sizes.
+        facts: Budget, quality and sizes, for readers.
         precision: Precision of layers without a quantised kernel.
     """
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}

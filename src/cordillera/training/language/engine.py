@@ -405,9 +405,7 @@ class LanguageEngine:
         return total
 
     def _cut(self, own: Sequence[PackedTokens]) -> tuple[list[Tensor], list[tuple[object, ...]], list[int]]:
-        """Return this rank's tokens of each microbatch, the other arguments of its stages, and the rows that they pass
-        on.
-        """
+        """Return this rank's tokens and other inputs of each microbatch, and the rows that its stages pass on."""
         parallel, device = self.mesh.config, self.mesh.device_type
         inputs: list[Tensor] = []
         arguments: list[tuple[object, ...]] = []

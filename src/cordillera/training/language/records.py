@@ -37,20 +37,14 @@ _LARGEST = 1e100
 
 @dataclass(frozen=True)
 class LanguageRecords:
-    """Records of a language run, read from its files.
+    """Records of a language run, read from its files; missing files give empty values.
 
     Attributes:
-        name: Name of the run's folder.
-        recipe_text: Text of the resolved recipe.
-        recipe: Parsed recipe.
         train: Records of training, in order.
         validations: Records of evaluations by split.
         events: Kinds and records of checkpoints, skipped steps and resumptions, in order.
         final: Evaluation of ``evaluation.json``; None without the file.
-        final_split: Split of the final evaluation.
-        model: Content of ``model.json``; empty without the file.
         mesh: Mesh of the job; None if ``model.json`` does not hold one.
-        environment: Content of ``environment.json``; empty without the file.
         status: Progress of training; None for runs of earlier versions, which did not record it.
     """
 
@@ -179,16 +173,7 @@ def total(records: Sequence[Record], key: str) -> float:
 
 
 def mean(records: Sequence[Record], value: Callable[[Record], float], weight: str) -> float:
-    """A weighted mean over the records where both value and weight are known.
-
-    Args:
-        records: Records of one kind.
-        value: Value of a record.
-        weight: Key of what it counts for.
-
-    Returns:
-        The mean; NaN without such records.
-    """
+    """Return the mean of ``value`` over records, weighted by the key ``weight``; NaN if both are never known."""
     pairs = [(value(record), record[weight]) for record in records]
     pairs = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and b > 0]
     whole = math.fsum(b for _, b in pairs)
@@ -201,7 +186,7 @@ def share(records: Sequence[Record], key: str) -> float:
 
 
 def _object(run: Run, name: str) -> dict[str, Any]:
-    """Content of a JSON file of a run; empty without the file."""
+    """Return the content of a JSON file of a run; empty without the file."""
     return run.read_json(name) if (run.folder / name).exists() else {}
 
 

@@ -190,7 +190,7 @@ class LanguageTrainer:
         held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
         held_out_bytes: Size of the held-out text in UTF-8, in bytes.
         peak: Peak FLOP/s of one device in the blocks' precision; None if unknown.
-        watchdog: Watchdog that is told the position of the loop and holds requests to stop. If one process is asked to
+        watchdog: Watchdog that follows the position of the loop and holds requests to stop. If one process is asked to
             stop, all stop after the step in progress. None for a loop without one.
         on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.

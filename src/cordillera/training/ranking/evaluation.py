@@ -101,7 +101,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of :func:`evaluate`.
+    """Result of :func:`evaluate`.
 
     Attributes:
         split: Name of the split.
@@ -113,7 +113,7 @@ class Evaluation:
         level: Confidence level of the intervals.
         unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
         step: Number of training steps behind the evaluated weights; None if unknown.
-        steps: Number of steps that training was to take; None if unknown.
+        steps: Number of steps of the whole training; None if unknown.
     """
 
     split: str

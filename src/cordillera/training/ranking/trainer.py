@@ -50,15 +50,15 @@ class TrainingConfig(BaseModel):
     """Settings of training.
 
     Attributes:
-        epochs: Passes over the training split.
-        max_steps: Largest number of steps, whatever ``epochs`` says.
-        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32`` does
-            everything in float32.
+        epochs: Number of passes over the training split.
+        max_steps: Largest number of steps, regardless of ``epochs``; null for no limit.
+        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32``
+            computes everything in float32.
         plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs
             ``precision = "fp32"``. Evaluation and scoring are in float32.
         learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
         betas: AdamW's decay rates, at least 0 and below 1.
-        eps: AdamW's denominator term.
+        eps: Term added to AdamW's denominator.
         weight_decay: AdamW's decoupled weight decay, applied to matrices only.
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
         decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
@@ -69,15 +69,15 @@ class TrainingConfig(BaseModel):
         patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
             null to never stop early and keep the last weights.
         evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
-        checkpoint_every: Steps between checkpoints, beside those at evaluations; null for none.
+        checkpoint_every: Steps between checkpoints, in addition to those at evaluations; null for none.
         log_every: Steps between records of the training loss.
-        progressive: Whether to predict every batch before training on it and report those predictions' metrics (for
-            streams).
+        progressive: Whether to predict every batch before training on it and report the metrics of those predictions
+            (for streams).
         progressive_window: Number of samples in a window of the progressive metrics.
         compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
         probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
-            The statistics take 8 bytes for each pair of a layer's inputs, in checkpoints too.
-        probe_marginals: Whether to keep quantiles of each input too, for layers of up to 2048 inputs, from which
+            The statistics take 8 bytes for each pair of a layer's inputs, also in checkpoints.
+        probe_marginals: Whether to also keep quantiles of each input, for layers of up to 2048 inputs, from which
             ``cordillera probe`` draws inputs with the observed tails and zeros.
         emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
     """
@@ -286,14 +286,14 @@ class Trainer:
         model: Model to train; it is moved to ``device``. If a number format is emulated, its weights are rounded to
             that format.
         training: Batches of the training split.
-        validation: Batches of the validation split, or None to evaluate nothing.
-        run: Run that records and checkpoints are written to.
+        validation: Batches of the validation split; None for no evaluation.
+        run: Run to which records and checkpoints are written.
         tasks: Names of the labels.
         device: Device to compute on.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
-            progress and the total number of steps; draws progress bars.
-        recipe: Recipe of the model and its training. It is saved in checkpoints, and a checkpoint of another recipe is
-            not resumed. None to save no recipe.
+            progress and the total number of steps.
+        recipe: Recipe of the model and its training, saved in checkpoints; a checkpoint of another recipe is not
+            resumed. None to save no recipe.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class Trainer:
             model.score = torch.compile(model.score)  # type: ignore[method-assign]
 
     def _stored_weights(self) -> dict[str, Tensor]:
-        """What a number format is chosen for: matrices and tables. Biases and norms are vectors."""
+        """Return the weights for which number formats are chosen: matrices and tables, but no biases or norms."""
         matrices: dict[str, Tensor] = {name: weight for name, weight in self.dense.items() if weight.dim() >= 2}
         return matrices | {f"{name}.weight": tables.weight for name, tables in self.tables.items()}
 
@@ -435,11 +435,11 @@ class Trainer:
         checkpoints.restore_random_state(checkpoint.tensors)
 
     def resume(self) -> bool:
-        """Restore the newest checkpoint of the run; returns False if there is none.
+        """Restore the newest checkpoint of the run; return False if there is none.
 
         Raises:
-            CheckpointError: the newest checkpoint is corrupt.
-            RunError: another process trains the run, or the recipe has changed since the checkpoint was written.
+            CheckpointError: If the newest checkpoint is corrupt.
+            RunError: If another process trains the run, or the recipe has changed since the checkpoint was written.
         """
         with self.run.lock():
             available = checkpoints.steps(self.run.checkpoints)
@@ -503,7 +503,7 @@ class Trainer:
             raise
 
     def _way_on(self) -> str:
-        """Remedy for numbers that are not finite."""
+        """Return the remedy for numbers that are not finite."""
         saved = checkpoints.steps(self.run.checkpoints)
         return (
             "lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use precision = "

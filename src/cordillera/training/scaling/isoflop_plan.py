@@ -356,7 +356,7 @@ def train_plan(
 
 
 def _is_done(folder: Path, planned: PlannedRun) -> bool:
-    """Whether a run was evaluated after its last step; one that was stopped may have been evaluated as well."""
+    """Return whether a run was evaluated after its last step; a stopped run may have been evaluated as well."""
     if not (folder / "evaluation.json").is_file():
         return False
     return bool(Run(folder).read_json("evaluation.json")["step"] >= planned.steps)
