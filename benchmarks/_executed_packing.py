@@ -76,7 +76,7 @@ def _train(rank: int, folder: str, plans: dict[str, Plan], rounds: int) -> dict[
                     began = time.perf_counter()
                     engine.step(iterations[number], rate=0.0)
                     spent[name] += time.perf_counter() - began
-        for name, seconds in spent.items() if turn else ():  # the first compiles and warms up
+        for name, seconds in spent.items() if turn else ():  # the first round compiles and warms up
             found[name].append(seconds)
     return found
 

@@ -123,7 +123,7 @@ def track(stage: LlamaStage, parallel: ParallelConfig, precision: Precision = "f
     """Return what torch's tracker records in a step on fake tensors, within ``fake_processes``."""
     summed = mock.patch.object(stages, "summed_cross_entropy", lambda hidden, weight, *_: (hidden @ weight.T).sum())
     mesh = ProcessMesh(parallel)
-    with FakeTensorMode(allow_non_fake_inputs=True), summed:  # the loss looks at the labels' values
+    with FakeTensorMode(allow_non_fake_inputs=True), summed:  # the loss reads the labels' values
         parallelize(stage, mesh, precision)
         with (tracker := Tracker(stage)):
             step(stage)

@@ -102,7 +102,7 @@ def _compiled() -> str:
     """Return why torch.compile does not work here; empty if it does."""
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(4))
-    except Exception as error:  # whatever a compiler that is absent or broken raises
+    except Exception as error:  # any error of an absent or broken compiler
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
@@ -192,7 +192,7 @@ def quality(console: Console, runs: Path, quick: bool, pieces: FinishedPieces) -
     seeds = range(1, (1 if quick else SEEDS) + 1)
     variants = {name: mods for name, mods in VARIANTS.items() if not quick or len(mods) != 1}
     found: dict[str, list[float]] = {name: [] for name in variants}
-    for seed in seeds:  # all variants of a seed after one another, so that an interruption leaves pairs
+    for seed in seeds:  # all variants of a seed in sequence, so that an interruption leaves pairs
         for name, mods in variants.items():
             recipe = _recipe(mods, seed, quick)
             key = {"recipe": recipe.model_dump(mode="json")}

@@ -34,7 +34,7 @@ _TALKING += ("cordillera.run",)
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
 _NAME = re.compile(r"'(\w+)'")
 _MODULE = re.compile(r"\bcordillera(\.\w+)+")
-_MACHINERY = ("_machine", "_renames", "_results", "_sources", "_stale", "_tables")  # which print and write
+_MACHINERY = ("_machine", "_renames", "_results", "_sources", "_stale", "_tables")  # modules that print and write
 
 
 def counts(module: str) -> bool:

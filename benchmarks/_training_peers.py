@@ -190,7 +190,7 @@ def train_torchtitan(case: Case) -> None:
     Its Llama uses flex or varlen attention, neither of which trains on CPUs; they are replaced by its own module around
     torch's fused attention, which other models of it use. As in our trainer, nothing is recomputed in the backward.
     """
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]  # it takes CUDA for granted
+    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]  # it assumes CUDA
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 WORKER = Path(__file__).resolve().parent / "_training_peers.py"
-# torchtitan needs other versions of libraries than transformers does, so it has an environment of its own.
+# torchtitan and transformers need different versions of libraries, so torchtitan has its own environment.
 TORCHTITAN = Path(os.environ.get("CORDILLERA_TORCHTITAN") or RESULTS.parents[1] / ".peers/torchtitan/bin/python")
 TARGETS = {"transformers": 1.0, "torchtitan": 0.9}
 ROUNDS, ROUND_S = 5, 1.0
@@ -111,7 +111,7 @@ def _started(name: str, case: Case, folder: Path) -> Iterator[_Trainer]:
         yield _Trainer(name, process, log)
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # which ends it
+        process.stdin.close()  # ends the process
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -116,8 +116,8 @@ def _generation(console: Console, quick: bool) -> dict[str, Any]:
     return {"evidence": "measured", "prompt": PROMPT, "new_tokens": tokens, "results": results, "notes": notes}
 
 
-# The file is read once before, so that it is cached. Seconds are those of a process that begins; peak memory is what
-# comes on top of libraries and compiled kernels, which a process that is counted has loaded before.
+# The file is read once before, so that it is cached. Seconds are those of a new process; peak memory excludes
+# libraries and compiled kernels, which a measured process has loaded before.
 _LOAD = """
 import json, sys, time
 def status(name):

@@ -39,7 +39,7 @@ from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.probing import probe
 from cordillera.workflows.trained import load_model
 
-# Rows, outputs, inputs: of recommendation models, from single requests to large batches.
+# Rows, outputs and inputs of recommendation models, from single requests to large batches.
 SHAPES = [
     (1, 1024, 256), (1, 4096, 1024), (6, 2048, 512), (20, 4096, 1024), (102, 1024, 512), (256, 1024, 1024),
     (1568, 1024, 512), (1024, 2048, 2048),

@@ -223,7 +223,7 @@ def _growth(quick: bool) -> dict[str, Any]:
     def seconds(ranks: int, zone: int) -> float:
         spent = []
         for _ in range(1 if quick else 5):
-            began = time.perf_counter()  # a new cluster each time: nothing of it is cached
+            began = time.perf_counter()  # a new cluster each time, so that nothing is cached
             cluster = clusters.load("llama4-region").changed({"region.members": 4, "zone.members": zone})
             data = cluster.devices // 8 // ranks
             layout = Layout(tensor=8, pipeline=ranks, data=data, shards=data, overlap_gradients=True)

@@ -88,7 +88,7 @@ def _started(workload: str, threads: str, quick: bool) -> Iterator[_Worker]:
         yield _Worker(process)
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # which ends it
+        process.stdin.close()  # ends the process
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

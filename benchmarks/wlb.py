@@ -34,7 +34,7 @@ LENGTHS = Path(
     or Path(__file__).resolve().parents[2] / "shared" / "data" / "wlb_document_lengths.json"
 )
 MICROBATCHES, CONTEXT = 4, 131_072
-BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # of a microbatch's tokens
+BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # largest number of tokens of a microbatch
 WORK = DocumentWork.of_break_even(32_768)
 MOST_DELAY = 0.6  # iterations
 TARGETS = {"imbalance": 1.03, "imbalance_p95": 1.15, "delay": MOST_DELAY, "seconds": 5e-3}
@@ -44,7 +44,7 @@ ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}
 # These compute the same as ours, so that gains over them do not come from attention that cuts leave out.
 WHOLE = ("arrival order", "fixed length, window 1")
 TARGET_GAIN = 1.25
-DIVISOR = 32  # of lengths, for the pipeline that is executed
+DIVISOR = 32  # divisor of lengths in the executed pipeline
 OURS = "2 queues, 2 contexts"
 FORWARD_S = 0.04  # seconds of a mean microbatch in a stage whose layers sleep
 
@@ -340,7 +340,7 @@ def _emulated(console: Console, quick: bool) -> dict[str, Any]:
         },
         WHOLE[1]: (list(fixed_length(stream.documents, MICROBATCHES, CONTEXT, 1, WORK)), per_sequence),
     }
-    first = 1 if quick else 20  # queues fill in the iterations before
+    first = 1 if quick else 20  # queues fill in the previous iterations
     taken = {name: (plan[first : first + count], sharding) for name, (plan, sharding) in found.items()}
     work = {
         name: sum(WORK.of(m.lengths) for one in plan for m in one.microbatches) for name, (plan, _) in taken.items()

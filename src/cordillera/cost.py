@@ -29,7 +29,7 @@ ProductShape = tuple[int, int, int, int]  # rows, columns, inner, count
 _TILE_ROWS, _TILE_COLUMNS, _LOST_WAVES = 128, 256, 0.5
 _OPTIMIZER_TRAFFIC = 40  # bytes per weight and step: Adam's moments, master weights, gradients, the norm, the cast
 _NEAR = math.log(2)  # log of the product of all sides' ratios below which a measured product corrects the formula
-_SHORT = 192  # below this width or inner length a kernel has no long loop in which loads hide behind arithmetic
+_SHORT = 192  # width or inner length below which a kernel's loop is too short to hide loads behind arithmetic
 
 
 class Calibration(BaseModel):

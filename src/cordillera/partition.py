@@ -168,8 +168,8 @@ def karmarkar_karp(weights: ArrayLike, bins: int, equal_counts: bool = False) ->
         return np.empty(0, dtype=np.int64)
     order = heaviest_first(work)
     step = bins if equal_counts else 1
-    # A partial partition: loads of its bins, heaviest first, and the items of each as trees of pairs, so that a merge
-    # copies none of them.
+    # A partial partition: loads of its bins, heaviest first, and the items of each as trees of pairs, which a merge
+    # does not copy.
     heap: list[tuple[float, int, Weights, list[object]]] = []
     for number, first in enumerate(range(0, len(order), step)):
         items = order[first : first + step].tolist()

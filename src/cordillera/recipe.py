@@ -139,7 +139,7 @@ def _read(source: str | Path) -> tuple[str, str]:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a possible file name
         return False
 
 
@@ -184,7 +184,7 @@ def _as_written(entry: Any) -> dict[str, Any]:
             message = f"is missing; choose one of {', '.join([*MODELS, *LANGUAGE_MODELS])}"
         return {"type": "name", "loc": ("model", "name"), "msg": message, "input": {}}
     if len(location) > 1 and location[0] == "model" and location[1] in MODELS:
-        del location[1]  # the tag of the union, which does not stand in the file
+        del location[1]  # the tag of the union, which is not in the file
     return {**entry, "loc": location}
 
 
@@ -245,7 +245,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
         except RecipeError as error:
             problems += error.problems
         except CordilleraError:
-            pass  # the run begins with a checkpoint
+            pass  # the run starts from a checkpoint
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:
         kind, content = LanguageRecipe, _with_sizes(content, source)
@@ -334,7 +334,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
             table.add(tomlkit.comment(texts[name].replace("``", "`")))
         if value is None:
             if field.default is not None and not field.is_required():
-                table.add(key, "none")  # left out, it would be the default
+                table.add(key, "none")  # a missing key would mean the default
             elif comments:
                 table.add(tomlkit.comment(f"{key} is not set"))
             continue

@@ -139,7 +139,7 @@ def _temporary(folder: Path, name: str = "*") -> list[Path]:
         except (ProcessLookupError, OverflowError):
             found.append(path)
         except (ValueError, OSError):
-            continue  # a file with another kind of name, or a process of another user
+            continue  # another file name, or a process of another user
     return found
 
 
@@ -363,7 +363,7 @@ class Run:
         with disk_errors(path), open(path, "ab", buffering=0) as file:
             size, rest = file.tell(), sealed_json(_plain(record), line=True).encode()
             try:
-                while rest:  # a disk that becomes full takes a part first
+                while rest:  # a disk that fills up writes a part first
                     rest = rest[file.write(rest) :]
             except OSError:
                 file.truncate(size)
@@ -376,7 +376,10 @@ class Run:
             RunError: If a line is not a JSON object or does not match its checksum, or records of a finished training
                 are missing.
         """
-        path, status = self.folder / "metrics.jsonl", self.status()  # first: training may end in this moment
+        path, status = (
+            self.folder / "metrics.jsonl",
+            self.status(),
+        )  # read first, because training may end at this moment
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
@@ -413,7 +416,7 @@ class Run:
             return isinstance(at, int) and at <= step and record.get("kind", "") != without
 
         kept = "".join(sealed_json(record, line=True) for record in self.metrics() if stays(record))
-        # First: with fewer records than a finished training wrote, a kill in between would look like damage.
+        # First: a kill in between would otherwise leave a finished status with fewer records, which counts as damage.
         if (status := self.status()) is not None:
             self.write_status(None, step, status.steps)
         write_atomically(self.folder / "metrics.jsonl", kept)

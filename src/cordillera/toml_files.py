@@ -25,7 +25,7 @@ def explain(
     """
     problems: dict[str, str] = {}
     for entry in entries:
-        unknown = entry["type"] == "extra_forbidden"  # the last part is then a key of the file
+        unknown = entry["type"] == "extra_forbidden"  # the last part of the path is then a key of the file
         kept = entry["loc"][-1:] if unknown else ()
         location = [part for part in entry["loc"][: len(entry["loc"]) - len(kept)] if not _NOT_IN_FILE.match(str(part))]
         location += kept

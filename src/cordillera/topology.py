@@ -43,7 +43,7 @@ SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 # Limits that keep costs and results finite: memory and time grow with counts; quotients of extreme rates overflow.
 MOST_DEVICES = 1 << 20
 _MOST_BYTES = 512 << 10  # largest file
-_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes that an error lists, and that it counts
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # largest numbers of mistakes that an error lists and counts
 
 
 def _number(value: object) -> object:
@@ -369,7 +369,7 @@ class Topology(BaseModel):
                 place[key] = value
         try:
             return validate(Topology, content, self.name)
-        except PlanError as error:  # changes name levels; so does what is wrong with them
+        except PlanError as error:  # changes name levels, and so do their errors
             named = re.sub(r"levels\[(\d+)\]", lambda found: self.levels[int(found[1])].name, error.what)
             raise PlanError(named, where=self.name) from error
 
@@ -392,7 +392,7 @@ class Topology(BaseModel):
             raise PlanError(f"nothing is left without {level} {domain}", where=self.name)
         end = sum(sizes[at + 1][: domain + 1])
         gone = range(end - sizes[at + 1][domain], end)  # devices
-        kept: list[NDArray[np.bool_]] = []  # of every level's domains, devices first, those that are left
+        kept: list[NDArray[np.bool_]] = []  # remaining domains of every level, devices first
         for one in sizes:
             ends = np.cumsum(one)
             kept.append((ends - one < gone.start) | (ends > gone.stop))

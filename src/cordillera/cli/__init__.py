@@ -45,7 +45,7 @@ def main() -> None:
         console(stderr=True).print(ended, str(error))
         sys.exit(130 if isinstance(error, Interrupted) else 2)
     except BrokenPipeError:
-        # The reader (head, less) went away: not an error of ours. Keep Python from flushing into the closed pipe.
+        # The reader (head, less) closed the pipe, which is not an error. Keep Python from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except typer.Abort:

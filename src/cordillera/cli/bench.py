@@ -12,7 +12,7 @@ import typer
 import cordillera
 from cordillera.errors import CordilleraError
 
-# What follows SYSTEM belongs to the benchmark's own program.
+# Arguments after SYSTEM belong to the benchmark's own program.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 _LISTING = "_stale.py"
 _REMEDY = "benchmarks are part of the source checkout, not of the installed package: "

@@ -16,7 +16,7 @@ from cordillera.numbers import compact
 
 def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
     """Return at least ``fewest`` round numbers in ``[low, high]``: multiples of 1, 2 or 5 times a power of ten."""
-    if not (math.isfinite(low) and math.isfinite(high)) or high - low < 1e-300:  # steps of less are 0
+    if not (math.isfinite(low) and math.isfinite(high)) or high - low < 1e-300:  # smaller steps would be 0
         return [low] if math.isfinite(low) else []
     power = 10.0 ** math.ceil(math.log10(high - low))
     for step in (power / divisor for divisor in (1, 2, 5, 10, 20, 50)):

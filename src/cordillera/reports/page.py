@@ -35,7 +35,7 @@ def write(run: Run, page: str) -> Path:
     return target
 
 
-# Texts of numbers
+# Formatting of numbers
 
 
 def figure(value: float, digits: int = 4) -> str:

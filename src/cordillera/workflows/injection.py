@@ -121,13 +121,13 @@ class TableFaults:
         row = (places[:, 0] // width).contiguous()
         owner = region.owner.detach()
         stored = corrupted(owner[row], places % width + region.first_column, masks)
-        # every value that reads the row of a fault
+        # all values that read the row of a fault
         low, high = (torch.searchsorted(self.sorted_rows, row, right=right) for right in (False, True))
         fault, value = _ranges(low, high)
         bag = self.bag_of[self.by_row[value]]
         pairs, pair = torch.unique(fault * batch_size + bag % batch_size, return_inverse=True)
         fault_of, sample_of = pairs // batch_size, pairs % batch_size
-        # every bag that holds such a value, once, and all of its values
+        # all bags with such a value, each once, and all of their values
         bags = torch.unique(pair * len(self.offsets) + bag)
         pair, bag = bags // len(self.offsets), bags % len(self.offsets)
         of_bag, value = _ranges(self.offsets[bag], self.offsets[bag + 1])

@@ -268,7 +268,7 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     if resume:
         run = Run(folder or "")
         with run.lock():
-            # a run may have been ended before it wrote down its text
+            # a run may have ended before it recorded its text
             was = _text_of(run) if (run.folder / "model.json").is_file() else text_identity(corpora.facts)
             if was != text_identity(corpora.facts):
                 raise RunError(

@@ -107,7 +107,7 @@ def probe(
         found = profile(products, config)
         say_skipped(found.skipped(), say)
         split = splits.validation if len(splits.validation) else splits.train
-        size = max(config.rows)  # more rows than the plan knows would be computed in fp32
+        size = max(config.rows)  # rows beyond those of the plan would be computed in fp32
         base = scored(model, split, splits, batch_size=size)
         plan, returned = found.plan, list[str]()
         while True:

@@ -27,7 +27,7 @@ from cordillera.workflows._say import Say, silent
 from cordillera.workflows.ranking import train
 from cordillera.workflows.trained import card_of
 
-_SAMPLE = 50  # iterations whose documents tell what attention costs
+_SAMPLE = 50  # iterations whose documents show the cost of attention
 
 
 def isoflop(

@@ -551,7 +551,7 @@ class Explorer:
                 seen.add(way)
                 job = self.job(layout, order, network, shared)
                 if not self._holds(job, found):
-                    break  # whatever the order
+                    break  # for every order
                 found.estimated += 1
                 ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
                 if found.estimated % 500 == 0:

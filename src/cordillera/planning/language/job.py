@@ -66,7 +66,7 @@ class Estimate:
         return max(sum(rank.values()) for rank in self.memory)
 
 
-_Line = tuple[float, float]  # seconds, and seconds a byte
+_Line = tuple[float, float]  # seconds, and seconds per byte
 _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 
 
@@ -141,7 +141,7 @@ class PlannedJob(Fabric):
         super().__init__(mesh, cost, network)
         self._shared = {} if shared is None else shared
         self.workload, self.layout = workload, layout
-        self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
+        self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
         self._states: dict[tuple[int, int], dict[str, float]] = {}
         self._meetings: dict[Edges, tuple[float, float]] = {}
@@ -459,7 +459,7 @@ class PlannedJob(Fabric):
             work, parameters = self.workload, self._parameters(layers, tables)
             weights, updated = sum(parameters), self._updated(*parameters)
             if self.layout.shard_weights:
-                weights = updated + 2.0 * sum(self.layer_parameters)  # and the layer at work and the next
+                weights = updated + 2.0 * sum(self.layer_parameters)  # plus the present layer and the next
             found = self._states[layers, tables] = {
                 "weights": weights * work.weight_bytes,
                 "gradients": weights * work.gradient_bytes,
@@ -503,7 +503,7 @@ class PlannedJob(Fabric):
         send = [0.0] * p
         if p > 1:
             ways = [self.message_seconds(i) for i in range(p - 1)]
-            # a slot sends and receives once each way, for every chunk
+            # a slot sends and receives once in each direction for every chunk
             send = [2 * v * ways[min(rank, p - 2)] for rank in range(p)]
         slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
         slow = max(slots)
@@ -521,7 +521,7 @@ class PlannedJob(Fabric):
             "tensor parallel": m * tensor,
             "sharded weights": m * gather,
             "pipeline messages": m * send[at],
-            # chunks come round once a pass of all ranks, however few microbatches there are
+            # chunks recur once per pass over all ranks, even with few microbatches
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
             "gradient reduction": reduce + self.tied_seconds,
             "optimizer": self.cost.optimizer(self.updated(heaviest)),

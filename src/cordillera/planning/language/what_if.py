@@ -35,7 +35,7 @@ _MEANS = {
     "--slow": "how many times as long a device computes",
     "--jitter": "what is added to a latency on average, as a part of it",
 }
-_AS_GOOD = 0.95  # of the device seconds before: at or below this, no smaller number of devices is tried
+_AS_GOOD = 0.95  # least part of the device seconds before that a smaller number of devices is assumed to need
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     def late(way: Way) -> NDArray[np.float64]:
         if jitter * way.latency == 0:
             return np.zeros(draws)
-        last = generator.random(draws) ** (1.0 / parts)  # the largest of as many uniform draws
+        last = generator.random(draws) ** (1.0 / parts)  # distributed like the largest of ``parts`` uniform draws
         return -jitter * way.latency * np.log1p(-last)
 
     def reduce(stage: int) -> float:
@@ -253,7 +253,7 @@ def replan(
     for _, _, one in sorted(ranked, key=lambda entry: entry[:2]):
         try:
             return one, one.explore(only)
-        except PlanError:  # no production-like plan to begin with
+        except PlanError:  # there is no production-like plan to start from
             continue
     raise PlanError(f"{most:,} devices are left, no plan is possible on them", where=topology.name)
 

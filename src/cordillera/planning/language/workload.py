@@ -17,7 +17,7 @@ from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.topology import Label, Numeric, Words
 
-# Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
+# Limits that keep the cost and the results of a prediction finite: layers and experts are visited in turn, and
 # products of sizes are floats.
 Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
 WorkloadCount = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
@@ -447,7 +447,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
         both = cost.product(workload.sequence, workload.sequence, model.head, count)
         both += cost.product(workload.sequence, model.head, workload.sequence, count)
         scores = BYTES * count * workload.sequence**2
-        core = both + cost.stream(4.0 * scores)  # softmax that reads what is not masked, dropout
+        core = both + cost.stream(4.0 * scores)  # softmax over unmasked scores, dropout
         core_back = 2.0 * both + cost.stream(4.5 * scores)
         if layout.microbatch * model.heads // layout.tensor % _FUSED_SOFTMAX:
             core_back += cost.stream(_UNFUSED_SOFTMAX * count * workload.sequence**2)

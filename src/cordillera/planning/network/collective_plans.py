@@ -663,14 +663,14 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
         outgoing[pair[0]].append(pair)
     busy = {pair: chunk_bytes / link.rate for pair, link in links.items()}
     took = {pair: link.latency + busy[pair] for pair, link in links.items()}
-    here = [{rank: 0.0} for rank in range(n)]  # when each chunk is at a rank
+    here = [{rank: 0.0} for rank in range(n)]  # time at which each chunk is at a rank
     level = [{rank: 0} for rank in range(n)]  # the first step in which a rank can send a chunk on
     copies = [1] * n
     next_step = dict.fromkeys(links, 0)
     free = dict.fromkeys(links, 0.0)
     idle: set[tuple[int, int]] = set()
     steps: list[dict[tuple[int, int], int]] = []
-    # By arrival, so that what is matched first arrives first.
+    # Ordered by arrival, so that earlier matches arrive earlier.
     queue = [(took[pair], pair, 0.0) for pair in sorted(links)]
     heapq.heapify(queue)
     makespan = 0.0

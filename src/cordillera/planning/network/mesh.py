@@ -33,7 +33,7 @@ class Edges(NamedTuple):
         bytes_per_s: Rate of the slowest pair, bytes/s.
         latency: One-way latency of the most distant pair, seconds.
         level: Outermost level that a pair crosses; -1 if nothing is sent.
-        link: Display name of the bottleneck: the member of that level, or of the level with the bottleneck link.
+        link: Display name of the bottleneck: the name of its level, or ``network card``; empty if nothing is sent.
     """
 
     bytes_per_s: float
@@ -298,13 +298,13 @@ def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[NetworkTier
     if size == 1:
         return ()
     topology, found = key.topology, []
-    ranks = _groups(devices, stride, size).ravel()  # group after group, and in a group from domain to domain
+    ranks = _groups(devices, stride, size).ravel()  # ordered by group, and within a group by domain
     group = np.repeat(np.arange(len(ranks) // size), size)
     below = ranks  # the domain of the level below that holds each rank; at first the rank itself
     for sizes in topology.sizes:
         above = np.searchsorted(np.cumsum(sizes), ranks, side="right")
         starts = np.flatnonzero(np.r_[True, (group[1:] != group[:-1]) | (below[1:] != below[:-1])])
-        counts = np.diff(np.r_[starts, len(ranks)])  # ranks of a group in each domain below: a part
+        counts = np.diff(np.r_[starts, len(ranks)])  # size of each part: ranks of a group in one domain below
         whole = np.flatnonzero(
             np.r_[True, (group[starts[1:]] != group[starts[:-1]]) | (above[starts[1:]] != above[starts[:-1]])]
         )  # the first part of a group in each domain of this level

@@ -57,7 +57,7 @@ def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
     """Fill in starts and ends by action; return the seconds of the step, or infinity if ranks wait for one another."""
     begin = table.begin
     ranks = len(begin) - 1
-    ready = np.full(len(order), -1.0)  # when a result arrives
+    ready = np.full(len(order), -1.0)  # time at which a result arrives
     way_free = np.zeros(table.way.max() + 2)
     place = begin[:-1].copy()
     runnable, listed = np.arange(ranks), np.ones(ranks, np.bool_)

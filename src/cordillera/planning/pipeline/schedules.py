@@ -583,7 +583,7 @@ def greedy(
     back = I if split else B
     delay = list(latencies) if latencies is not None else [0.0] * (stages - 1)
     room = list(limits) if limits is not None else [microbatches * stages] * ranks
-    # when an action's inputs have arrived; infinity while they have not
+    # time at which an action's inputs arrive
     ready: dict[tuple[Kind, int, int], float] = {(F, 0, i): 0.0 for i in range(microbatches)}
     free = [0.0] * ranks
     held = [0] * ranks

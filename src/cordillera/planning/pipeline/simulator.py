@@ -227,10 +227,10 @@ class _Step(NamedTuple):
     need: int  # position of its input; -1 if it needs none
     out: int  # position of its result; -1 if none is passed on
     way: int  # number of the way to its target; -1 on the same rank
-    target: int  # rank
+    target: int  # rank that receives the result
     seconds: float
     occupied: float  # seconds that its message occupies the way
-    leads: bool  # whether the next action begins with it
+    leads: bool  # whether the next action begins at the same time
 
 
 Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None
@@ -278,7 +278,7 @@ def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[li
 
 
 def _stuck(schedule: Schedule) -> PlanError:
-    schedule.check()  # says what is wrong with it
+    schedule.check()  # raises the specific error
     return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
 
 
@@ -306,7 +306,7 @@ def simulate(
     programs, known = _prepared(schedule, seconds, ways)
     begins = reductions or [{}] * len(programs)
     reducing = [0.0] * len(programs)  # time until which each rank reduces gradients
-    latest = [-1] * len(programs)  # the action with which the last reduction began
+    latest = [-1] * len(programs)  # position of the action with which the last reduction began
     delayed: dict[tuple[int, int], float] = {}
     back = schedule.stages * schedule.microbatches
     ready: list[float | None] = [None] * (2 * back)
@@ -421,7 +421,7 @@ def simulate_late(
             for need in needs:
                 start = np.maximum(start, arrived[need])
             if one.need >= 0:
-                del arrived[one.need]  # nothing else needs it, and the table would hold every message's draws
+                del arrived[one.need]  # not needed again; the table would keep the draws of every message
             free[rank] = end = start + one.seconds
             if i in keep[rank]:
                 found[rank][i] = (start, end)

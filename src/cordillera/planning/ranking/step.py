@@ -118,7 +118,7 @@ def shares(topology: Topology, devices: int) -> list[float]:
     for level in range(1, len(topology.levels)):
         ends = np.minimum(np.cumsum(topology.sizes[level - 1]), devices)
         counts = np.diff(ends, prepend=0)
-        counts = counts[counts > 0]  # the first domains are used, one after the other
+        counts = counts[counts > 0]  # domains are filled in order
         first = topology.resource(level, 0, False)
         share = min(share, float((topology.capacities[first : first + 2 * len(counts) : 2] / counts).min()))
         found.append(share)
@@ -157,10 +157,10 @@ class Exchange:
             self._domains.append(domain)
             self._parts.append(np.unique(of * len(sizes) + domain, return_inverse=True)[1])
             if len(np.unique(domain)) == 1:
-                break  # nothing crosses more
+                break  # nothing crosses higher levels
         within = [np.ones(self.devices)]
         within += [np.bincount(part)[part].astype(np.float64) for part in self._parts]
-        # by level: members of a device's group that it reaches there and not further inside
+        # by level: members of a device's group that it meets at this level and at no inner one
         self._partners = np.diff(np.stack(within), axis=0)
 
     def crossing(self, weights: Array) -> tuple[Array, Array]:
@@ -210,8 +210,8 @@ class Exchange:
         parts = np.array(efficiencies)[:, None]
         found = 0.0
         for inwards, way in enumerate(self.crossing(weights)):
-            way = way / parts  # as long as the whole link would take
-            beyond = way[::-1].cumsum(0)[::-1]  # by level: what meets there or further out
+            way = way / parts  # scaled to bytes at the full rate of the link
+            beyond = way[::-1].cumsum(0)[::-1]  # by level: bytes that meet there or further out
             found = max(found, float(way[0].max()) / top.member_bytes_per_s(0, 0))
             if len(beyond) > 1:
                 found = max(found, float(beyond[1].max()) / top.device.nic_bytes_per_s)
@@ -419,7 +419,7 @@ class TableJob:
         fabric = Fabric(mesh, self.cost, self.network)
         ranks, edges = mesh.size(dimension), mesh.ring(dimension)
         ways = [2 * ring_seconds(ranks, size, edges.latency, fabric.rate(edges))]
-        # distant pairs first: no rank gets less than its share while all send as far as that
+        # distant pairs first: each rank gets at least its share while all send that far
         rate = fabric.rate(edges._replace(bytes_per_s=min(edges.bytes_per_s, self._shares[edges.level])))
         ways.append(2 * doubling_seconds(ranks, size, edges.latency, rate))
         tiers, levels = mesh.tiers(dimension), 0.0

@@ -21,7 +21,7 @@ from cordillera.errors import PlanError
 from cordillera.partition import NOWHERE, divisors, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
-# Limits that keep the cost of a prediction and its results finite: tables, columns and layers are visited one by one.
+# Limits that keep the cost and the results of a prediction finite: tables, columns and layers are visited in turn.
 MOST_TABLES = 100_000
 MOST_PARTS = 200_000
 TableCount = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
@@ -32,7 +32,7 @@ Number = TypeVar("Number", float, Array)
 LENGTH_BYTES = 4  # the number of ids of a sample in a table, which is sent with the ids
 NARROWEST = 32  # least columns of a shard: below a line of 128 bytes a lookup moves more than it uses
 _GRADIENT_BYTES = 4  # bytes of a value of a table's gradient
-# A radix sort of ids with their places, so that a row is updated once: four passes, eight bits each, of eight bytes
+# A radix sort of ids with their positions, so that a row is updated once: four passes, eight bits each, of eight bytes
 # that are read and written.
 _SORT_TRAFFIC = 64.0
 
@@ -319,7 +319,7 @@ class Placement:
             return none, none, self.by_device(samples * self.update)
         whole = self.rows * self.columns * _GRADIENT_BYTES
         parts = samples * (self.columns * work.backward_bytes + self.lookups * work.id_bytes)
-        small = 2.0 * whole / copies < parts  # both times (copies - 1)
+        small = 2.0 * whole / copies < parts  # both sides are divided by (copies - 1)
         streamed = self.rows * (self.columns * (_GRADIENT_BYTES + 2.0 * self.weight_bytes) + 2.0 * work.optimizer_bytes)
         moved = np.where(small, samples * self.update + streamed, copies * samples * self.update)
         return (
@@ -396,7 +396,7 @@ def place_tables(
         PlanError: If the tables do not fit; the message says how much memory is missing.
     """
     everywhere = copied(workload, copied_rows)
-    costs: list[tuple[float, float]] = []  # of a sample, in bytes of memory: looking up, sending
+    costs: list[tuple[float, float]] = []  # costs per sample in bytes of memory: looking up, sending
     for one in workload.tables:
         moved = one.lookups * one.dim * one.weight_bytes
         moved += update_traffic(one.lookups, float(one.dim), one.weight_bytes, workload.optimizer_bytes)
@@ -409,7 +409,7 @@ def place_tables(
     )
     if missing > 0:
         raise PlanError(f"tables over {size:,} devices: {missing / 1e9:,.0f} GB do not fit")
-    for finer in (1, 2, 4, 8):  # parts nearly as large as a device leave gaps
+    for finer in (1, 2, 4, 8):  # parts nearly as large as a device waste memory
         shards: list[tuple[float, float, Shard]] = []
         for i, _ in tables:
             shards += _parts(workload, i, costs[i], share * grain, room / finer, size)

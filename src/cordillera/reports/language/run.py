@@ -292,7 +292,7 @@ def _memory(records: LanguageRecords, pictures: Pictures) -> str:
     ]
     parameters, mesh = records.parameters, records.mesh
     if parameters > 0 and mesh is not None:
-        # 4 bytes each for weight, gradient and the optimizer's two moments; copies of replicas repeat them
+        # 4 bytes each for weight, gradient and the optimizer's two moments, repeated in replicas
         held = 16 * parameters * mesh.replicate / mesh.world
         facts.append(("Weights, gradients and moments", f"{_bytes(held)} a rank if shared evenly, in 32 bits"))
     return _section("Memory", [chart, f'<div class="facts">{definitions(facts)}</div>'])

@@ -136,7 +136,7 @@ def _generate(
     capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
     cache = KVCache(model.config, len(prompts), capacity, weight.dtype, weight.device)
     generators = [torch.Generator(weight.device).manual_seed(sampling.seed + i) for i in range(len(prompts))]
-    rows = [list(prompt) for prompt in prompts]  # tokens that the model has not seen; none once a sequence has ended
+    rows = [list(prompt) for prompt in prompts]  # tokens not yet read; empty once a sequence has ended
     counts = [0] * len(prompts)
     while any(rows):
         for sequence, token in _step(model, cache, rows, generators, sampling, tokens):
@@ -163,7 +163,9 @@ def _step(
     tokens = torch.tensor([token for row in rows for token in row], device=device)
     offsets = offsets_from_lengths(torch.tensor([len(row) for row in rows]))
     hidden = model.hidden(tokens, offsets, cache=cache)
-    logits = model.logits(hidden[(offsets[1:] - 1)[going].to(device)])  # of the last token of each: [going, vocabulary]
+    logits = model.logits(
+        hidden[(offsets[1:] - 1)[going].to(device)]
+    )  # logits of the last token of each sequence: [going, vocabulary]
     logits = logits[:, :count]
     if sampling.temperature == 0:
         drawn = sample(logits, sampling)

@@ -60,7 +60,7 @@ def quantize_model(
     """
     whole = model.tables
     try:
-        model.tables = torch.nn.Identity()  # type: ignore[assignment]  # not copied: it may be most of the memory
+        model.tables = torch.nn.Identity()  # type: ignore[assignment]  # not copied, because tables may be most of the memory
         found = copy.deepcopy(model)
     finally:
         model.tables = whole

@@ -405,7 +405,7 @@ def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
     kept = {} if engine.storage is None else engine.storage.state_dict()
     for turn, (number, name, parameter) in enumerate(_tensors(engine)):
         if number > 0 and name == "embedding.weight":
-            continue  # the last stage's copy of a tied one
+            continue  # the last stage's copy of a tied weight
         cuts = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
         copies, copy = 1, 0
         for dimension in ("replicate", "tensor"):
@@ -438,7 +438,7 @@ def _of_kept(storage: WeightStorage | None, name: str) -> str:
 
 
 def _read(parts: Parts, name: str, out: DTensor) -> None:
-    if out.to_local().numel():  # a rank may have nothing of a tensor with few rows
+    if out.to_local().numel():  # a rank may hold no part of a tensor with few rows
         parts.read(name, _offsets(out), out.to_local())
 
 

@@ -443,7 +443,7 @@ class LanguageEngine:
         """Keep gradients whole on each rank until the last backward of a stage, which reduces them once."""
         if action.kind is Kind.FORWARD:
             return
-        if self._splits_backward:  # weights stay for the second parts
+        if self._splits_backward:  # weights stay gathered for the second parts
             reduce_after(self.stages[action.stage], False, False)
             return
         self._left[action.stage] -= 1

@@ -417,7 +417,7 @@ class Trainer:
             prefix = f"optimizer.{name}."
             moments = {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
             if moments:
-                # AdamW's fused kernel wants moments beside the parameter and its step count as a tensor.
+                # AdamW's fused kernel needs moments on the parameter's device and the step count as a tensor.
                 self.optimizer.state[parameter] = {k: v.clone().to(self.device) for k, v in moments.items()}
         if self.storage is not None:
             prefix = "storage."

@@ -520,7 +520,7 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
             axes.fill_between(grid, low, high, color=colour, alpha=0.13, linewidth=0, zorder=1)
             label = f"{model}: exponent {law.exponent:.3g} [{law.exponent_low:.3g}, {law.exponent_high:.3g}]"
         axes.plot(sizes, means, linestyle="none", marker=marker, markersize=6.5, color=colour, label=label, zorder=4)
-    # A wide band (three sizes) must not squeeze the points: the frame follows the data.
+    # A wide band (three sizes) must not compress the points, so the frame follows the data.
     values += near.values()
     air = 0.12 * (max(values) - min(values)) or 0.01
     axes.set_ylim(min(values) - air, max(values) + air)
