@@ -314,8 +314,7 @@ def embedding_bag_update(
 
     Returns:
         A function of ids and output gradient ``[B, F, D]`` that looks up, propagates back, updates, and returns the
-        output;
-        and the tables' weights.
+        output; and the tables' weights.
     """
     bags = nn.ModuleList(
         nn.EmbeddingBag(features.tables[feature.table], embedding_dim, mode="sum", sparse=True)

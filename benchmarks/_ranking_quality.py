@@ -428,8 +428,7 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
     """Compare single modules and pairs, one layer and two, with equal numbers of parameters outside the tables.
 
     Every ensemble gets the same number of tuning trials over the same draws. Settings, and then the best single module
-    and
-    the best pair, are chosen on the validation split; the test split is scored once per seed.
+    and the best pair, are chosen on the validation split; the test split is scored once per seed.
 
     Args:
         console: Console for progress and the tables.

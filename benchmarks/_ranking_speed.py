@@ -446,14 +446,12 @@ def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
 
     FuxiCTR trains as its users do: its own ``train_step`` (binary cross-entropy, norm clipping at 10, Adam over all
     parameters, including tables). TorchRec's DLRM runs under ``DistributedModelParallel``. Batches are in memory in
-    each
-    library's own form, so no loader is timed.
+    each library's own form, so no loader is timed.
 
     Args:
         rows: Numbers of rows of the tables to measure.
         rounds: Number of interleaved rounds; a third as many, but at least three, from 1,000,000 rows on, where FuxiCTR
-            is
-            slow.
+            is slow.
         calls: Number of steps whose mean is one value.
     """
     figures = Figures(
@@ -589,8 +587,7 @@ def measure_loading(rows: int, steps: int = 30, rounds: int = 3) -> Figures:
     """Measure what data loading costs a training step.
 
     There are two measures: the share of time that the trainer waits for the loader, from its own records; and the
-    slowdown
-    relative to batches in memory, which includes the cores that the loader's thread takes.
+    slowdown relative to batches in memory, which includes the cores that the loader's thread takes.
 
     Args:
         rows: Number of rows of the synthetic log (its preparation is not timed).

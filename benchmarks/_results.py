@@ -59,8 +59,7 @@ def write_part(
     """Measure a part of a benchmark and write its figures with the machine's fingerprint.
 
     The committed results are written from a clean checkout only, so that the commit that they name is what was
-    measured;
-    ``--results FOLDER`` of every benchmark takes figures of other code.
+    measured; ``--results FOLDER`` of every benchmark takes figures of other code.
 
     Args:
         console: Console that shows the path of the file.

@@ -72,8 +72,7 @@ def interleave(
         calls: Number of calls whose mean is one value.
         warmup: Number of calls of every contender that are not counted.
         settle_s: Seconds of uncounted calls before every value. The threads of the previous contender may keep looking
-            for
-            work for some milliseconds, which would slow a short call that comes next.
+            for work for some milliseconds, which would slow a short call that comes next.
 
     Returns:
         One timing per contender, in the order given.

@@ -2,8 +2,7 @@
 
 Parts: ``accuracy`` (test NE of a DLRM on MovieLens-100K and on the synthetic teacher, trained in float32, in native
 bfloat16 and in emulated bfloat16 with and without a float32 master, paired by seed) and ``split`` (weights stored as
-two
-halves compared bit by bit with weights with a float32 master). Each writes ``results/bfloat16-PART.json``.
+two halves compared bit by bit with weights with a float32 master). Each writes ``results/bfloat16-PART.json``.
 """
 
 from __future__ import annotations

@@ -152,8 +152,7 @@ def karmarkar_karp(weights: ArrayLike, bins: int, equal_counts: bool = False) ->
     """Largest differencing method: repeatedly merge the two partial partitions with the largest differences.
 
     The heavy bins of one are merged with the light bins of the other. Source: Karmarkar and Karp 1982. With equal
-    counts,
-    partial partitions begin with one of ``m`` successive items in each bin (Michiels et al. 2003).
+    counts, partial partitions begin with one of ``m`` successive items in each bin (Michiels et al. 2003).
 
     Args:
         weights: ``[n]``, finite and at least 0.

@@ -199,8 +199,7 @@ def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
     """Return the range of a vertical axis, and whether some values leave it.
 
     The first losses of an untrained model can dwarf the rest; the range then follows the bulk. Values that are not
-    finite do
-    not count.
+    finite do not count.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     bulk = finite[: max(1, int(len(finite) * 0.97))]

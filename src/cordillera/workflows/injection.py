@@ -153,8 +153,7 @@ def components_of(model: RankingModel) -> list[Component]:
     """Return a ranking model's weights in parts that are reported together: the tables, and each module.
 
     The heads of a DLRM count as the last layers of the top MLP. For tables with rows in few bits, the scales and the
-    cached
-    rows are separate parts.
+    cached rows are separate parts.
     """
     names = _DLRM if isinstance(model, DLRM) else {}
     groups: dict[str, list[Region]] = {}
@@ -224,8 +223,7 @@ def inject(
     """Flip bits in the weights of a trained ranking model and count outputs that become wrong.
 
     Weights are hit as they are stored and used in float32. The results go to ``injection.json`` and ``injection.html``
-    in
-    the run's folder, also after Ctrl-C or SIGTERM.
+    in the run's folder, also after Ctrl-C or SIGTERM.
 
     Args:
         run: The run or its folder.

@@ -316,8 +316,7 @@ def _prepare_together(
     """Prepare in processes that a launcher started: rank 0 first, then one process per machine, then all continue.
 
     Preparing text may take longer than the time limit of a collective. Processes that the launcher restarted continue
-    the
-    run that their predecessors began: the second value says whether a run is continued.
+    the run that their predecessors began: the second value says whether a run is continued.
     """
     place: list[Any] = ["", resume]
     if job.rank == 0:

@@ -63,8 +63,7 @@ def probe(
     """Gather statistics of the layers' inputs, and choose the fastest sufficiently accurate kernel for each layer.
 
     Kernels are judged on inputs drawn from the statistics. The whole plan is then scored on the validation split; while
-    NE
-    rises by more than the budget, the layer with the lowest signal-to-noise ratio returns to fp32.
+    NE rises by more than the budget, the layer with the lowest signal-to-noise ratio returns to fp32.
 
     Args:
         run: A trained ranking run.
@@ -155,8 +154,7 @@ def probe_training(
     """Choose the fastest sufficiently accurate kernels for all three products of a training step.
 
     Gradients are those of the run's loss at its weights; no update is made. Only the bounds of each product are
-    checked:
-    the effect of a plan on the quality of training can only be seen by training. Times include packing.
+    checked: the effect of a plan on the quality of training can only be seen by training. Times include packing.
 
     Args:
         run: A trained ranking run.

@@ -118,8 +118,7 @@ def quantize(
     """Find the fewest bits of every table and layer under a budget of NE, and write the model.
 
     The search uses the validation split alone, ranges come from the training split, and the result is confirmed on the
-    test
-    split. Without a validation split, the last quarter of the training split replaces it.
+    test split. Without a validation split, the last quarter of the training split replaces it.
 
     Args:
         run: A trained ranking run.

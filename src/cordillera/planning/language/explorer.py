@@ -364,12 +364,10 @@ class Explorer:
         """Return the baseline: the practice of large jobs in one building, applied to several.
 
         Data parallelism is outermost, with copies of the model across buildings; tensor parallelism fills a host; a
-        microbatch
-        is one sequence; a pipeline rank has four chunks if the layers allow it; the schedule is interleaved 1F1B; the
-        network
-        settings are the library's own. The length of the pipeline and the recomputation are the best under these rules,
-        as an
-        engineer would choose them. If nothing fits, the rules for degrees and chunks are dropped.
+        microbatch is one sequence; a pipeline rank has four chunks if the layers allow it; the schedule is interleaved
+        1F1B; the network settings are the library's own. The length of the pipeline and the recomputation are the best
+        under these rules, as an engineer would choose them. If nothing fits, the rules for degrees and chunks are
+        dropped.
 
         Raises:
             PlanError: If nothing fits.
@@ -499,8 +497,7 @@ class Explorer:
         """Search for the best plan; dimensions that are not searched are as in :meth:`production`.
 
         If more than one dimension is free, each is searched alone first, so that a search is never worse than a smaller
-        one. An
-        interrupt (Ctrl-C) ends the search and keeps what was found.
+        one. An interrupt (Ctrl-C) ends the search and keeps what was found.
 
         Args:
             only: Dimensions to search. Placement: degrees and which dimension crosses which links; scheduling: order of
@@ -605,8 +602,7 @@ class Explorer:
         """Move from the best plan to a better neighbour, as long as there is one.
 
         Neighbours differ in one respect. The estimate that chose the first plans ignores latencies and knows one
-        schedule only;
-        this search corrects it.
+        schedule only; this search corrects it.
 
         Args:
             jobs: Jobs in the order of their estimates.

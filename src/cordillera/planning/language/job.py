@@ -150,8 +150,7 @@ class PlannedJob(Fabric):
         """Return the seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
 
         With :attr:`cordillera.cost.Calibration.one_ring`, only the ring is considered for groups with several devices
-        of a host
-        that are not neighbours, as in data parallelism around tensor parallelism over less than a host.
+        of a host that are not neighbours, as in data parallelism around tensor parallelism over less than a host.
 
         Args:
             size: Bytes of the whole.
@@ -198,8 +197,7 @@ class PlannedJob(Fabric):
         """Return the seconds of an all-gather or a reduce-scatter of weights or their gradients.
 
         The context-parallel devices hold copies as well: the share of each is gathered over the other copies first,
-        then over
-        the context-parallel devices.
+        then over the context-parallel devices.
 
         Args:
             size: Bytes of the whole.
@@ -264,8 +262,7 @@ class PlannedJob(Fabric):
         """Return a part of the model with sharded weights gathered during the computation of the part before it.
 
         Weights are gathered once in the forward and once in the backward, which also scatters the gradients (Zhao et
-        al. 2023,
-        section 3.3); time beyond the computation is waited for.
+        al. 2023, section 3.3); time beyond the computation is waited for.
 
         Args:
             one: Seconds with all weights at hand.
@@ -415,8 +412,7 @@ class PlannedJob(Fabric):
         """Return the seconds to reduce a rank's gradients of these stages over all copies of the model.
 
         If weights are sharded, every backward scatters the gradients, and only the parts remain to be reduced over
-        groups of
-        copies. Experts have fewer copies.
+        groups of copies. Experts have fewer copies.
         """
         return self._reduced(*self.parameters(stages))
 
@@ -495,8 +491,7 @@ class PlannedJob(Fabric):
         """Estimate the step of (interleaved) 1F1B.
 
         The step is the sum of the slowest rank's slot for every microbatch, the other ranks' slots once to fill and
-        drain the
-        pipeline, the exposed part of gradient reduction, and the optimizer.
+        drain the pipeline, the exposed part of gradient reduction, and the optimizer.
         """
         layout = self.layout
         p, v, m = layout.pipeline, layout.chunks, self.microbatches

@@ -59,15 +59,13 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     """Return a job's stages in the form of the simulator; recomputation comes before the input gradient.
 
     Messages that kernels copy take processors: an action that receives or sends one takes longer by the computation
-    that
-    those processors miss while it is in transit.
+    that those processors miss while it is in transit.
 
     Args:
         job: Job with as many stages as the schedule.
         schedule: Schedule, which assigns stages to ranks.
         slow: Factors by which pipeline ranks compute longer; None for none. Tensor-parallel collectives keep their
-            time,
-            and are part of all actions of a stage alike.
+            time, and are part of all actions of a stage alike.
     """
     if len(job.stages) != schedule.stages:
         raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
@@ -183,8 +181,7 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
         job: Workload and its layout.
         schedule: Schedule of the pipeline.
         slow: Factors by which pipeline ranks compute longer because of a slow device; None for none. The copy with the
-            slow
-            device is simulated, because all others wait for it to reduce their gradients.
+            slow device is simulated, because all others wait for it to reduce their gradients.
     """
     slow = slow or {}
     ranks = range(schedule.ranks)

@@ -1,7 +1,7 @@
 """Effects of faults on a plan: a slow device, varying latencies, a lost domain.
 
-Lost planes, narrower links and packet losses are changes of the cluster
-(:meth:`cordillera.topology.Topology.changed`), under which the unchanged plan is simulated.
+Lost planes, narrower links and packet losses are changes of the cluster (:meth:`cordillera.topology.Topology.changed`),
+under which the unchanged plan is simulated.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
     """Simulate one device that computes more slowly, at the place where it does most harm.
 
     The tensor-parallel devices beside it wait in their collectives, so its whole pipeline rank is slow; other ranks
-    wait
-    for messages; other copies of the model wait to reduce gradients. The step is therefore that of the copy that holds
-    the
-    device, and lies between the plan's step and ``factor`` times that.
+    wait for messages; other copies of the model wait to reduce gradients. The step is therefore that of the copy that
+    holds the device, and lies between the plan's step and ``factor`` times that.
 
     Args:
         explorer: Explorer that found the plan.
@@ -139,12 +137,10 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     """Simulate steps of one copy of the model with varying latencies; return their sorted seconds: ``[draws]``.
 
     Every message is later than the network's latency by an exponentially distributed time with mean ``jitter`` times
-    the
-    latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
-    arrives
-    with the last of their parts. The many hops of a gradient reduction average out, so each takes the mean; collectives
-    inside a stage keep their time. Messages and reductions slow each other in the plan's step but not here, so only
-    differences between steps from this function are meaningful.
+    the latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
+    arrives with the last of their parts. The many hops of a gradient reduction average out, so each takes the mean;
+    collectives inside a stage keep their time. Messages and reductions slow each other in the plan's step but not here,
+    so only differences between steps from this function are meaningful.
 
     Args:
         explorer: Explorer that found the plan.

@@ -416,10 +416,8 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
     """Return the seconds of one layer for one microbatch on one device.
 
     They include matrix products by their shapes, attention, memory traffic (norms, biases, activations, residuals,
-    dropouts,
-    in bytes counted from Megatron-LM's kernels), gradient accumulation, and the collectives of tensor parallelism: two
-    in
-    the forward, two in the backward.
+    dropouts, in bytes counted from Megatron-LM's kernels), gradient accumulation, and the collectives of tensor
+    parallelism: two in the forward, two in the backward.
 
     Args:
         workload: Workload with the shapes.

@@ -45,8 +45,7 @@ class DomainNetwork:
 
     Every rank sends at ``inner.rate`` in total and receives as much at the same time. The uplink and the downlink of a
     domain each carry ``cross.rate`` for each of its ranks: a rank gets that rate when all of them send across, and up
-    to
-    ``inner.rate`` when few do.
+    to ``inner.rate`` when few do.
 
     Attributes:
         sizes: Number of ranks of each domain; ranks are numbered domain after domain.
@@ -272,11 +271,9 @@ def hierarchical_all_reduce_seconds(
 
     With rings, the cost is ``2 (n - 1) (a + S / (n B)) + 2 (K - 1) (a' + S / (n K B'))``. Domains of unequal sizes run
     their inner parts at the same time; across domains, the ranks of the smallest domain carry the most. With equal
-    sizes
-    the result equals :func:`plan_seconds`. With unequal sizes it may be 1 % lower, where messages of unequal length
-    meet in
-    a network card, and with many different sizes up to a fifth higher, where ranks need not wait for the slowest
-    domain.
+    sizes the result equals :func:`plan_seconds`. With unequal sizes it may be 1 % lower, where messages of unequal
+    length meet in a network card, and with many different sizes up to a fifth higher, where ranks need not wait for the
+    slowest domain.
 
     Args:
         sizes: Number of ranks of each domain.
@@ -304,18 +301,14 @@ def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, me
     """Price a plan on a network.
 
     All transfers of a step share the resources of the network max-min fairly; a transfer takes its latency plus the
-    time
-    for its bytes. A rank begins a step when all transfers of earlier steps that it sends or receives are done. Ranks
-    that
-    exchange nothing do not wait for one another, and a plan in which every rank takes part in every step costs the sum
-    of
-    the slowest transfers of its steps.
+    time for its bytes. A rank begins a step when all transfers of earlier steps that it sends or receives are done.
+    Ranks that exchange nothing do not wait for one another, and a plan in which every rank takes part in every step
+    costs the sum of the slowest transfers of its steps.
 
     Args:
         plan: A verified plan.
         num_bytes: Bytes of the largest buffer of a rank: the vector of an all-reduce, the result of an all-gather, or
-            all
-            blocks of one rank in an all-to-all.
+            all blocks of one rank in an all-to-all.
         network: Network with the ranks of the plan.
         message_overhead: Seconds to issue each message that a rank sends in a step after the first.
 
@@ -392,10 +385,8 @@ def cheapest(
     """Return the algorithm with the lowest cost on a :class:`DomainNetwork`, by closed forms.
 
     One domain has no hierarchical algorithms. Over several domains, halving-doubling and trees are considered only in
-    their
-    hierarchical form, in which each byte crosses as seldom as possible; hierarchical all-gathers and reduce-scatters
-    need
-    domains of one size.
+    their hierarchical form, in which each byte crosses as seldom as possible; hierarchical all-gathers and
+    reduce-scatters need domains of one size.
 
     Args:
         collective: A key of :data:`ALGORITHMS`.
@@ -403,8 +394,7 @@ def cheapest(
         num_bytes: Bytes of the largest buffer of a rank, as in :func:`plan_seconds`.
         inner: Latency and rate of a rank inside a domain.
         cross: Latency and rate that each rank gets while all ranks of its domain send across at once. A ring, which
-            crosses
-            on one rank of each domain, gets more: up to ``inner.rate``.
+            crosses on one rank of each domain, gets more: up to ``inner.rate``.
         algorithms: Algorithms to consider. Default: all of :data:`ALGORITHMS`.
         message_overhead: Seconds to issue each message after the first; with 0, ``direct`` is hard to beat on one
             domain.

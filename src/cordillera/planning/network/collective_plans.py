@@ -1,8 +1,8 @@
 """Collectives as plans: which rank sends which chunks to which rank in each step.
 
 A plan is data. The functions below build plans, :func:`verify` proves them, :func:`execute` runs them on arrays and
-:mod:`cordillera.planning.network.collective_cost` prices them. Only gathers and trees are written out: a
-reduce-scatter is an all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
+:mod:`cordillera.planning.network.collective_cost` prices them. Only gathers and trees are written out: a reduce-scatter
+is an all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -242,11 +242,9 @@ def doubling_all_gather(n: int) -> CollectivePlan:
     """All-gather in ``ceil(log2 n)`` steps, each of which doubles the chunks that a rank has.
 
     Rank ``r`` starts with chunk ``r``. If ``n`` is a power of two, ranks exchange with the rank whose number differs in
-    one
-    bit, distant ranks first, while messages are small (Thakur et al. 2005). Otherwise each rank sends around the circle
-    over distances 1, 2, 4, ..., and in the last step only the missing chunks (Bruck et al. 1997), which moves as few
-    bytes
-    for any ``n``.
+    one bit, distant ranks first, while messages are small (Thakur et al. 2005). Otherwise each rank sends around the
+    circle over distances 1, 2, 4, ..., and in the last step only the missing chunks (Bruck et al. 1997), which moves as
+    few bytes for any ``n``.
 
     Args:
         n: Number of ranks.
@@ -580,9 +578,9 @@ def synthesise_all_gather(
     """Make an all-gather for a given network by matching links over time with chunks that their targets lack.
 
     The method is greedy and time-expanded, after TACOS (Won et al. 2024). Matches are made in order of arrival, so that
-    a
-    slow link never carries a chunk that a fast link would deliver earlier. Among the chunks that a link could carry, it
-    takes the one that the fewest ranks have. Every rank receives every chunk once. The plan is not optimal in general.
+    a slow link never carries a chunk that a fast link would deliver earlier. Among the chunks that a link could carry,
+    it takes the one that the fewest ranks have. Every rank receives every chunk once. The plan is not optimal in
+    general.
 
     Args:
         links: Latency and rate of each directed link ``(source, target)``; a link is busy only during the transmission.
@@ -591,8 +589,7 @@ def synthesise_all_gather(
 
     Returns:
         The plan and the seconds that it takes when no rank waits for a step to end. The steps of the plan keep the
-        order of
-        the matches on each link and put receiving a chunk before sending it on.
+        order of the matches on each link and put receiving a chunk before sending it on.
 
     Raises:
         PlanError: If no path leads from one rank to another.

@@ -142,10 +142,8 @@ def max_min_rates(
     """Compute max-min fair rates: no rate can rise without lowering one that is not higher.
 
     Progressive filling (Bertsekas and Gallager, Data Networks, section 6.5.2). All resources whose flows have no
-    tighter
-    bottleneck elsewhere are filled in one round, so the number of rounds is the length of the longest chain of
-    dependent
-    bottlenecks.
+    tighter bottleneck elsewhere are filled in one round, so the number of rounds is the length of the longest chain of
+    dependent bottlenecks.
 
     Args:
         paths: Resources that each of ``F`` flows uses; a resource that occurs twice in a path is loaded twice.
@@ -153,8 +151,7 @@ def max_min_rates(
         limits: Highest rate that each flow can use, bytes/s: ``[F]``. Default: no limit.
         weights: Weights of the shares: ``[F]``. Default: 1.
         counts: Number of identical flows that each entry stands for: ``[F]``. Default: 1. Folding equal flows in this
-            way
-            changes no rate; a hundred thousand symmetric flows cost as much as one.
+            way changes no rate; a hundred thousand symmetric flows cost as much as one.
 
     Returns:
         Rate of one flow of each entry, bytes/s: ``[F]``; infinity for a flow without any limit.
@@ -210,8 +207,7 @@ def is_max_min(
     """Check by a certificate, without solving again, whether rates are max-min fair.
 
     No resource carries more than its capacity, and every flow is at its limit or uses a saturated resource on which no
-    flow
-    has a higher rate for its weight (Bertsekas and Gallager, Data Networks, section 6.5.2).
+    flow has a higher rate for its weight (Bertsekas and Gallager, Data Networks, section 6.5.2).
 
     Args:
         rates: Rate of each flow, bytes/s: ``[F]``.
@@ -348,10 +344,8 @@ class FifoLinks:
     """Links that carry one message at a time, in order of arrival.
 
     A link is busy only for the serialisation; the message reaches the next hop after latency plus serialisation. These
-    are
-    the two analytical networks of ASTRA-sim 2.0 (Won et al. 2023): :meth:`store_and_forward` is the congestion-aware
-    one,
-    :meth:`cut_through` the congestion-unaware one.
+    are the two analytical networks of ASTRA-sim 2.0 (Won et al. 2023): :meth:`store_and_forward` is the
+    congestion-aware one, :meth:`cut_through` the congestion-unaware one.
 
     Attributes:
         links: Latency and rate of each link.

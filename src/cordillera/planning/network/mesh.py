@@ -150,8 +150,7 @@ class Mesh:
         """Return a dimension's groups level by level, for hierarchical collectives.
 
         Levels that do not divide the groups are left out. If domains divide a group unevenly, a rank of a domain with
-        few ranks
-        carries more than one of a domain with many.
+        few ranks carries more than one of a domain with many.
         """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 

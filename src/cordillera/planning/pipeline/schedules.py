@@ -114,10 +114,8 @@ class Schedule:
         """Check that the schedule can be executed.
 
         Every pair of stage and microbatch must have, on the rank that holds the stage, one forward and one backward.
-        The
-        backward may be split, with the weights' part after the input's. Alternatively, all pairs have a forward and
-        none has a
-        backward. No set of ranks may wait for one another.
+        The backward may be split, with the weights' part after the input's. Alternatively, all pairs have a forward and
+        none has a backward. No set of ranks may wait for one another.
 
         Raises:
             PlanError: If the schedule cannot be executed; the message names the first wrong action and its rank.
@@ -295,15 +293,13 @@ def one_forward_one_backward(ranks: int, microbatches: int, extra_warmup: Sequen
     """1F1B: a rank starts with as many forwards as there are ranks after it, then alternates.
 
     Source: Narayanan et al. 2019 (PipeDream), in its flushing form. With ``extra_warmup``, ranks run further ahead,
-    which
-    hides the latency of slow boundaries (:func:`warmup_for_latency`) and costs as many more live microbatches.
+    which hides the latency of slow boundaries (:func:`warmup_for_latency`) and costs as many more live microbatches.
 
     Args:
         ranks: ``P``, number of ranks.
         microbatches: ``m``, number of microbatches.
         extra_warmup: Number of additional forwards of each rank before its first backward. It must not grow from one
-            rank
-            to the next, because a rank would then wait for forwards that its predecessor holds back.
+            rank to the next, because a rank would then wait for forwards that its predecessor holds back.
 
     Raises:
         PlanError: If ``extra_warmup`` would block the pipeline.
@@ -417,12 +413,10 @@ def zero_bubble(ranks: int, microbatches: int, ahead: int = 1, extra_warmup: Seq
     """ZB-H1 and ZB-H2: 1F1B with delayed weight gradients that fill the bubbles.
 
     A rank runs ahead by ``ahead`` forwards for each rank after it, and keeps back ``ahead`` weight gradients for each
-    rank
-    before it. With 1 (H1) it holds at most ``P`` microbatches, like the first rank of 1F1B. With 2 (H2) it holds at
-    most
-    ``2 P - 1``, and no rank is idle between its first and its last action if all times are equal. One step that ends
-    together on all ranks takes ``3 m + P - 1`` in either; H2 saves time only if the next step may begin rank by rank.
-    Source: Qi et al. 2024 (Zero Bubble), section 2.
+    rank before it. With 1 (H1) it holds at most ``P`` microbatches, like the first rank of 1F1B. With 2 (H2) it holds
+    at most ``2 P - 1``, and no rank is idle between its first and its last action if all times are equal. One step that
+    ends together on all ranks takes ``3 m + P - 1`` in either; H2 saves time only if the next step may begin rank by
+    rank. Source: Qi et al. 2024 (Zero Bubble), section 2.
 
     Args:
         ranks: ``P``, number of ranks.
@@ -467,8 +461,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     Args:
         ranks: ``P``, number of ranks.
         microbatches: ``m``, number of microbatches; for fewer than ``2 P - 1``, the schedule for ``2 P - 1`` without
-            the
-            missing ones is used.
+            the missing ones is used.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     planned = max(microbatches, 2 * ranks - 1)

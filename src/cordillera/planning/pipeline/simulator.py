@@ -295,10 +295,8 @@ def simulate(
         seconds: Seconds of the actions of the stages.
         ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
         reductions: For each rank, seconds of the gradient reductions that run beside its computation, one after the
-            other,
-            by the position of the action with which each begins. They and the messages that the rank sends meanwhile
-            slow
-            each other as the ways say.
+            other, by the position of the action with which each begins. They and the messages that the rank sends
+            meanwhile slow each other as the ways say.
 
     Raises:
         PlanError: If times are invalid, or ranks wait for one another.
@@ -386,8 +384,7 @@ def simulate_late(
     """Run :func:`simulate` for many draws at once, with an individual delay of every message in each draw.
 
     The schedule fixes the order of all actions and messages whatever their times, so one pass computes all draws, with
-    an
-    array where :func:`simulate` has a number.
+    an array where :func:`simulate` has a number.
 
     Args:
         schedule: Schedule, which need not have been checked.

@@ -84,12 +84,10 @@ def optimal(
 
     Actions are intervals that do not overlap on their rank. Messages are intervals that do not overlap on their way and
     leave in the order of their producers. Activations are held from the start of a forward to the end of the whole
-    backward
-    or of the weights' part. The search starts from :func:`~cordillera.planning.pipeline.tuning.tuned`. Times are whole
-    multiples of one unit if there is one (denominators up to 1,000,000, to 12 digits, and a step of less than ``2**24``
-    units). Otherwise they are rounded down to ``2**-24`` of the step that rules find, so that the bound remains a
-    bound.
-    Which of several schedules of equal length is returned may differ from call to call.
+    backward or of the weights' part. The search starts from :func:`~cordillera.planning.pipeline.tuning.tuned`. Times
+    are whole multiples of one unit if there is one (denominators up to 1,000,000, to 12 digits, and a step of less than
+    ``2**24`` units). Otherwise they are rounded down to ``2**-24`` of the step that rules find, so that the bound
+    remains a bound. Which of several schedules of equal length is returned may differ from call to call.
 
     Args:
         rank_of: Rank that holds each stage.

@@ -48,11 +48,9 @@ class _Rule:
             first to arrive.
         patience: Work is delayed if more urgent work arrives within this part of its time.
         window: Number of microbatches that may be begun on a rank beyond those for which the limit has full room; None
-            for
-            no limit.
+            for no limit.
         groups: Sizes of the first group and of each following group of microbatches, if forwards pass the chunks
-            strictly
-            in groups; None for any order.
+            strictly in groups; None for any order.
     """
 
     order: str = "BFW"

@@ -277,8 +277,7 @@ class RecommenderExplorer:
         Tables are cut over all devices without copies (Neo, TorchRec); ids of the next batch are exchanged during the
         computation; dense gradients are reduced beside the rest of the step, all at once or, above 25 MiB, in two parts
         (PyTorch's buckets); the network settings are the library's own. The cutting of tables and the choice of copied
-        tables
-        are the best under these rules, as a sharding planner would find them.
+        tables are the best under these rules, as a sharding planner would find them.
 
         Raises:
             PlanError: If nothing fits.
@@ -366,8 +365,7 @@ class RecommenderExplorer:
 
         Args:
             only: Dimensions to search. Placement: groups, their place on the cluster, how tables are cut; scheduling:
-                order of
-                a step, chunks; network: settings of every level.
+                order of a step, chunks; network: settings of every level.
         """
         begin = time.perf_counter()
         free = tuple(one for one in ALL if one in set(only))

@@ -272,8 +272,7 @@ def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Oper
     """Run the operations of a step for several batches and return them with their times, batch by batch.
 
     An operation begins when the previous one on its stream and all that it needs are done. Times are longest paths
-    through
-    the operations, so that a faster operation never makes a step longer.
+    through the operations, so that a faster operation never makes a step longer.
 
     Args:
         program: Operations of one batch, with each stream in order; an operation needs earlier ones, or ones of the
@@ -438,8 +437,7 @@ class TableJob:
         """Return the seconds of forward and backward: bottom net for the whole batch, top net for one chunk.
 
         A host that launches kernels may be slower than the device: a linear layer takes at least a quarter of the
-        calibrated
-        time of a transformer layer, which has four.
+        calibrated time of a transformer layer, which has four.
 
         Args:
             chunks: Number of chunks of a device's batch.

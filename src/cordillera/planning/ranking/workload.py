@@ -299,10 +299,8 @@ class Placement:
         """Return what every device exchanges with the other copies of its tables, and what its update then moves.
 
         All copies make the update of the whole batch and stay equal. The gradient of a small shard is summed over
-        copies like
-        that of a dense layer; for other shards, the copies gather ids and gradients of pooled embeddings. The cheaper
-        way is
-        taken.
+        copies like that of a dense layer; for other shards, the copies gather ids and gradients of pooled embeddings.
+        The cheaper way is taken.
 
         Args:
             samples: Number of samples of a step in one group.
@@ -310,8 +308,7 @@ class Placement:
 
         Returns:
             For every device: bytes of gradients that are reduced, bytes that each copy contributes to the gathering,
-            and bytes
-            of memory that the update moves, ``[size]`` each.
+            and bytes of memory that the update moves, ``[size]`` each.
         """
         work = self.workload
         if copies == 1:
@@ -346,8 +343,8 @@ def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optim
     """Return the bytes of memory that the fused backward and update of a sample's lookups move.
 
     The gradient is read once per lookup; the row and its optimizer state are read and written; ids are sorted. Rows
-    that
-    several samples share are counted for each sample, because the number of distinct rows is unknown without the ids.
+    that several samples share are counted for each sample, because the number of distinct rows is unknown without the
+    ids.
 
     Args:
         lookups: Number of lookups of a sample.
@@ -379,10 +376,8 @@ def place_tables(
     """Cut tables and give the parts to the devices of a group, the costliest first to the least loaded device.
 
     A table is cut if it does not fit on a device, or if it costs more than ``grain`` times a device's equal share of
-    all
-    tables: in columns as long as they stay :data:`NARROWEST` wide, then in rows. Cutting in rows does not reduce
-    sending;
-    where sending costs more than looking up, rows are cut for memory only.
+    all tables: in columns as long as they stay :data:`NARROWEST` wide, then in rows. Cutting in rows does not reduce
+    sending; where sending costs more than looking up, rows are cut for memory only.
 
     Args:
         workload: Model with the tables.

@@ -49,13 +49,11 @@ def generate(
         stop: Ids of tokens that end a sequence, such as end of text and end of turn.
         sampling: Settings of sampling; None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`.
         tokens: Number of drawable ids, which are 0 to ``tokens - 1``, for vocabularies larger than their tokenizer.
-            None
-            for all.
+            None for all.
 
     Returns:
         Tokens as they are generated: in each step one for every unfinished sequence, in the order of prompts. Errors of
-        the
-        prompts are raised at the call, before the first token is requested.
+        the prompts are raised at the call, before the first token is requested.
 
     Raises:
         DataError: If a prompt is empty, as long as the context or longer, or holds an id that is not a token;
@@ -69,8 +67,7 @@ def for_decoding(model: Llama) -> Llama:
     """Replace the linear layers of a model by ones that are fast on few rows, in place, and return the model.
 
     Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 models on a CPU
-    are
-    changed.
+    are changed.
 
     Args:
         model: Model of any dtype and device.

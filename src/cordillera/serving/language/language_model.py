@@ -253,8 +253,7 @@ def find_model(name: str | Path) -> Path:
 
     Args:
         name: Name of an asset, or a path (``./smollm2`` for a folder with the name of an asset). For a run's folder,
-            the
-            result is its newest checkpoint.
+            the result is its newest checkpoint.
 
     Raises:
         DataError: If an asset was not fetched or is no model, or there is neither such a name nor such a path.

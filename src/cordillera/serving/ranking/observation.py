@@ -18,8 +18,7 @@ class Observer:
 
     The numbers of a sample are its dense features, the root mean square of each feature's embedding and of each linear
     layer's input, and the logits. The shares are those of samples with a blank dense feature, with a blank or unseen
-    id,
-    and with an empty list.
+    id, and with an empty list.
 
     Attributes:
         numbers: Names of the numbers.

@@ -287,22 +287,19 @@ def evaluate(
 
     Args:
         score: Function that returns logits ``[B, tasks]`` of a batch. It runs without autograd; the caller sets
-            evaluation
-            mode and the device.
+            evaluation mode and the device.
         loader: Batches with labels.
         tasks: Names of the columns of the logits.
         split: Name of the split, for the record.
         segments: Either ``(codes, names)`` by feature, where ``codes`` holds a position in ``names`` for every row of
-            the
-            data set (read at ``batch.rows``, or in order if batches have none); or a function of a batch that returns
-            one
-            value per sample by feature.
+            the data set (read at ``batch.rows``, or in order if batches have none); or a function of a batch that
+            returns one value per sample by feature.
         level: Confidence level of the intervals.
         calibration_bins: Number of bins of equal weight.
         histogram_bins: Number of bins of equal width in logits.
         small_segment: Number of samples of either class in some task below which a segment is marked small.
-        most_segments: Number of a feature's most frequent values that are listed; the rest is one segment,
-            ``(N others)``.
+        most_segments: Number of a feature's most frequent values that are listed; the rest is one segment, ``(N
+            others)``.
 
     Returns:
         The evaluation. An empty loader gives undefined metrics, not an error.

@@ -1,9 +1,8 @@
 """A sum of floating-point numbers that does not depend on their order.
 
 Streaming metrics are sums. Adding the float64 sums of shards gives a result that depends on the shards. Here the
-running
-sum is one integer, a multiple of the smallest step of float64, so cutting, ordering and merging change no bit. Rounding
-happens once, when the value is read.
+running sum is one integer, a multiple of the smallest step of float64, so cutting, ordering and merging change no bit.
+Rounding happens once, when the value is read.
 """
 
 from __future__ import annotations

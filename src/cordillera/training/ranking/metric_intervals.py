@@ -34,8 +34,7 @@ def auc_influence(scores: _Floats, positive: NDArray[np.bool_], weights: _Floats
 
     Returns:
         The AUC, and ``float64 [B]`` whose sum is zero within either class; the sum of squares is the variance of the
-        AUC up
-        to the factors ``m / (m - 1)`` of DeLong et al. 1988 (structural components ``V10`` and ``V01``).
+        AUC up to the factors ``m / (m - 1)`` of DeLong et al. 1988 (structural components ``V10`` and ``V01``).
     """
     _, place = np.unique(scores, return_inverse=True)
     positives = np.bincount(place, weights=weights * positive)
@@ -58,10 +57,8 @@ def metric_intervals(
     """Compute confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and ``gauc``.
 
     Intervals are normal on a scale where the metric is unbounded (the logit of an AUC, the logarithm of the others),
-    with
-    Student's quantile for the number of groups. A metric is left out if its variance cannot be estimated: fewer than
-    two
-    samples of either class, fewer than 20 groups for ``gauc``, or no variation (a perfect ranking).
+    with Student's quantile for the number of groups. A metric is left out if its variance cannot be estimated: fewer
+    than two samples of either class, fewer than 20 groups for ``gauc``, or no variation (a perfect ranking).
 
     Args:
         logits: ``float64 [B]``, finite.

@@ -22,8 +22,7 @@ def relative_change(
     """Compute the relative change of NE (equal to that of log loss) with its interval.
 
     It is a ratio of two means over the same samples; its variance is that of its influences (delta method), summed
-    within
-    groups before they are squared if samples of a group are dependent.
+    within groups before they are squared if samples of a group are dependent.
 
     Args:
         losses: ``float64 [B]``, cross-entropy of each sample.

@@ -54,8 +54,8 @@ class TrainingConfig(BaseModel):
         max_steps: Largest number of steps, regardless of ``epochs``; null for no limit.
         precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32``
             computes everything in float32.
-        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs
-            ``precision = "fp32"``. Evaluation and scoring are in float32.
+        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs ``precision =
+            "fp32"``. Evaluation and scoring are in float32.
         learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
         betas: AdamW's decay rates, at least 0 and below 1.
         eps: Term added to AdamW's denominator.
@@ -63,8 +63,8 @@ class TrainingConfig(BaseModel):
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
         decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
         final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
-        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not
-            in the norm.
+        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
+            norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
         patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
             null to never stop early and keep the last weights.

@@ -35,10 +35,8 @@ def ladder(
     """Return models of one family, evenly spaced by the logarithm of their size.
 
     A model has about one layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
-    has
-    its own keys and values. The size counts all parameters that multiply every token and some norms; an embedding
-    counts
-    only if it is also the head.
+    has its own keys and values. The size counts all parameters that multiply every token and some norms; an embedding
+    counts only if it is also the head.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all models.
@@ -47,8 +45,7 @@ def ladder(
         count: Number of models.
         head_dim: Width of a head; widths of models are multiples of it.
         allow_gaps: Whether to leave out sizes that the family lacks. The smallest ones are far apart, because their
-            head is
-            most of them.
+            head is most of them.
 
     Raises:
         PlanError: If the family has no ``count`` sizes between the two, and gaps are not allowed.
@@ -312,8 +309,7 @@ def train_plan(
         folder: Folder of the study, which holds the folders of the runs.
         train: Function that trains the recipe with these overrides into this folder, or resumes the run that is there.
         agrees: Function that returns whether the run in this folder is of the recipe with these overrides; it is called
-            for
-            all runs before any is trained.
+            for all runs before any is trained.
         target: FLOPs for which to predict the best split; None for none.
         title: Title above the drawing.
         say: Function called with one line of text for each run.

@@ -156,12 +156,9 @@ def fit_power_law(
     """Fit ``y = floor + a * x ** b``.
 
     With a given floor, the fit is an ordinary least squares of ``log(mean y - floor)`` on ``log x``, one point per
-    size,
-    with Student's interval and ``sizes - 2`` degrees of freedom. With a fitted floor, it is a least squares in ``y``
-    (in
-    log space a floor going to minus infinity would always fit best), with the interval from the Jacobian and ``sizes -
-    3``
-    degrees.
+    size, with Student's interval and ``sizes - 2`` degrees of freedom. With a fitted floor, it is a least squares in
+    ``y`` (in log space a floor going to minus infinity would always fit best), with the interval from the Jacobian and
+    ``sizes - 3`` degrees.
 
     Args:
         x: FLOPs of each run, positive. Runs with equal ``x`` are repetitions of one size.
@@ -178,8 +175,7 @@ def fit_power_law(
 
     Raises:
         DataError: If lengths differ, values are not finite or not positive where they must be, there are fewer than
-            three
-            sizes (four with a fitted floor), or a mean lies at or below the floor.
+            three sizes (four with a fitted floor), or a mean lies at or below the floor.
     """
     xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if xs.ndim != 1 or xs.shape != ys.shape:
