@@ -37,12 +37,7 @@ def _packed(lengths: Sequence[int]) -> PackedTokens:
 
 
 def measured_work(tokens: int, rounds: int = 3) -> DocumentWork:
-    """Fit the seconds of a document in one process with one thread to microbatches of this model.
-
-    Args:
-        tokens: Approximate number of tokens of a microbatch.
-        rounds: Number of rounds, of which the fastest counts.
-    """
+    """Fit the seconds of a document in one process with one thread to microbatches of about ``tokens`` tokens."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -144,17 +144,7 @@ def timelines(schedule: Schedule, found: Sequence[Sequence[dict[str, Tensor]]]) 
 
 
 def take_turns(rank: int, folder: str, schedules: Sequence[Schedule], rounds: int) -> dict[str, Any]:
-    """Take a step of every schedule in turn in one process, for several rounds after one of warm-up.
-
-    Args:
-        rank: Rank of the process.
-        folder: Not used.
-        schedules: Schedules with distinct names.
-        rounds: Number of counted steps of each.
-
-    Returns:
-        Steps by schedule.
-    """
+    """Take a step of every schedule in turn in one process; return ``rounds`` steps by name after one of warm-up."""
     pipelines = {schedule.name: SleepingPipeline(schedule, None) for schedule in schedules}
     for pipeline in pipelines.values():
         pipeline.step()

@@ -182,12 +182,7 @@ def quality(console: Console, runs: Path, quick: bool, pieces: FinishedPieces) -
     """Measure the test NE of Wukong on MovieLens-100K with and without Mods, paired by seed.
 
     A seed gives all variants the same data order and, where they have the same weights, the same initial ones.
-
-    Args:
-        console: Console for the results.
-        runs: Temporary folder of the runs.
-        quick: Whether to use two steps and one seed, without Mods and with all.
-        pieces: Finished trainings.
+    ``quick`` takes two steps with one seed, without Mods and with all.
     """
     seeds = range(1, (1 if quick else SEEDS) + 1)
     variants = {name: mods for name, mods in VARIANTS.items() if not quick or len(mods) != 1}

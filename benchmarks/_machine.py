@@ -60,11 +60,10 @@ def busy() -> float | None:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Describe this machine and this code, so that a figure can be judged and measured again.
+    """Describe this machine and this code for JSON, so that a figure can be judged and measured again.
 
-    Returns:
-        A dictionary for JSON: processor, cores, threads, memory in bytes, operating system, Python, the versions of
-        installed libraries, date in UTC, the commit of the checkout and whether files differed from it.
+    Keys are processor, cores, threads, memory in bytes, operating system, Python, the versions of installed libraries,
+    date in UTC, the commit of the checkout and whether files differed from it.
     """
     libraries = {}
     for name in LIBRARIES:

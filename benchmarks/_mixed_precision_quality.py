@@ -85,14 +85,7 @@ def _cases(rows: int) -> dict[str, tuple[DataConfig, dict[str, Any], dict[str, d
 def train(splits: Splits, tables: TablesConfig, seed: int, epochs: int) -> dict[str, Any]:
     """Train a DLRM with the trainer's steps in float32, and score the test split.
 
-    Args:
-        splits: The data.
-        tables: Settings of the tables.
-        seed: Seed of weights, order and rounding.
-        epochs: Number of passes over the training split.
-
-    Returns:
-        ``ne`` of the test split, ``seconds``, and ``hit_rate`` of the cache over distinct rows of updates, or None.
+    Returns ``ne`` of the test split, ``seconds``, and ``hit_rate`` of the cache over distinct rows of updates, or None.
     """
     torch.manual_seed(seed)
     sizes = DLRMConfig(embedding_dim=EMBEDDING_DIM, embedding_init="uniform_by_rows", bottom_mlp=(64,), top_mlp=(64,))
@@ -137,10 +130,7 @@ def _judge(name: str, losses: dict[str, list[float]]) -> tuple[str, bool | None]
 def measure_quality(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
     """Train every contender of every case with several seeds; losses are relative to float32 rows of the same seed.
 
-    Args:
-        console: Console for progress and tables.
-        pieces: Finished trainings, from which an interrupted measurement continues.
-        quick: Whether to use one seed and few rows.
+    An interrupted measurement continues from the finished ``pieces``. ``quick`` uses one seed and few rows.
     """
     rows, seeds = (20_000, 1) if quick else (600_000, 4)
     notes = ["losses are means over seeds of the relative rise of the test NE over fp32 rows of the same seed"]

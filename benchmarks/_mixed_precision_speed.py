@@ -97,12 +97,8 @@ def measure_memory(rows: int) -> dict[str, Any]:
 
 
 def measure_updates(rows: list[int], rounds: int, calls: int) -> Figures:
-    """Measure forward, backward and update of 26 tables with row-wise Adagrad.
-
-    Args:
-        rows: Numbers of rows of the tables to measure.
-        rounds: Number of interleaved rounds.
-        calls: Number of updates whose mean is one value.
+    """Measure forward, backward and update of 26 tables with row-wise Adagrad; a value is the mean of ``calls``
+    updates.
     """
     figures = Figures(
         {
@@ -188,14 +184,7 @@ class _Training:
 
 
 def measure_training(rows: int, rounds: int, calls: int, figures: Figures) -> None:
-    """Measure whole training steps of a DLRM, in the default precision and in float32.
-
-    Args:
-        rows: Number of rows of every table.
-        rounds: Number of interleaved rounds.
-        calls: Number of steps whose mean is one value.
-        figures: Figures to which ratios and rates are added.
-    """
+    """Add rates of whole training steps of a DLRM, in the default precision and in float32, to ``figures``."""
     features = criteo_features(rows)
     batches = criteo_batches(features, 8, BATCH_SIZE)
     contenders = {name: OURS[name] for name in (INT8, INT4)}

@@ -97,12 +97,7 @@ def run_processes(
 def slowest_seconds(
     size: int, work: Callable[[int, str], dict[str, list[float]]], deadline: float
 ) -> dict[str, list[float]]:
-    """Return the seconds of the slowest process for each name and round.
-
-    Args:
-        size: Number of processes.
-        work: Function that each process calls with its rank and a folder.
-        deadline: Time limit in seconds.
+    """Return the seconds of the slowest process for each name and round; see :func:`run_processes`.
 
     Raises:
         RuntimeError: If one of them failed.

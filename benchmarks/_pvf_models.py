@@ -166,22 +166,14 @@ def transformer_part(name: str) -> str:
 
 
 def classifier(name: str, model: nn.Module, inputs: Tensor, quality: str, group: Callable[[str], str]) -> Target:
-    """Return a trained classifier whose weights are hit as they are.
-
-    Args:
-        name: Name of the model.
-        model: Trained model.
-        inputs: Inputs on which faults are tried.
-        quality: Quality of the model, in words.
-        group: Function from a parameter's name to its component.
-    """
+    """Return a trained classifier whose weights are hit as they are; ``group`` maps parameters to components."""
     return Target(name, _grouped(regions_of(model), group), Replay(lambda: model(inputs), Argmax()), quality)
 
 
 def stored_as(
     dtype: torch.dtype, name: str, model: nn.Module, inputs: tuple[Tensor, ...], group: Callable[[str], str | None]
 ) -> Target:
-    """Return a model whose weights are stored in a format and used in float32.
+    """Return a model whose weights are stored in ``dtype`` and used in float32.
 
     Args:
         dtype: Data type of the stored weights.

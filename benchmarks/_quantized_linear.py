@@ -124,14 +124,8 @@ def unfused_linear(
 ) -> Callable[[Tensor], Tensor]:
     """Return the same function in separate passes: torch's quantiser, integer product and requantisation.
 
-    Args:
-        weight: Weight, whose transpose and offsets are prepared beforehand.
-        scale: Scale of the input.
-        zero_point: Zero point of the input.
-        output: Scale and zero point of the output.
-
-    Returns:
-        A function from ``float32 [M, K]`` to ``uint8 [M, N]``, with ReLU.
+    It maps ``float32 [M, K]`` to ``uint8 [M, N]``, with ReLU. The transpose and the offsets of the weight are prepared
+    beforehand; ``output`` is the scale and zero point of the result.
     """
     transposed = weight.codes.t()
     unit = weight.scale * scale

@@ -59,9 +59,7 @@ def _needed(module: str, package: str) -> ModuleType:
 
 
 def fuxictr_zoo() -> Path:
-    """Return the folder of FuxiCTR's repository, because the wheel lacks the model zoo.
-
-    It is ``$CORDILLERA_FUXICTR_ZOO``, or ``.peers/FuxiCTR`` in the checkout.
+    """Return ``$CORDILLERA_FUXICTR_ZOO`` or ``.peers/FuxiCTR``, FuxiCTR's repository with the model zoo.
 
     Raises:
         PeerUnavailable: If there is neither.

@@ -92,15 +92,10 @@ def _log_uniform(share: float, low: float, high: float) -> float:
 
 
 def settings_of(trial: int, side: str) -> dict[str, float]:
-    """Return the settings of one tuning trial; both sides use the same draws from the unit cube.
+    """Return the settings of one tuning trial for ``ours`` or ``FuxiCTR``, from the same draws from the unit cube.
 
-    Args:
-        trial: Number of the trial.
-        side: ``ours`` or ``FuxiCTR``.
-
-    Returns:
-        ``learning_rate`` and ``dropout``, with ``table_weight_decay`` (ours: L2 on the rows of a batch) or
-        ``embedding_regularizer`` (FuxiCTR: L2 over the whole tables).
+    They are ``learning_rate`` and ``dropout``, with ``table_weight_decay`` (ours: L2 on the rows of a batch) or
+    ``embedding_regularizer`` (FuxiCTR: L2 over the whole tables).
     """
     first, second, third = np.random.default_rng([2024, trial]).random(3)
     settings = {
@@ -134,8 +129,7 @@ def train_ours(
 ) -> dict[str, Any]:
     """Train one of our models with the public trainer, with settings from :func:`settings_of`.
 
-    Returns:
-        Validation and test measures, epochs, seconds and parameters outside the tables.
+    Returns validation and test measures, epochs, seconds and parameters outside the tables.
     """
     torch.manual_seed(seed)
     update: dict[str, Any] = {"dropout": settings["dropout"]}
@@ -207,9 +201,6 @@ def train_fuxictr(
         seed: Seed of weights, order and dropout.
         epochs: Largest number of epochs.
 
-    Returns:
-        Measures as of :func:`train_ours`.
-
     Raises:
         PeerUnavailable: If FuxiCTR or its model zoo is absent.
     """
@@ -270,10 +261,7 @@ def _mean(pieces: list[dict[str, Any]], key: str, split: str = "test") -> float:
 def measure_quality(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
     """Tune and train DLRM, DCN-V2 and Wukong, ours and FuxiCTR's, on MovieLens-100K and Adult.
 
-    Args:
-        console: Console for progress and the table.
-        pieces: Finished trainings, from which an interrupted measurement continues.
-        quick: Whether to use one trial and one seed.
+    An interrupted measurement continues from the finished ``pieces``. ``quick`` uses one trial and one seed.
     """
     trials, seeds, epochs = (1, 1, 1) if quick else (8, 5, MAX_EPOCHS)
     notes: list[str] = []
@@ -428,12 +416,8 @@ def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> di
     """Compare single modules and pairs, one layer and two, with equal numbers of parameters outside the tables.
 
     Every ensemble gets the same number of tuning trials over the same draws. Settings, and then the best single module
-    and the best pair, are chosen on the validation split; the test split is scored once per seed.
-
-    Args:
-        console: Console for progress and the tables.
-        pieces: Finished trainings, from which an interrupted measurement continues.
-        quick: Whether to use one trial, one seed and two modules.
+    and the best pair, are chosen on the validation split; the test split is scored once per seed. ``quick`` uses one
+    trial, one seed and two modules.
     """
     trials, seeds, epochs = (1, 1, 1) if quick else (6, 5, MAX_EPOCHS)
     results = [_dhen_on(data, console, pieces, trials, seeds, epochs, 2 if quick else len(MODULES)) for data in DATA]

@@ -76,7 +76,6 @@ SIZES: dict[str, list[ModelConfig]] = {
 
 
 def _train(config: ModelConfig, splits: Splits, rate: float, table_rate: float, seed: int) -> dict[str, Any]:
-    """Train one pass over the training rows, then score the test split."""
     torch.manual_seed(seed)
     model = build(config, splits.features, TablesConfig(learning_rate=table_rate))
     training = TrainingConfig(epochs=1, learning_rate=rate, warmup_fraction=0.1, decay="linear", final_rate=0.02)
@@ -104,12 +103,7 @@ def measure_scaling(console: Console, pieces: FinishedPieces, *, quick: bool) ->
     """Train every size once over the data with several seeds, and fit NE against FLOPs.
 
     Every size of every kind gets the same trials of learning rates with the first seed; the best ones on the validation
-    split are also used for the other seeds. Figures are of the test split.
-
-    Args:
-        console: Console for progress and the table.
-        pieces: Finished trainings.
-        quick: Whether to use few rows and two sizes.
+    split are also used for the other seeds. Figures are of the test split. ``quick`` uses few rows and two sizes.
     """
     rows, seeds = (60_000, 1) if quick else (1_250_000, 2)
     sizes = {name: configs[:3] if quick else configs for name, configs in SIZES.items()}

@@ -142,12 +142,10 @@ def _our_update(features: FeatureSpec, backend: str) -> tuple[Update, list[Tenso
 
 
 def measure_updates(rows: list[int], rounds: int, calls: int) -> Figures:
-    """Measure forward, backward and row-wise Adagrad of 26 tables, for us, ``EmbeddingBag`` + Adagrad, and FBGEMM.
+    """Measure forward, backward and row-wise Adagrad of 26 tables, ours and the peers'.
 
-    Args:
-        rows: Numbers of rows of the tables to measure.
-        rounds: Number of interleaved rounds.
-        calls: Number of updates whose mean is one value.
+    Peers are ``EmbeddingBag`` with Adagrad, and FBGEMM. ``rows`` lists the sizes of tables, ``rounds`` is the number of
+    interleaved rounds, and a value is the mean of ``calls`` updates.
     """
     figures = Figures(
         {
@@ -446,13 +444,8 @@ def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
 
     FuxiCTR trains as its users do: its own ``train_step`` (binary cross-entropy, norm clipping at 10, Adam over all
     parameters, including tables). TorchRec's DLRM runs under ``DistributedModelParallel``. Batches are in memory in
-    each library's own form, so no loader is timed.
-
-    Args:
-        rows: Numbers of rows of the tables to measure.
-        rounds: Number of interleaved rounds; a third as many, but at least three, from 1,000,000 rows on, where FuxiCTR
-            is slow.
-        calls: Number of steps whose mean is one value.
+    each library's own form, so no loader is timed. A value is the mean of ``calls`` steps. From 1,000,000 rows on,
+    where FuxiCTR is slow, there are a third as many ``rounds``, but at least three.
     """
     figures = Figures(
         {
@@ -486,12 +479,10 @@ def _resident_bytes(field: str) -> int:
 
 
 def train_for_memory(rows: int, steps: int) -> dict[str, int]:
-    """Train a DLRM for some steps and return the memory that it took; called in a fresh process.
+    """Train a DLRM for some steps in a fresh process and return the memory that it took.
 
-    Returns:
-        Bytes: ``baseline`` (interpreter, imports and kernels warmed up on small tables), ``peak``, ``weights``,
-            ``state``,
-        ``batch``.
+    The bytes are ``baseline`` (interpreter, imports and kernels warmed up on small tables), ``peak``, ``weights``,
+    ``state`` and ``batch``.
     """
     torch.set_num_threads(2)
     small = criteo_features(100)
@@ -584,15 +575,11 @@ def _trained_records(config: ModelConfig, splits: Splits, loader: Any, steps: in
 
 
 def measure_loading(rows: int, steps: int = 30, rounds: int = 3) -> Figures:
-    """Measure what data loading costs a training step.
+    """Measure what data loading costs a training step, in ``rounds`` trainings with the loader and from memory.
 
     There are two measures: the share of time that the trainer waits for the loader, from its own records; and the
-    slowdown relative to batches in memory, which includes the cores that the loader's thread takes.
-
-    Args:
-        rows: Number of rows of the synthetic log (its preparation is not timed).
-        steps: Number of steps of each training.
-        rounds: Number of trainings with the loader and from memory, in turn.
+    slowdown relative to batches in memory, which includes the cores that the loader's thread takes. The preparation of
+    the synthetic log is not timed.
     """
     figures = Figures({"rows": rows, "batch_size": BATCH_SIZE, "features": "13 dense, 26 ids, 2 lists, memory-mapped"})
     splits = prepare(DataConfig(dataset="synthetic", synthetic=SyntheticConfig(rows=rows)))

@@ -106,8 +106,6 @@ class _Module:
 
 
 class _Computed(ast.NodeTransformer):
-    """Removes imports from code."""
-
     def visit_Import(self, node: ast.Import) -> None:
         return None
 
@@ -116,7 +114,6 @@ class _Computed(ast.NodeTransformer):
 
 
 def _plain(tree: ast.Module) -> ast.Module:
-    """Remove docstrings and annotations of functions."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             words = [line for line in node.body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
@@ -176,12 +173,7 @@ def _roots(program: _Module, part: str) -> set[tuple[str, str]]:
 
 
 def definitions_of(program: str, part: str) -> dict[str, set[str]]:
-    """Return the names of the definitions that a part of a benchmark depends on, by module.
-
-    Args:
-        program: Name of its file, without ``.py``.
-        part: Part of the benchmark.
-    """
+    """Return the names of the definitions that a part of a benchmark (a file without ``.py``) depends on, by module."""
     found: dict[str, set[str]] = {program: {""}}
     waiting = [(module or program, name) for module, name in _roots(_module(_code(program) or ""), part)]
     while waiting:

@@ -47,14 +47,9 @@ def as_own_log(data: DataConfig, folder: Path) -> DataConfig:
 
 
 def trained(console: Console, name: str, folder: Path, quick: bool, *, own_log: bool = False) -> Run:
-    """Return a run of one of ``MODELS``, trained for one epoch.
+    """Return a run of a model of ``MODELS``, trained for one epoch; ``quick`` uses few samples and steps.
 
-    Args:
-        console: Console for progress.
-        name: A key of ``MODELS``.
-        folder: Folder of the runs.
-        quick: Whether to use few samples and steps.
-        own_log: Whether ids are looked up in a vocabulary (:func:`as_own_log`).
+    With ``own_log``, ids are looked up in a vocabulary (:func:`as_own_log`).
     """
     keys = {**DATA, **MODELS[name], **(QUICK if quick else {})}
     recipe = recipes.load(f"synthetic-{name}", [f"{key}={value!r}".replace("'", '"') for key, value in keys.items()])

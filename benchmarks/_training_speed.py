@@ -76,7 +76,6 @@ class _Trainer:
         self.name, self._process, self._log = name, process, log
 
     def answer(self) -> dict[str, Any]:
-        """Return its next answer."""
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], DEADLINE_S)[0]
         line = self._process.stdout.readline() if ready else ""
@@ -87,7 +86,6 @@ class _Trainer:
         return found
 
     def seconds(self, steps: int) -> float:
-        """Return the seconds of each of some steps."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
@@ -120,13 +118,7 @@ def _started(name: str, case: Case, folder: Path) -> Iterator[_Trainer]:
 
 
 def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) -> dict[str, Any]:
-    """Measure tokens per second of all trainers, and the ratio of ours to the fastest variant of each peer.
-
-    Args:
-        case: Sizes and settings.
-        beside: Variants to try, by peer.
-        rounds: Number of rounds, in each of which all trainers take some steps in turn.
-    """
+    """Measure tokens per second of all trainers in turn, and the ratio of ours to the fastest variant of each peer."""
     variants = {"ours": ""} | {
         f"{peer}, {variant}" if variant else peer: variant for peer, tried in beside.items() for variant in tried
     }

@@ -63,7 +63,6 @@ def _tensors(lengths: list[int]) -> list[Tensor]:
 
 
 def _step(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Run forward and backward; return the output and the gradients."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]

@@ -45,7 +45,6 @@ class Part(str, enum.Enum):
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
-    """Return the number of leading tokens that agree."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
 
 

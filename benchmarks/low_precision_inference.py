@@ -51,7 +51,6 @@ class Part(str, enum.Enum):
 
 
 def _pair(run: Run) -> tuple[Any, Any, Any]:
-    """Return the splits, the model in fp32 and the quantised one."""
     recipe = load(run.recipe_file)
     splits = prepare(recipe.data)
     _, exact = load_model(run, splits.features, CPU)
@@ -59,7 +58,6 @@ def _pair(run: Run) -> tuple[Any, Any, Any]:
 
 
 def _load(run: Run, splits: Any) -> tuple[Any, DriftReference]:
-    """Return a run's quantised model and its reference of calibration."""
     recipe = load(run.recipe_file)
     made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
     return quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, splits.features), made_of)

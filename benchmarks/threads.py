@@ -59,7 +59,6 @@ class _Worker:
         self._process = process
 
     def answer(self) -> dict[str, Any]:
-        """Return its next answer."""
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], DEADLINE_S)[0]
         line = self._process.stdout.readline() if ready else ""
@@ -98,7 +97,6 @@ def _started(workload: str, threads: str, quick: bool) -> Iterator[_Worker]:
 
 @contextmanager
 def _neighbours(count: int) -> Iterator[None]:
-    """Start processes that compute without end."""
     others = [subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE) for _ in range(count)]
     try:
         yield

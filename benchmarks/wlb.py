@@ -88,7 +88,6 @@ def _tuned(stream: Stream, bound: int, queues: int, quick: bool) -> PackingConfi
 
 
 def _planned(batches: Sequence[Sequence[int]], config: PackingConfig) -> tuple[list[Iteration], Spread]:
-    """Return all iterations, and seconds per batch."""
     packer, found, seconds = Packer(config, WORK), [], []
     for batch in batches:
         began = time.perf_counter()
@@ -98,7 +97,6 @@ def _planned(batches: Sequence[Sequence[int]], config: PackingConfig) -> tuple[l
 
 
 def _listed(iterations: Iterable[Iteration]) -> tuple[list[Iteration], float]:
-    """Return all iterations of a baseline, and seconds per iteration."""
     began = time.perf_counter()
     found = list(iterations)
     return found, (time.perf_counter() - began) / len(found)

@@ -119,7 +119,6 @@ def shipped() -> dict[str, str]:
 
 
 def _read(source: str | Path) -> tuple[str, str]:
-    """Return the text of a recipe and its name in errors."""
     path = Path(source)
     names = shipped()
     if str(source) in names:

@@ -475,7 +475,6 @@ class Run:
 
 
 def _is_alive(process: int) -> bool:
-    """Return whether a process with this number runs on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -77,12 +77,7 @@ def language_line(evaluation: LanguageEvaluation) -> str:
 
 @contextlib.contextmanager
 def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw a progress bar with rate and remaining time; yield ``on_step`` and ``say`` of a training.
-
-    Args:
-        out: Console to draw on.
-        quiet: Whether to draw and print nothing.
-    """
+    """Draw a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -111,7 +106,6 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
 
 
 def _note(record: dict[str, Any]) -> str:
-    """Return the text beside the bar from a record of training."""
     loss = f"loss {number(record['loss'])}"
     if "examples_per_second" in record:
         return f"epoch {record['epoch'] + 1}  {loss}  {record['examples_per_second']:,.0f} examples/s"
@@ -159,12 +153,7 @@ def _decibels(value: float) -> str:
 
 @contextlib.contextmanager
 def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """Draw a progress bar of injected faults; yield ``on_round`` and ``say`` of an injection.
-
-    Args:
-        out: Console to draw on.
-        quiet: Whether to draw and print nothing.
-    """
+    """Draw a progress bar of injected faults; yield ``on_round`` and ``say``."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -74,7 +74,6 @@ def generate(
 
 
 def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[str]:
-    """Return all prompts: those on the command line, then those of files."""
     if lines and not files and "-" not in given:
         raise DataError("there is no file whose lines it could take", where="--lines", remedy="give --file, or -")
     texts: list[str] = []

@@ -218,10 +218,7 @@ def interval_strip(
 def stacked_bar(title: str, description: str, parts: Sequence[tuple[str, float]]) -> str:
     """Draw parts of a whole on a bar as wide as its container; a style sheet gives its height.
 
-    Args:
-        title: Title of the bar.
-        description: Description for readers who cannot see it.
-        parts: Style and size of each part; sizes that are not above zero are left out.
+    ``parts`` are pairs of style and size; sizes that are not above zero are left out.
     """
     shown = [(style, size) for style, size in parts if size > 0 and math.isfinite(size)]
     whole, at, boxes = math.fsum(size for _, size in shown), 0.0, []
@@ -303,7 +300,6 @@ def heat_map(
 
 
 def _percents(power: int) -> str:
-    """Return a power of ten as a percentage."""
     return f"{100 * 10.0**power:g} %"
 
 

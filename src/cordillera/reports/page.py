@@ -116,14 +116,7 @@ def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
 
 
 def tile(name: str, value: str, bounds: str, meaning: str) -> str:
-    """Return a headline figure.
-
-    Args:
-        name: Name of the figure.
-        value: The figure.
-        bounds: Text below the figure: an interval, or related figures.
-        meaning: Explanation for the reader.
-    """
+    """Return a headline figure with its ``bounds`` (or related figures) and its ``meaning`` for the reader."""
     return (
         f'<dl class="tile"><dt>{escape(name)}</dt>'
         f'<dd class="value">{escape(value)}</dd><dd class="range">{escape(bounds)}</dd>'
@@ -169,14 +162,7 @@ class Pictures:
         self._drawn = 0
 
     def draw(self, heading: str, chart: Chart, caption: str, key: str = "") -> str:
-        """Return a chart with heading and caption.
-
-        Args:
-            heading: Text above the chart.
-            chart: The drawing.
-            caption: Text below the chart.
-            key: HTML after the caption that explains the series.
-        """
+        """Return a chart with heading and caption, and a ``key`` in HTML that explains the series."""
         self._drawn += 1
         drawing = chart.svg(self._drawn)
         return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}{key}</figcaption></figure>"
@@ -208,13 +194,7 @@ def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
 
 
 def reproduction(recipe: str, command: str = "cordillera train recipe.toml", about: str = "") -> str:
-    """Return the section on how to train the run again.
-
-    Args:
-        recipe: Resolved recipe as TOML.
-        command: Command that trains it.
-        about: HTML about the machine of the run.
-    """
+    """Return the section on how to train the run again; ``about`` is HTML about its machine."""
     return (
         "<section><h2>How to reproduce</h2><p>Save the recipe below as <code>recipe.toml</code>. It is resolved: every "
         f"value that was used stands in it, the seed included.</p><pre>{escape(command)}</pre>{about}"

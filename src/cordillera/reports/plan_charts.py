@@ -18,7 +18,6 @@ def _seconds(value: float) -> str:
 
 
 def _axis(value: float, most: float) -> str:
-    """Return seconds for an axis, all in one unit."""
     if value == 0:
         return "0"
     unit, factor = ("s", 1.0) if most >= 1 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
@@ -32,7 +31,6 @@ def _round(value: float) -> float:
 
 
 def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
-    """Return a time axis with ticks at quarters."""
     return "".join(
         f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
         f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
@@ -86,13 +84,7 @@ def bars_svg(
 
 
 def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Draw step time over a property of the network, one line for each plan, at equally spaced points.
-
-    Args:
-        x: Values of the property.
-        series: Seconds at each value, by name of the plan.
-        title: Title of the x axis.
-    """
+    """Draw step time over a property of the network, one line for each plan, at equally spaced points."""
     width, height, left, bottom = _WIDTH / 2 - 10, 220.0, 52.0, 180.0
     tick = _round(max(max(values) for values in series.values()) / 3)
     most = 3 * tick

@@ -102,16 +102,7 @@ class Series:
         y: str | Callable[[Mapping[str, float]], float],
         drawn: Literal["line", "dots", "both"] = "line",
     ) -> Series:
-        """Return the series of records.
-
-        Args:
-            name: Name of the series.
-            style: Style of the charts.
-            records: One record per point.
-            x: Key of the horizontal coordinate.
-            y: Key of the vertical coordinate, or a function that returns it.
-            drawn: Whether points are drawn as a line, as dots, or both.
-        """
+        """Return the series of records at key ``x`` and at key or function ``y``."""
         ys = [record[y] if isinstance(y, str) else y(record) for record in records]
         return cls(name, style, [record[x] for record in records], ys, drawn)
 

@@ -109,12 +109,7 @@ class TableFaults:
         self.sorted_rows = self.row_of[self.by_row].contiguous()
 
     def __call__(self, region: Region, bits: Tensor) -> Touched:
-        """Compute the outputs under faults.
-
-        Args:
-            region: The tables' weight or a part of its rows.
-            bits: ``int64 [M, k]`` addresses; those of a fault lie in one row.
-        """
+        """Compute the outputs under faults at ``int64 [M, k]`` addresses; those of a fault lie in one row."""
         batch_size = len(self.batch)
         places, masks = region.locate(bits)
         width = region.stored.shape[-1]

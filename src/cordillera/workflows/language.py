@@ -248,7 +248,6 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
 
 
 def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
-    """Prepare the text in the cache, and the run's folder."""
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
     vocabulary = corpora.tokenizer.vocab_size
@@ -295,7 +294,6 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
 
 
 def _text_of(run: Run) -> list[Any]:
-    """Return the identity of the text with which a run began."""
     try:
         return text_identity(run.read_json("model.json")["data"])
     except (KeyError, TypeError) as error:
@@ -389,7 +387,6 @@ class _Line:
 def _launch(
     recipe: LanguageRecipe, run: Run, resume: bool, device: Any, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
-    """Train in several processes on this machine."""
     config = LaunchConfig(
         device_type=device,
         threads=recipe.threads,

@@ -199,7 +199,6 @@ def probe_training(
 
 
 def _gathered_by_training(run: Run, model: RankingModel, marginals: bool, say: Say) -> dict[str, RowStatistics] | None:
-    """Return the statistics that training gathered of every layer, or None."""
     path = run.folder / TRAINING_PROBE
     if not path.is_file():
         return None

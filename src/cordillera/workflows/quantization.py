@@ -369,7 +369,6 @@ def _layer_by_layer(
 def _timed(
     model: RankingModel, quantized: RankingModel, splits: Splits, precision: Precision, rounds: int = 15
 ) -> tuple[float, float]:
-    """Return median seconds of a batch of 256, measured in turn."""
     batches = list(itertools.islice(Loader(splits.train, min(_BATCH, len(splits.train))).epoch(), 8))
     cpu = torch.device("cpu")
 
@@ -382,8 +381,6 @@ def _timed(
 
 
 def _plain(outcome: Quantized) -> dict[str, Any]:
-    """Return the values for JSON."""
-
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None
 

@@ -710,7 +710,6 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
 
 
 def _named(ranks: int) -> list[int]:
-    """Return the ranks whose bits are set."""
     return [rank for rank in range(ranks.bit_length()) if ranks >> rank & 1]
 
 

@@ -244,7 +244,7 @@ def _loads(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.i
 
 
 def _groups(devices: int, stride: int, size: int) -> NDArray[np.int64]:
-    """Return the members of every group: ``[groups, size]``."""
+    """Members of every group: ``[groups, size]``."""
     ranks = np.arange(devices).reshape(-1, size, stride)
     return ranks.transpose(0, 2, 1).reshape(-1, size)
 

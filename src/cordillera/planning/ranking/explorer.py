@@ -330,7 +330,6 @@ class RecommenderExplorer:
         schedules: Iterable[TableSchedule],
         found: TableExploration,
     ) -> None:
-        """Simulate the schedules of a layout and add its best plan."""
         found.layouts += 1
         try:
             self.deal(layout)

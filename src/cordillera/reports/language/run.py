@@ -234,7 +234,6 @@ def _speed(records: LanguageRecords, pictures: Pictures) -> str:
 
 
 def _times(records: LanguageRecords) -> str:
-    """Return how the time was spent, as a bar and as a table."""
     train = [record for record in records.train if math.isfinite(record["seconds"])]
     stepping = total(train, "seconds")
     if not stepping > 0:
@@ -319,7 +318,6 @@ def _events(records: LanguageRecords) -> str:
 
 
 def _event(kind: str, found: Sequence[Record]) -> str:
-    """Return a row of neighbouring events of one kind."""
     steps = [whole(record["step"]) for record in found]
     at = ", ".join(steps) if len(steps) <= 6 else f"{steps[0]} to {steps[-1]} ({len(steps):,} of them)"
     details = []

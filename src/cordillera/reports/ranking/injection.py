@@ -15,7 +15,6 @@ _GOAL = 0.9  # part of the wrong outputs that protection should remove
 
 
 def _percent(value: float) -> str:
-    """Return a rate with enough digits to show it."""
     if not math.isfinite(value):
         return "undefined"
     return f"{100 * value:.3g} %" if value else "0 %"

@@ -123,7 +123,6 @@ def to_json(explorer: RecommenderExplorer, found: TableExploration, base: TableP
 
 
 def _rows(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> str:
-    """Return a table with escaped content."""
     head = "".join(f"<th>{escape(one)}</th>" for one in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

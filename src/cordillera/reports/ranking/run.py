@@ -143,7 +143,6 @@ _NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data
 
 
 def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check that a record has a step and that its figures are numbers."""
     try:
         step = record.get("step", 0)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:

@@ -361,7 +361,6 @@ class _Write(threading.Thread):
 
 
 def _ready(rank: int) -> str:
-    """Return the name of the file that says that a rank's files are on the disk."""
     return f"ready-{rank:05d}.json"
 
 
@@ -383,7 +382,6 @@ def _remove(folder: Path) -> None:
 
 
 def _tensors(engine: LanguageEngine) -> Iterator[tuple[int, str, DTensor]]:
-    """Iterate over stage, name and this rank's part of every weight."""
     for number, stage in engine.stages.items():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -394,7 +392,6 @@ def _tensors(engine: LanguageEngine) -> Iterator[tuple[int, str, DTensor]]:
 
 
 def _offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Return the position of this rank's part in the whole tensor."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 

@@ -450,7 +450,6 @@ class LanguageEngine:
         reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
 
     def _exchange(self, numbers: Sequence[float]) -> Tensor:
-        """Exchange numbers with every process, and record the traffic."""
         began = time.perf_counter()
         found = self.mesh.exchange(numbers)
         others, seconds = self.mesh.config.world - 1, time.perf_counter() - began

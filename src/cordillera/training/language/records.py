@@ -186,7 +186,6 @@ def share(records: Sequence[Record], key: str) -> float:
 
 
 def _object(run: Run, name: str) -> dict[str, Any]:
-    """Return the content of a JSON file of a run; empty without the file."""
     return run.read_json(name) if (run.folder / name).exists() else {}
 
 
@@ -208,7 +207,6 @@ def _read_model(run: Run) -> dict[str, Any]:
 
 
 def _lines(run: Run) -> list[tuple[str, dict[str, Any]]]:
-    """Return the records, each with its file and line."""
     path = run.folder / "metrics.jsonl"
     return [(f"{path}, line {number}", record) for number, record in enumerate(run.metrics(), 1)]
 

@@ -286,7 +286,6 @@ class LanguageTrainer:
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
-        """Take all steps, save the last checkpoint and run the last evaluation."""
         evaluation = None
         self._tell(None)
         ended = self._steps()
@@ -415,7 +414,6 @@ class LanguageTrainer:
         return stop > 0
 
     def _is_asked(self) -> bool:
-        """Return whether any rank was asked to stop."""
         own = self.watchdog is not None and self.watchdog.should_stop
         return bool(self.engine.mesh.exchange([float(own)]).amax() > 0)
 
@@ -459,7 +457,6 @@ class LanguageTrainer:
         return record
 
     def _tell(self, ended: str | None, why: str = "") -> None:
-        """Write the progress of training to ``status.json``."""
         if self.run is not None:
             self.run.write_status(ended, self.progress.step, self.config.steps, why)
 

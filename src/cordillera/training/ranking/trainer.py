@@ -503,7 +503,6 @@ class Trainer:
             raise
 
     def _way_on(self) -> str:
-        """Return the remedy for numbers that are not finite."""
         saved = checkpoints.steps(self.run.checkpoints)
         return (
             "lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use precision = "
