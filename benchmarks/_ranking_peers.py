@@ -340,7 +340,7 @@ def fbgemm_update(features: FeatureSpec, embedding_dim: int, learning_rate: floa
         A function and the tables' weights, as in :func:`embedding_bag_update`.
 
     Raises:
-        PeerUnavailable: FBGEMM is absent.
+        PeerUnavailable: If FBGEMM is absent.
     """
     _needed("fbgemm_gpu", "fbgemm-gpu-cpu 1.8.0")
     from fbgemm_gpu.split_embedding_configs import EmbOptimType

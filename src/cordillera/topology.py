@@ -161,7 +161,7 @@ class Topology(BaseModel):
 
     Attributes:
         name: Display name.
-        description: One sentence.
+        description: Description in one sentence.
         source: Origin of the figures.
         device: The accelerator, the same everywhere.
         levels: Levels from hosts outwards; the last has one domain that holds everything.

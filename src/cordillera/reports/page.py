@@ -83,7 +83,7 @@ def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
 
     Args:
         name: Name of the run.
-        lede: One line of text about it.
+        lede: Introductory line of text.
         sections: HTML; empty sections are left out.
         *styles: Style sheets of this package in addition to the common one.
     """

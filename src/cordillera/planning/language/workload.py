@@ -159,7 +159,7 @@ class Workload(BaseModel):
 
     Attributes:
         name: Display name.
-        description: One sentence.
+        description: Description in one sentence.
         source: Origin of the figures.
         model: Model to train.
         sequence: Number of tokens of a sequence.

@@ -128,7 +128,9 @@ def _check_network(sizes: Sequence[int], inner: FlowLink, cross: FlowLink | None
 
 
 def ring_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
-    """All-gather or reduce-scatter around a ring, or pairwise all-to-all: ``(n - 1) (a + S / (n B))``.
+    """Price an all-gather or reduce-scatter around a ring, or a pairwise all-to-all.
+
+    The cost is ``(n - 1) (a + S / (n B))``.
 
     Args:
         n: Number of ranks.
@@ -147,9 +149,9 @@ def ring_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float
 
 
 def bidirectional_ring_seconds(n: int, num_bytes: float, latency: float, rate: float, overhead: float = 0.0) -> float:
-    """All-gather or reduce-scatter in both directions of a ring: ``ceil((n - 1) / 2) a + (n - 1) / n S / B``.
+    """Price an all-gather or reduce-scatter in both directions of a ring.
 
-    It takes half of the steps of a ring, each with twice the bytes.
+    The cost is ``ceil((n - 1) / 2) a + (n - 1) / n S / B``: half of the steps of a ring, each with twice the bytes.
 
     Args:
         n: Number of ranks.
@@ -170,7 +172,9 @@ def bidirectional_ring_seconds(n: int, num_bytes: float, latency: float, rate: f
 
 
 def doubling_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
-    """All-gather by doubling or reduce-scatter by halving: ``ceil(log2 n) a + (n - 1) / n S / B``.
+    """Price an all-gather by doubling or a reduce-scatter by halving.
+
+    The cost is ``ceil(log2 n) a + (n - 1) / n S / B``.
 
     Args:
         n: Number of ranks, which need not be a power of two.
@@ -189,7 +193,9 @@ def doubling_seconds(n: int, num_bytes: float, latency: float, rate: float) -> f
 
 
 def direct_seconds(n: int, num_bytes: float, latency: float, rate: float, overhead: float = 0.0) -> float:
-    """All-gather, reduce-scatter or all-to-all in one step: ``a + (n - 2) o + (n - 1) / n S / B``.
+    """Price an all-gather, reduce-scatter or all-to-all in one step.
+
+    The cost is ``a + (n - 2) o + (n - 1) / n S / B``.
 
     Args:
         n: Number of ranks.
@@ -211,7 +217,7 @@ def direct_seconds(n: int, num_bytes: float, latency: float, rate: float, overhe
 
 
 def tree_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
-    """Broadcast or reduction over a binomial tree: ``ceil(log2 n) (a + S / B)``.
+    """Price a broadcast or reduction over a binomial tree: ``ceil(log2 n) (a + S / B)``.
 
     Args:
         n: Number of ranks.
@@ -230,7 +236,7 @@ def tree_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float
 
 
 def chain_seconds(n: int, num_bytes: float, latency: float, rate: float, chunks: int | None = None) -> float:
-    """Broadcast along a chain in ``m`` pipelined chunks: ``(n - 2 + m) (a + S / (m B))``.
+    """Price a broadcast along a chain in ``m`` pipelined chunks: ``(n - 2 + m) (a + S / (m B))``.
 
     Args:
         n: Number of ranks.
@@ -267,13 +273,13 @@ _HALVES: dict[str, _Pass] = {"ring": ring_seconds, "halving-doubling": doubling_
 def hierarchical_all_reduce_seconds(
     sizes: Sequence[int], num_bytes: float, inner: FlowLink, cross: FlowLink, algorithm: str = "ring"
 ) -> float:
-    """All-reduce over ``K`` domains: reduce-scatter inside, all-reduce of each rank's share across, all-gather inside.
+    """Price an all-reduce over ``K`` domains.
 
-    With rings, the cost is ``2 (n - 1) (a + S / (n B)) + 2 (K - 1) (a' + S / (n K B'))``. Domains of unequal sizes run
-    their inner parts at the same time; across domains, the ranks of the smallest domain carry the most. With equal
-    sizes the result equals :func:`plan_seconds`. With unequal sizes it may be 1 % lower, where messages of unequal
-    length meet in a network card, and with many different sizes up to a fifth higher, where ranks need not wait for the
-    slowest domain.
+    It is a reduce-scatter inside, an all-reduce of each rank's share across, and an all-gather inside. With rings, the
+    cost is ``2 (n - 1) (a + S / (n B)) + 2 (K - 1) (a' + S / (n K B'))``. Domains of unequal sizes run their inner
+    parts at the same time; across domains, the ranks of the smallest domain carry the most. With equal sizes the result
+    equals :func:`plan_seconds`. With unequal sizes it may be 1 % lower, where messages of unequal length meet in a
+    network card, and with many different sizes up to a fifth higher, where ranks need not wait for the slowest domain.
 
     Args:
         sizes: Number of ranks of each domain.

@@ -178,7 +178,7 @@ def _ring_order(n: int, order: Sequence[int] | None) -> list[int]:
 
 
 def ring_all_gather(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
-    """All-gather around a ring; rank ``r`` starts with chunk ``r``.
+    """Make an all-gather around a ring; rank ``r`` starts with chunk ``r``.
 
     Args:
         n: Number of ranks.
@@ -209,7 +209,9 @@ def _one_each(n: int) -> tuple[Chunk, ...]:
 
 
 def ring_reduce_scatter(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
-    """Reduce-scatter around a ring, in the same direction as :func:`ring_all_gather`; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter around a ring, in the same direction as :func:`ring_all_gather`.
+
+    Rank ``r`` ends with chunk ``r``.
 
     Args:
         n: Number of ranks.
@@ -224,7 +226,7 @@ def ring_reduce_scatter(n: int, *, order: Sequence[int] | None = None, bidirecti
 
 
 def ring_all_reduce(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
-    """All-reduce around a ring: reduce-scatter, then all-gather (Patarasuk and Yuan 2009).
+    """Make an all-reduce around a ring: reduce-scatter, then all-gather (Patarasuk and Yuan 2009).
 
     Args:
         n: Number of ranks.
@@ -239,7 +241,7 @@ def ring_all_reduce(n: int, *, order: Sequence[int] | None = None, bidirectional
 
 
 def doubling_all_gather(n: int) -> CollectivePlan:
-    """All-gather in ``ceil(log2 n)`` steps, each of which doubles the chunks that a rank has.
+    """Make an all-gather in ``ceil(log2 n)`` steps, each of which doubles the chunks that a rank has.
 
     Rank ``r`` starts with chunk ``r``. If ``n`` is a power of two, ranks exchange with the rank whose number differs in
     one bit, distant ranks first, while messages are small (Thakur et al. 2005). Otherwise each rank sends around the
@@ -280,7 +282,7 @@ def doubling_all_gather(n: int) -> CollectivePlan:
 
 
 def halving_reduce_scatter(n: int) -> CollectivePlan:
-    """Reduce-scatter as :func:`doubling_all_gather` run backwards; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter as :func:`doubling_all_gather` run backwards; rank ``r`` ends with chunk ``r``.
 
     Args:
         n: Number of ranks.
@@ -292,7 +294,7 @@ def halving_reduce_scatter(n: int) -> CollectivePlan:
 
 
 def halving_doubling_all_reduce(n: int) -> CollectivePlan:
-    """All-reduce in ``2 ceil(log2 n)`` steps that moves no more bytes than a ring, for any ``n``.
+    """Make an all-reduce in ``2 ceil(log2 n)`` steps that moves no more bytes than a ring, for any ``n``.
 
     Args:
         n: Number of ranks.
@@ -312,7 +314,7 @@ def _check_root(n: int, root: int, chunks: int) -> None:
 
 
 def tree_broadcast(n: int, root: int = 0) -> CollectivePlan:
-    """Broadcast over a binomial tree in ``ceil(log2 n)`` steps, distant ranks first.
+    """Make a broadcast over a binomial tree in ``ceil(log2 n)`` steps, distant ranks first.
 
     Args:
         n: Number of ranks.
@@ -332,7 +334,7 @@ def tree_broadcast(n: int, root: int = 0) -> CollectivePlan:
 
 
 def tree_all_reduce(n: int) -> CollectivePlan:
-    """All-reduce up and down a binomial tree, in which every message is the whole vector.
+    """Make an all-reduce up and down a binomial tree, in which every message is the whole vector.
 
     Args:
         n: Number of ranks.
@@ -345,7 +347,7 @@ def tree_all_reduce(n: int) -> CollectivePlan:
 
 
 def chain_broadcast(n: int, root: int = 0, *, chunks: int = 1) -> CollectivePlan:
-    """Pipelined broadcast along a chain: each rank passes on one chunk while it receives the next.
+    """Make a pipelined broadcast along a chain: each rank passes on a chunk while it receives the next.
 
     Args:
         n: Number of ranks.
@@ -366,7 +368,7 @@ def chain_broadcast(n: int, root: int = 0, *, chunks: int = 1) -> CollectivePlan
 
 
 def direct_all_gather(n: int) -> CollectivePlan:
-    """All-gather in one step in which every rank sends to every other; rank ``r`` starts with chunk ``r``.
+    """Make an all-gather in one step, from every rank to every other; rank ``r`` starts with chunk ``r``.
 
     Args:
         n: Number of ranks.
@@ -380,7 +382,7 @@ def direct_all_gather(n: int) -> CollectivePlan:
 
 
 def direct_reduce_scatter(n: int) -> CollectivePlan:
-    """Reduce-scatter in one step in which every rank sends to every other; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter in one step, from every rank to every other; rank ``r`` ends with chunk ``r``.
 
     Args:
         n: Number of ranks.
@@ -392,7 +394,7 @@ def direct_reduce_scatter(n: int) -> CollectivePlan:
 
 
 def direct_all_reduce(n: int) -> CollectivePlan:
-    """All-reduce in two steps in which every rank sends to every other.
+    """Make an all-reduce in two steps in which every rank sends to every other.
 
     Args:
         n: Number of ranks.
@@ -409,7 +411,7 @@ def _all_to_all(n: int, algorithm: str, steps: Iterable[Iterable[Transfer]]) -> 
 
 
 def direct_all_to_all(n: int) -> CollectivePlan:
-    """All-to-all in one step; chunk ``a * n + b`` goes from rank ``a`` to rank ``b``.
+    """Make an all-to-all in one step; chunk ``a * n + b`` goes from rank ``a`` to rank ``b``.
 
     Args:
         n: Number of ranks.
@@ -423,7 +425,7 @@ def direct_all_to_all(n: int) -> CollectivePlan:
 
 
 def pairwise_all_to_all(n: int) -> CollectivePlan:
-    """All-to-all in ``n - 1`` steps: in step ``s`` rank ``r`` sends to rank ``(r + s) % n``.
+    """Make an all-to-all in ``n - 1`` steps: in step ``s`` rank ``r`` sends to rank ``(r + s) % n``.
 
     Args:
         n: Number of ranks.
@@ -458,7 +460,7 @@ def check_domains(sizes: Sequence[int]) -> None:
 def hierarchical_all_reduce(
     sizes: Sequence[int], gather: Callable[[int], CollectivePlan] = ring_all_gather
 ) -> CollectivePlan:
-    """All-reduce over domains: reduce-scatter inside each domain, all-reduce across them, all-gather inside.
+    """Make an all-reduce over domains: reduce-scatter inside, all-reduce across, all-gather inside.
 
     The domains may differ in size. The data is cut wherever the shares of any domain meet, so that each piece has one
     owner in each domain. A transfer carries all pieces that two ranks exchange in a step.
@@ -477,7 +479,7 @@ def hierarchical_all_reduce(
 def hierarchical_all_gather(
     sizes: Sequence[int], gather: Callable[[int], CollectivePlan] = ring_all_gather
 ) -> CollectivePlan:
-    """All-gather across domains, then inside each; rank ``r`` starts with chunk ``r``.
+    """Make an all-gather across domains, then inside each; rank ``r`` starts with chunk ``r``.
 
     Args:
         sizes: Number of ranks of each domain, equal for all: with unequal sizes, ranks would own unequal shares.
@@ -493,7 +495,7 @@ def hierarchical_all_gather(
 def hierarchical_reduce_scatter(
     sizes: Sequence[int], gather: Callable[[int], CollectivePlan] = ring_all_gather
 ) -> CollectivePlan:
-    """Reduce-scatter inside each domain, then across; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter inside each domain, then across; rank ``r`` ends with chunk ``r``.
 
     Args:
         sizes: Number of ranks of each domain, equal for all.
@@ -551,7 +553,7 @@ def _hierarchical(sizes: Sequence[int], gather: Callable[[int], CollectivePlan])
 
 
 def hierarchical_broadcast(sizes: Sequence[int]) -> CollectivePlan:
-    """Broadcast from rank 0 over a tree of the first ranks of the domains, then over a tree inside each.
+    """Make a broadcast from rank 0 over a tree of the domains' first ranks, then a tree inside each domain.
 
     Args:
         sizes: Number of ranks of each domain; ranks are numbered domain after domain.
@@ -789,13 +791,13 @@ def execute(plan: CollectivePlan, inputs: Sequence[NDArray[Any]]) -> list[NDArra
 
     Args:
         plan: A verified plan.
-        inputs: For each rank, its chunks at the start, concatenated: ``[L_r]``. This is the whole vector for an
-            all-reduce or a reduce-scatter, the rank's share for an all-gather, its blocks in order of targets for an
-            all-to-all, and the root's message for a broadcast (arrays of other ranks are not read). A vector is cut in
-            proportion to the sizes of the chunks.
+        inputs: Chunks of each rank at the start, concatenated: ``[L_r]``. This is the whole vector for an all-reduce or
+            a reduce-scatter, the rank's share for an all-gather, its blocks in order of targets for an all-to-all, and
+            the root's message for a broadcast (arrays of other ranks are not read). A vector is cut in proportion to
+            the sizes of the chunks.
 
     Returns:
-        For each rank, its chunks at the end, concatenated. Reductions add in the order of the plan.
+        Chunks of each rank at the end, concatenated. Reductions add in the order of the plan.
 
     Raises:
         ValueError: If there is not one flat array for each rank, or arrays that are to be added differ in length.

@@ -29,8 +29,8 @@ class NetworkSettings:
         message_bytes: Size of a message, bytes.
         balance: ``ecmp`` hashes a pair of devices onto one of the parallel networks, ``enhanced`` each of its
             connections, ``spray`` each packet.
-        recovery: What is retransmitted after a loss: the packet and all that followed (``go-back-n``), or the packet
-            alone (``selective``).
+        recovery: Packets retransmitted after a loss: the lost one and all that followed (``go-back-n``), or the lost
+            one alone (``selective``).
         collectives: Algorithm over the domains of the level: a ``ring``, or the ``cheapest`` of a ring, halving and
             doubling (Thakur et al. 2005) and direct sending, which move as many bytes in fewer steps.
         classes: Sharing of a link between pipeline messages and gradient reduction: as ``equals``, or ``messages``

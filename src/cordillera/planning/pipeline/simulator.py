@@ -294,9 +294,9 @@ def simulate(
         schedule: Schedule, which need not have been checked.
         seconds: Seconds of the actions of the stages.
         ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
-        reductions: For each rank, seconds of the gradient reductions that run beside its computation, one after the
-            other, by the position of the action with which each begins. They and the messages that the rank sends
-            meanwhile slow each other as the ways say.
+        reductions: Seconds of the gradient reductions that each rank runs beside its computation, one after the other,
+            by the position of the action with which each begins; None for none. They and the messages that the rank
+            sends meanwhile slow each other as the ways say.
 
     Raises:
         PlanError: If times are invalid, or ranks wait for one another.

@@ -249,7 +249,7 @@ class Operation:
     Attributes:
         name: Name, unique within the batch.
         cause: A key of :data:`CAUSES`.
-        stream: One of :data:`STREAMS`.
+        stream: Name of its stream, from :data:`STREAMS`.
         seconds: Duration in seconds.
         after: Names of the operations that must be done first, besides the previous one on the stream; a leading ``-``
             names an operation of the previous batch.

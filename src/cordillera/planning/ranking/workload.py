@@ -76,7 +76,7 @@ class Recommender(BaseModel):
 
     Attributes:
         name: Display name.
-        description: One sentence.
+        description: Description in one sentence.
         source: Origin of the figures.
         tables: Groups of equal tables.
         dense: Number of numeric features.

@@ -175,7 +175,7 @@ class _LanguageWindow:
 
 
 LanguageStepCallback = Callable[[dict[str, Any], LanguageProgress, int], None]
-"""Called after every step with the newest record (empty at steps without one), the progress, and the steps of all."""
+"""Function called after every step with the newest record (empty without one), progress and total number of steps."""
 
 
 class LanguageTrainer:
