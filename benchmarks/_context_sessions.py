@@ -1,4 +1,4 @@
-"""Conversations over ranks against one process: tokens, logits, balance and bytes, for the part ``sessions``."""
+"""Conversations over ranks compared with one process: tokens, logits, balance and bytes, for the part ``sessions``."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _model(path: Path | None) -> Llama:
 
 
 def _rows(path: Path | None) -> list[list[list[int]]]:
-    """``[turns][conversations]``: ids; without a tokenizer, letters."""
+    """Return ids ``[turns][conversations]``; without a tokenizer, those of letters."""
     encode = load_tokenizer(path).encode if path is not None else lambda text: [ord(letter) for letter in text]
     return [[list(encode(text)) for text in texts] for texts in zip(*CONVERSATIONS, strict=True)]
 
 
 class _Recorded(ContextSessions):
-    """With what each reading gave, held and sent."""
+    """Sessions that record the logits, the state and the traffic of each reading."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -101,7 +101,7 @@ def _work(rank: int, folder: str, path: Path | None, count: int) -> dict[str, An
 def _expected(
     model: Llama, rows: list[list[list[int]]], replies: list[list[list[int]]]
 ) -> tuple[list[list[list[int]]], Tensor]:
-    """What one process says and thinks after the same tokens, read at once: replies like ``replies``, and logits."""
+    """Return replies and logits of one process that reads the same tokens at once."""
     logits = []
     for conversation in range(len(CONVERSATIONS)):
         tokens: list[int] = []
@@ -118,7 +118,7 @@ def _expected(
 
 
 def _formulas(model: Llama, size: int, reading: dict[str, Any]) -> dict[str, int]:
-    """Bytes of all ranks: ``2 (T + P) KV D e (N - 1)``, or ``T H D e (N - 1)`` and ``T H (D + 1) e (N - 1)``."""
+    """Return bytes of all ranks: ``2 (T + P) KV D e (N - 1)``, or ``T H D e (N - 1)`` and ``T H (D + 1) e (N - 1)``."""
     config, element = model.config, model.embedding.weight.element_size()
     times = config.layers * (size - 1) * element
     new = sum(reading["new"])
@@ -132,12 +132,7 @@ def _formulas(model: Llama, size: int, reading: dict[str, Any]) -> dict[str, int
 
 
 def sessions(console: Console, quick: bool) -> dict[str, Any]:
-    """Compare every number of ranks and transport with one process.
-
-    Args:
-        console: Gets a table.
-        quick: Whether to take a tiny random model and short replies.
-    """
+    """Compare every number of ranks and transport with one process; ``quick`` uses a tiny random model."""
     path = None if quick else fetch_asset("smollm2")
     count = 3 if quick else 8
     with tempfile.TemporaryDirectory() as folder:

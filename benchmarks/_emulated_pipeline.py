@@ -1,8 +1,8 @@
-"""A pipeline of two stages and two context ranks whose computation is slept through; its messages are real.
+"""A pipeline of two stages and two context ranks that sleeps instead of computing, with real messages.
 
-Four processes cannot show on two cores what a rank that waits for another costs: the one that waits leaves its core to
-the other. So every rank sleeps for as long as its share of a layer is predicted to take, and passes keys and values to
-its context rank and activations to the next stage as it would.
+On two cores, four processes cannot show what waiting for another rank costs, because a waiting rank leaves its core to
+the others. So every rank sleeps for the predicted time of its share of a layer, and passes keys and values to its
+context rank and activations to the next stage as in a real pipeline.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from cordillera.distributed.pipeline.runner import PipelineRunner
 from cordillera.planning.pipeline.schedules import one_forward_one_backward
 from cordillera.planning.pipeline.simulator import StageSeconds, simulate
 
-STAGES, CONTEXT_RANKS, LAYERS = 2, 2, 2  # layers of a stage
-BACKWARD = 2.0  # times the forward
+STAGES, CONTEXT_RANKS, LAYERS = 2, 2, 2  # LAYERS per stage
+BACKWARD = 2.0  # multiple of the forward
 _WIDTH = 16
 _DEADLINE_S = 560.0
 
 Seconds = list[list[float]]
-"""Of a stage's forward: of each microbatch, of each context rank."""
+"""Seconds of a stage's forward, by microbatch and context rank."""
 
 
 class _Layer(torch.autograd.Function):
-    """Gathers what the context ranks hold and takes its time; its backward spreads gradients and takes its own."""
+    """Gathers the parts of the context ranks and sleeps; its backward scatters gradients and sleeps."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, seconds: float) -> Tensor:
@@ -66,7 +66,7 @@ class _Stage(nn.Module):
 
 
 def _run(rank: int, folder: str, plans: dict[str, list[Seconds]], rounds: int) -> dict[str, Any]:
-    """One of the processes: iterations of all plans in turn; seconds of each."""
+    """Run iterations of all plans in turn in one of the processes; return the seconds of each."""
     stage, context = divmod(rank, CONTEXT_RANKS)
     contexts = [dist.new_group([s * CONTEXT_RANKS + c for c in range(CONTEXT_RANKS)]) for s in range(STAGES)]
     pipelines = [dist.new_group([s * CONTEXT_RANKS + c for s in range(STAGES)]) for c in range(CONTEXT_RANKS)]
@@ -102,21 +102,12 @@ def _run(rank: int, folder: str, plans: dict[str, list[Seconds]], rounds: int) -
 
 
 def executed_seconds(plans: dict[str, list[Seconds]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each plan in each round, of the slowest process.
-
-    Args:
-        plans: By name, their iterations.
-        rounds: Of all iterations of all plans, in turn.
-    """
+    """Return the seconds of each plan in each round, of the slowest process."""
     return slowest_seconds(STAGES * CONTEXT_RANKS, partial(_run, plans=plans, rounds=rounds), _DEADLINE_S)
 
 
 def simulated_seconds(iterations: Sequence[Seconds]) -> float:
-    """Of the same pipeline, whose layers wait for the slowest context rank.
-
-    Args:
-        iterations: Of a plan.
-    """
+    """Return the simulated seconds of the same pipeline, whose layers wait for the slowest context rank."""
     one = StageSeconds.equal(STAGES, 1.0, BACKWARD)
     total = 0.0
     for seconds in iterations:

@@ -1,7 +1,7 @@
 """A pipeline of two processes that trains a small Llama on documents packed in several ways.
 
-Lengths are those of the published stream, divided so that a CPU can attend to them; the model is narrow, so that
-attention costs as much as all else at about the length at which it does for a large model on the undivided stream.
+Lengths are those of the published stream, divided so that a CPU can attend to them. The model is narrow, so that
+attention costs as much as everything else at about the same divided length as in a large model.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ def _packed(lengths: Sequence[int]) -> PackedTokens:
 
 
 def measured_work(tokens: int, rounds: int = 3) -> DocumentWork:
-    """Seconds of a document in one process with one thread, fitted to microbatches of this model.
-
-    Args:
-        tokens: Of a microbatch, about.
-        rounds: Of each; the fastest counts.
-    """
+    """Fit the seconds of a document in one process with one thread to microbatches of about ``tokens`` tokens."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,7 +59,7 @@ def measured_work(tokens: int, rounds: int = 3) -> DocumentWork:
 
 
 def _train(rank: int, folder: str, plans: dict[str, Plan], rounds: int) -> dict[str, Any]:
-    """One of the processes: a round is every iteration of every plan, plans in turn."""
+    """Run one of the processes: a round is every iteration of every plan, plans in turn."""
     engine = LanguageEngine(LanguageConfig(), MODEL, ProcessMesh(ParallelConfig(pipeline=STAGES)))
     ready = {name: [[_packed(one) for one in iteration if one] for iteration in plan] for name, plan in plans.items()}
     found: dict[str, list[float]] = {name: [] for name in plans}
@@ -76,28 +71,18 @@ def _train(rank: int, folder: str, plans: dict[str, Plan], rounds: int) -> dict[
                     began = time.perf_counter()
                     engine.step(iterations[number], rate=0.0)
                     spent[name] += time.perf_counter() - began
-        for name, seconds in spent.items() if turn else ():  # the first compiles and warms up
+        for name, seconds in spent.items() if turn else ():  # the first round compiles and warms up
             found[name].append(seconds)
     return found
 
 
 def executed_seconds(plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each plan in each round, of the slower process.
-
-    Args:
-        plans: By name.
-        rounds: After one that does not count.
-    """
+    """Return the seconds of each plan in each round after the warm-up, of the slower process."""
     return slowest_seconds(STAGES, partial(_train, plans=plans, rounds=rounds), _DEADLINE_S)
 
 
 def simulated_seconds(plan: Plan, work: DocumentWork) -> float:
-    """Of the same pipeline, by predicted work.
-
-    Args:
-        plan: Its iterations.
-        work: In seconds of the whole model.
-    """
+    """Return the seconds of a plan on the same pipeline, by predicted work in seconds of the whole model."""
     total = 0.0
     one = StageSeconds.equal(STAGES, 1 / 3 / STAGES, 2 / 3 / STAGES)
     for iteration in plan:
@@ -110,24 +95,11 @@ def simulated_seconds(plan: Plan, work: DocumentWork) -> float:
 def times_faster(
     ours: Plan, theirs: Plan, seconds: list[float], their_seconds: list[float], work: DocumentWork
 ) -> Spread:
-    """Work a second over theirs, round by round: iterations of two plans do not hold the same documents.
-
-    Args:
-        ours: A plan.
-        theirs: Another.
-        seconds: Of its rounds.
-        their_seconds: Likewise.
-        work: Of a document.
-    """
+    """Return the ratio of two plans in work per second, by round, because their iterations hold different documents."""
     own, other = work_of(ours, work), work_of(theirs, work)
     return Spread.of([own / a / (other / b) for a, b in zip(seconds, their_seconds, strict=True)])
 
 
 def work_of(plan: Plan, work: DocumentWork) -> float:
-    """Of all its documents.
-
-    Args:
-        plan: Its iterations.
-        work: Of a document.
-    """
+    """Return the work of all documents of a plan."""
     return sum(work.of(lengths) for iteration in plan for lengths in iteration)

@@ -34,17 +34,13 @@ from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, 
 
 MICROBATCHES = {2: 6, 4: 8}
 
-FORWARD, BACKWARD = 0.040, 0.080  # seconds of a whole rank
+FORWARD, BACKWARD = 0.040, 0.080  # seconds of all stages of a rank
 BATCH, WIDTH = 16, 64
 SLOW = Throttle(latency_s=0.030, bytes_per_s=BATCH * WIDTH * 8 / 0.020)
 
 
 def families(ranks: int) -> list[Schedule]:
-    """Ten families of schedules.
-
-    Args:
-        ranks: 2 or 4.
-    """
+    """Return ten families of schedules for 2 or 4 ranks."""
     m = MICROBATCHES[ranks]
     latencies = [SLOW.latency_s if i == ranks // 2 - 1 else 0.0 for i in range(ranks - 1)]
     costs = {Kind.FORWARD: FORWARD, Kind.INPUT: BACKWARD / 2, Kind.WEIGHT: BACKWARD / 2}
@@ -63,13 +59,13 @@ def families(ranks: int) -> list[Schedule]:
 
 
 def without_marks(schedule: Schedule) -> Schedule:
-    """Joined pairs one after the other, as they are executed."""
+    """Return a schedule with joined pairs one after the other, as they are executed."""
     actions = tuple(tuple(action._replace(joined=False) for action in own) for own in schedule.actions)
     return replace(schedule, actions=actions)
 
 
 class Pause(torch.autograd.Function):
-    """The identity, which takes its time."""
+    """The identity, which sleeps in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -84,7 +80,7 @@ class Pause(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that sleeps for its forward, for its input's gradient and for its weight's."""
+    """A stage that sleeps in its forward, its input gradient and its weight gradient."""
 
     def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
         super().__init__()
@@ -97,12 +93,12 @@ class Sleeper(nn.Module):
 
 
 def across_the_middle(ranks: int, source: int, target: int) -> Throttle | None:
-    """The way between two ranks: slow if it leads from one half of them to the other."""
+    """Return the throttle between two ranks if one is in each half of them; else None."""
     return SLOW if (source < ranks // 2) != (target < ranks // 2) else None
 
 
 def simulated_seconds(schedule: Schedule) -> float:
-    """Of a step."""
+    """Return the simulated seconds of a step."""
     chunks = schedule.stages // schedule.ranks
 
     def way(source: int, target: int) -> Way:
@@ -114,12 +110,7 @@ def simulated_seconds(schedule: Schedule) -> float:
 
 
 class SleepingPipeline:
-    """One rank of a schedule whose stages sleep.
-
-    Args:
-        schedule: Of a family.
-        group: Of as many processes.
-    """
+    """One rank of a schedule whose stages sleep; the group has as many processes as the schedule has ranks."""
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None) -> None:
         chunks = schedule.stages // schedule.ranks
@@ -137,18 +128,13 @@ class SleepingPipeline:
         self._targets = [torch.zeros((), dtype=torch.float64)] * schedule.microbatches
 
     def step(self) -> dict[str, Tensor]:
-        """Take a step; when this rank's actions started and ended."""
+        """Take a step; return when this rank's actions started and ended."""
         recording = self._runner.step(self._inputs, self._targets).recording
         return {"starts": torch.tensor(recording.starts), "ends": torch.tensor(recording.ends)}
 
 
 def timelines(schedule: Schedule, found: Sequence[Sequence[dict[str, Tensor]]]) -> list[Timeline]:
-    """The steps of :meth:`SleepingPipeline.step` as the simulator gives its own.
-
-    Args:
-        schedule: What was executed.
-        found: Of each rank, its steps.
-    """
+    """Return the steps of each rank from :meth:`SleepingPipeline.step` in the form of the simulator."""
     return [
         recorded_timeline(
             schedule, [Recording(r, one["starts"].numpy(), one["ends"].numpy()) for r, one in enumerate(step)]
@@ -158,17 +144,7 @@ def timelines(schedule: Schedule, found: Sequence[Sequence[dict[str, Tensor]]]) 
 
 
 def take_turns(rank: int, folder: str, schedules: Sequence[Schedule], rounds: int) -> dict[str, Any]:
-    """One process of all: a step of every schedule in turn, several rounds after one that does not count.
-
-    Args:
-        rank: Of the process.
-        folder: Not used.
-        schedules: Names are distinct.
-        rounds: Steps of each that count.
-
-    Returns:
-        Steps by schedule.
-    """
+    """Take a step of every schedule in turn in one process; return ``rounds`` steps by name after one of warm-up."""
     pipelines = {schedule.name: SleepingPipeline(schedule, None) for schedule in schedules}
     for pipeline in pipelines.values():
         pipeline.step()

@@ -1,4 +1,4 @@
-"""A Llama sharded in units of several blocks, by the project's own code, on fake tensors or in processes."""
+"""A Llama sharded in units of several blocks by the project's own code, on fake tensors or in processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chain(nn.Module):
 
 
 def make_stage(config: LlamaConfig, stage: int, stages: int, blocks_per_unit: int) -> LlamaStage:
-    """A stage on the meta device, its blocks in units."""
+    """Return a stage on the meta device, with its blocks in units."""
     with torch.device("meta"):
         made = LlamaStage(Llama(config), stage, stages)
     blocks: list[Any] = list(made.blocks)
@@ -57,37 +57,37 @@ def make_stage(config: LlamaConfig, stage: int, stages: int, blocks_per_unit: in
 
 
 def units_of(stage: LlamaStage) -> tuple[list[Unit], Unit]:
-    """Units and root of a stage that is not sharded yet."""
+    """Return the units and the root of a stage that is not sharded yet."""
     within = {id(weight) for unit in stage.layers.values() for weight in unit.parameters()}
     units = [Unit.of(weight.shape for weight in unit.parameters()) for unit in stage.layers.values()]
     return units, Unit.of(weight.shape for weight in stage.parameters() if id(weight) not in within)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Of one document: fake tensors have no values, and the project's kernels look at those of ``offsets``."""
+    """Compute attention of one document; fake tensors have no values, and the project's kernels read ``offsets``."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 def step(stage: LlamaStage, tokens: int = TOKENS) -> None:
-    """Forward and backward of one document."""
+    """Run forward and backward of one document."""
     positions = torch.arange(tokens)
     given = positions if stage.is_first else torch.zeros(tokens, stage.config.hidden, requires_grad=True)
     stage(given, torch.tensor([0, tokens]), positions, positions, attention).sum().backward()
 
 
 class Tracker(FSDPMemTracker):
-    """Sees the most of parameters, which need not be where the most of everything is."""
+    """Tracker of the peak of parameters, which may differ from the overall peak."""
 
     def __init__(self, stage: LlamaStage) -> None:
         super().__init__(stage)
         self.parameters = 0  # bytes
-        self.gathers = 0  # bytes, what all-gathers write to
+        self.gathers = 0  # bytes that all-gathers write
         self.calls: Counter[str] = Counter()
 
     @property
     def collectives(self) -> CollectiveCounts:
-        """All that were called."""
+        """Numbers of collectives that were called."""
         kinds = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
         assert not self.calls.keys() - set(kinds), self.calls
         return CollectiveCounts(*(self.calls[kind] for kind in kinds))
@@ -107,7 +107,7 @@ class Tracker(FSDPMemTracker):
 
 @contextmanager
 def fake_processes(world: int) -> Iterator[None]:
-    """This process as the first of many that do not exist."""
+    """Make this process the first of many that do not exist."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         with warnings.catch_warnings():
@@ -120,10 +120,10 @@ def fake_processes(world: int) -> Iterator[None]:
 
 
 def track(stage: LlamaStage, parallel: ParallelConfig, precision: Precision = "fp32") -> Tracker:
-    """What torch's tracker sees in a step on fake tensors; in ``fake_processes``."""
+    """Return what torch's tracker records in a step on fake tensors, within ``fake_processes``."""
     summed = mock.patch.object(stages, "summed_cross_entropy", lambda hidden, weight, *_: (hidden @ weight.T).sum())
     mesh = ProcessMesh(parallel)
-    with FakeTensorMode(allow_non_fake_inputs=True), summed:  # the loss looks at the labels' values
+    with FakeTensorMode(allow_non_fake_inputs=True), summed:  # the loss reads the labels' values
         parallelize(stage, mesh, precision)
         with (tracker := Tracker(stage)):
             step(stage)

@@ -1,4 +1,4 @@
-"""transformers' Llama with weights that its publisher's definition of the file gives, not our loader."""
+"""transformers' Llama with weights loaded by its publisher's definition of the file instead of our loader."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ class PeerUnavailable(Exception):
 
 
 def transformers_llama(path: Path, config: LlamaConfig) -> Any:
-    """A ``LlamaForCausalLM`` in float32.
-
-    Args:
-        path: A GGUF file.
-        config: Its shapes.
+    """Return a ``LlamaForCausalLM`` in float32 from a GGUF file and its shapes.
 
     Raises:
-        PeerUnavailable: a library is not installed.
+        PeerUnavailable: If a library is not installed.
     """
     try:
         import transformers
@@ -57,7 +53,7 @@ def transformers_llama(path: Path, config: LlamaConfig) -> Any:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(settings)
     model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # its frequencies are no weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # its frequencies are not weights
     weights = dict(_weights(path, config))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True)

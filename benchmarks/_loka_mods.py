@@ -1,4 +1,4 @@
-"""What LoKA's Mods do to the time of a layer's epilogue and to the quality of a Wukong."""
+"""Effects of LoKA's Mods on the time of a layer's epilogue and on the quality of a Wukong."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from cordillera.reports.ranking.comparison import mean_interval
 
 # Rows, outputs, inputs of a layer.
 SHAPES = [(256, 512, 512), (1024, 512, 512), (1024, 1024, 1024), (4096, 1024, 512)]
-COMPILED_SHAPES = SHAPES[1:3]  # every one is compiled anew
+COMPILED_SHAPES = SHAPES[1:3]  # each is compiled separately
 LEAST_TIMES, WITHIN_PERCENT, SEEDS = 1.5, 0.05, 8
 VARIANTS: dict[str, tuple[str, ...]] = {"as it was": (), **{mod: (mod,) for mod in MODS}, "all three": MODS}
-# Rates fall to zero and the last weights count: what early stopping would choose is chance.
+# Rates fall to zero and the last weights count, because the choice of early stopping would be random.
 SAME: dict[str, Any] = {"training.patience": None, "training.evaluate_every": None, "training.decay": "linear"}
 
 Epilogue = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -56,8 +56,8 @@ def _modified_layer(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shif
     return block_norm(F.linear(x, weight), hard_swish=True)
 
 
-# Of each measurement the usual form, and what is put in its place. The sum with a bias is a pass of its own where the
-# epilogue stands alone; in a layer it is part of the product.
+# The usual form of each measurement, and its replacement. Adding a bias is a separate pass if the
+# epilogue is measured alone; in a layer it is part of the product.
 PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "epilogue: bias, LayerNorm, Swish": (_usual, _modified),
     "epilogue: LayerNorm, Swish": (_without_bias, _modified),
@@ -85,7 +85,7 @@ def _call(function: Callable[..., Tensor], operands: list[list[Tensor]], train: 
 
 
 def _operands(name: str, rows: int, outputs: int, inputs: int) -> list[list[Tensor]]:
-    """Four sets, so that no call finds its own input in a cache that the next layer would have used."""
+    """Return four sets, so that no call finds its own input in a cache that the next layer would have used."""
     generator = torch.Generator().manual_seed(rows + outputs + inputs)
 
     def normal(*shape: int) -> Tensor:
@@ -99,21 +99,16 @@ def _operands(name: str, rows: int, outputs: int, inputs: int) -> list[list[Tens
 
 
 def _compiled() -> str:
-    """Empty if torch.compile works here, else why not."""
+    """Return why torch.compile does not work here; empty if it does."""
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(4))
-    except Exception as error:  # whatever a compiler that is absent or broken raises
+    except Exception as error:  # any error of an absent or broken compiler
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
 
 def times(console: Console, quick: bool) -> dict[str, Any]:
-    """Times of epilogues and layers with and without Mods.
-
-    Args:
-        console: Told what was found.
-        quick: One small size, few rounds, nothing compiled.
-    """
+    """Measure epilogues and layers with and without Mods; ``quick`` uses one small size, few rounds and no compiler."""
     keep_freed_memory()
     refused = "not with --quick" if quick else _compiled()
     modes: Mapping[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
@@ -127,7 +122,7 @@ def times(console: Console, quick: bool) -> dict[str, Any]:
             for train in (False, True):
                 for shape in SHAPES[:1] if quick else COMPILED_SHAPES if mode == "compiled" else SHAPES:
                     if mode == "compiled":
-                        torch._dynamo.reset()  # a compiled function is kept by its code, which all sizes share
+                        torch._dynamo.reset()  # compiled functions are cached by their code, which all sizes share
                     operands = _operands(name, *shape)
                     usual, modified = (_call(prepare(function), operands, train) for function in pair)
                     timings = interleave(
@@ -184,20 +179,15 @@ def _recipe(mods: tuple[str, ...], seed: int, quick: bool) -> RankingRecipe:
 
 
 def quality(console: Console, runs: Path, quick: bool, pieces: FinishedPieces) -> dict[str, Any]:
-    """Test NE of Wukong on MovieLens-100K with and without Mods, paired by seed.
+    """Measure the test NE of Wukong on MovieLens-100K with and without Mods, paired by seed.
 
-    A seed gives all variants the same data order and, where they have the same weights, the same first ones.
-
-    Args:
-        console: Told what was found.
-        runs: Where runs may lie for a while.
-        quick: Two steps, one seed, without Mods and with all.
-        pieces: What is done already.
+    A seed gives all variants the same data order and, where they have the same weights, the same initial ones.
+    ``quick`` takes two steps with one seed, without Mods and with all.
     """
     seeds = range(1, (1 if quick else SEEDS) + 1)
     variants = {name: mods for name, mods in VARIANTS.items() if not quick or len(mods) != 1}
     found: dict[str, list[float]] = {name: [] for name in variants}
-    for seed in seeds:  # all variants of a seed after one another, so that an interruption leaves pairs
+    for seed in seeds:  # all variants of a seed in sequence, so that an interruption leaves pairs
         for name, mods in variants.items():
             recipe = _recipe(mods, seed, quick)
             key = {"recipe": recipe.model_dump(mode="json")}

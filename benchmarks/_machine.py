@@ -1,4 +1,4 @@
-"""What a measurement was made on: processor, libraries, date, commit."""
+"""Fingerprint of a measurement: processor, libraries, date, commit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def busy() -> float | None:
-    """Processes that ran or waited for a core over the last minute, this one included; None where it is not known."""
+    """Return the mean number of running processes over the last minute, including this one; None if unknown."""
     try:
         return round(os.getloadavg()[0], 2)
     except OSError:
@@ -60,11 +60,10 @@ def busy() -> float | None:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Describe this machine and this code, so that a figure can be judged and measured again.
+    """Describe this machine and this code for JSON, so that a figure can be judged and measured again.
 
-    Returns:
-        A JSON-able dictionary: processor, cores, threads, memory in bytes, operating system, Python, the versions of
-        installed libraries, date in UTC, the commit of the checkout and whether files differed from it.
+    Keys are processor, cores, threads, memory in bytes, operating system, Python, the versions of installed libraries,
+    date in UTC, the commit of the checkout and whether files differed from it.
     """
     libraries = {}
     for name in LIBRARIES:
@@ -72,7 +71,7 @@ def fingerprint() -> dict[str, Any]:
             libraries[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             libraries[name] = None
-    # results of parts that were measured just before are no changes of code
+    # results of parts measured just before are not changes of code
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results")
     return {
         "processor": _processor(),

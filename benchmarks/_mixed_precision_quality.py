@@ -1,4 +1,4 @@
-"""What rows in few bits cost in quality: NE beside float32 rows, trained from the same start on the same batches."""
+"""Quality cost of table rows in few bits: NE relative to float32 rows from the same start on the same batches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _made(rows: int, zipf: float, smallest: int, largest: int) -> DataConfig:
         lists=0,
         smallest_vocabulary=smallest,
         largest_vocabulary=largest,
-        concentration=0.0,  # every feature counts, so tables do
+        concentration=0.0,  # every feature matters, so tables do
         linear=1.0,
         zipf=zipf,
     )
@@ -72,7 +72,7 @@ def _made(rows: int, zipf: float, smallest: int, largest: int) -> DataConfig:
 
 
 def _cases(rows: int) -> dict[str, tuple[DataConfig, dict[str, Any], dict[str, dict[str, Any]], int]]:
-    """Data, optimizer of the tables, contenders and epochs, by the name of the case."""
+    """Return data, optimizer of the tables, contenders and epochs by the name of the case."""
     popular, flat = _made(rows, 1.05, 4_000, 10_000), _made(rows, 0.7, 2_000, 5_000)
     return {
         HEADLINE: (popular, SGD, GRID, 1),
@@ -83,16 +83,9 @@ def _cases(rows: int) -> dict[str, tuple[DataConfig, dict[str, Any], dict[str, d
 
 
 def train(splits: Splits, tables: TablesConfig, seed: int, epochs: int) -> dict[str, Any]:
-    """Train a DLRM with the steps of the trainer, in float32, and score the test split.
+    """Train a DLRM with the trainer's steps in float32, and score the test split.
 
-    Args:
-        splits: The data.
-        tables: How rows are kept and updated.
-        seed: Of weights, order and rounding.
-        epochs: Passes over the training split.
-
-    Returns:
-        ``ne`` of the test split, ``seconds``, ``hit_rate`` of the cache over distinct rows of updates, or None.
+    Returns ``ne`` of the test split, ``seconds``, and ``hit_rate`` of the cache over distinct rows of updates, or None.
     """
     torch.manual_seed(seed)
     sizes = DLRMConfig(embedding_dim=EMBEDDING_DIM, embedding_init="uniform_by_rows", bottom_mlp=(64,), top_mlp=(64,))
@@ -122,7 +115,7 @@ def train(splits: Splits, tables: TablesConfig, seed: int, epochs: int) -> dict[
 
 
 def _judge(name: str, losses: dict[str, list[float]]) -> tuple[str, bool | None]:
-    """The target of a contender in words, and whether it was reached."""
+    """Return the target of a contender in words, and whether it was reached."""
     mean = {key: statistics.fmean(values) for key, values in losses.items()}
     if name in AT_MOST:
         return f"at most {AT_MOST[name]:+.2%}", mean[name] <= AT_MOST[name]
@@ -135,12 +128,9 @@ def _judge(name: str, losses: dict[str, list[float]]) -> tuple[str, bool | None]
 
 
 def measure_quality(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
-    """Train every contender of every case with several seeds; losses are against float32 rows of the same seed.
+    """Train every contender of every case with several seeds; losses are relative to float32 rows of the same seed.
 
-    Args:
-        console: Where progress and tables go.
-        pieces: Finished trainings; an interrupted measurement goes on from them.
-        quick: One seed and few rows.
+    An interrupted measurement continues from the finished ``pieces``. ``quick`` uses one seed and few rows.
     """
     rows, seeds = (20_000, 1) if quick else (600_000, 4)
     notes = ["losses are means over seeds of the relative rise of the test NE over fp32 rows of the same seed"]

@@ -1,4 +1,4 @@
-"""What rows in few bits save in memory and cost in time, beside float32 rows and FBGEMM."""
+"""Memory saved and time spent by table rows in few bits, compared with float32 rows and FBGEMM."""
 
 from __future__ import annotations
 
@@ -55,12 +55,9 @@ def _update_of(tables: EmbeddingTables) -> Callable[[Any, Tensor], Tensor]:
 
 
 def measure_memory(rows: int) -> dict[str, Any]:
-    """Bytes of 26 tables with everything that goes with them, as a share of float32 rows with theirs.
+    """Compare the bytes of 26 tables, with optimizer state and everything else, with those of float32 rows.
 
-    The optimizer's state is counted on both sides. The sum over parts must equal the storage that the module holds.
-
-    Args:
-        rows: Of every table.
+    The sum over parts must equal the storage that the module holds.
     """
     features = criteo_features(rows)
     entries = []
@@ -100,12 +97,8 @@ def measure_memory(rows: int) -> dict[str, Any]:
 
 
 def measure_updates(rows: list[int], rounds: int, calls: int) -> Figures:
-    """Forward, backward and update of 26 tables with row-wise Adagrad.
-
-    Args:
-        rows: Table sizes to measure.
-        rounds: Interleaved rounds.
-        calls: Updates a value is the mean of.
+    """Measure forward, backward and update of 26 tables with row-wise Adagrad; a value is the mean of ``calls``
+    updates.
     """
     figures = Figures(
         {
@@ -165,7 +158,7 @@ def _backends(figures: Figures) -> list[str]:
 
 
 class _Training:
-    """A DLRM with its optimizers, and the step that ``cordillera train`` takes."""
+    """A DLRM with its optimizers, and the training step of ``cordillera train``."""
 
     def __init__(self, features: FeatureSpec, tables: TablesConfig) -> None:
         torch.manual_seed(0)
@@ -191,14 +184,7 @@ class _Training:
 
 
 def measure_training(rows: int, rounds: int, calls: int, figures: Figures) -> None:
-    """Whole training steps of a DLRM, in the default precision and in float32.
-
-    Args:
-        rows: Of every table.
-        rounds: Interleaved rounds.
-        calls: Steps a value is the mean of.
-        figures: Where ratios and rates go.
-    """
+    """Add rates of whole training steps of a DLRM, in the default precision and in float32, to ``figures``."""
     features = criteo_features(rows)
     batches = criteo_batches(features, 8, BATCH_SIZE)
     contenders = {name: OURS[name] for name in (INT8, INT4)}

@@ -1,4 +1,4 @@
-"""Gloo processes that benchmarks and tests start: each does the same work and leaves what it found in a file."""
+"""Gloo processes for benchmarks and tests: each does the same work and leaves its results in a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNCONNECTED, _ATTEMPTS = "connectFullMesh failed", 3
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its processes: they end themselves."""
+    """End this process when its parent ends, because a killed parent cannot end its children."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -50,12 +50,12 @@ def _process(rank: int, size: int, folder: str, work: Callable[[int, str], dict[
 
 @dataclass
 class Ended:
-    """What processes left.
+    """Results of processes.
 
     Attributes:
-        found: By rank, of those that ended well.
-        codes: Their exit codes.
-        said: What went wrong in each.
+        found: Results of the processes that succeeded, by rank.
+        codes: Exit codes.
+        said: Errors of the processes.
     """
 
     found: dict[int, dict[str, Any]]
@@ -70,16 +70,16 @@ def run_processes(
     deadline: float,
     preload: Sequence[str] = (),
 ) -> Ended:
-    """Processes that end by the deadline or are ended.
+    """Run processes until they end or the deadline passes.
 
-    Where Gloo could not connect them, which happens now and then on a machine that is busy, they begin anew.
+    If Gloo cannot connect them, which happens occasionally on a busy machine, they are started again.
 
     Args:
-        size: How many processes.
-        folder: For what they leave.
-        work: What each does, given its rank and the folder.
-        deadline: Seconds that they may take.
-        preload: Modules that are loaded once, by a process from which all are forked, as loading takes seconds.
+        size: Number of processes.
+        folder: Folder of their results.
+        work: Function that each process calls with its rank and the folder.
+        deadline: Time limit in seconds.
+        preload: Modules that are loaded once by a process from which all are forked, because loading takes seconds.
     """
     context: Any = mp.get_context("spawn")
     if preload and sys.platform == "linux":  # elsewhere, libraries may not survive a fork
@@ -97,15 +97,10 @@ def run_processes(
 def slowest_seconds(
     size: int, work: Callable[[int, str], dict[str, list[float]]], deadline: float
 ) -> dict[str, list[float]]:
-    """Seconds that processes measured side by side: of each name and each round, those of the slowest process.
-
-    Args:
-        size: How many processes.
-        work: What each does, given its rank and a folder.
-        deadline: Seconds that they may take.
+    """Return the seconds of the slowest process for each name and round; see :func:`run_processes`.
 
     Raises:
-        RuntimeError: one of them did not end well.
+        RuntimeError: If one of them failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         ended = run_processes(size, Path(folder), work, deadline)

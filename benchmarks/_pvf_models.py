@@ -1,4 +1,4 @@
-"""Models whose weights are hit: a DLRM, a small LeNet and a small transformer, with weights of several formats."""
+"""Models for bit flips: a DLRM, a small LeNet and a small transformer, with weights in several formats."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from cordillera.workflows.injection import TableFaults
 
 @dataclass(frozen=True)
 class Target:
-    """What a campaign is run on.
+    """Model of a campaign.
 
     Attributes:
-        name: Of the model.
-        components: Its parts.
-        replay: Judges faults of them.
-        quality: Of the trained model, in words.
+        name: Name of the model.
+        components: Parts of the model.
+        replay: Judge of faults in the parts.
+        quality: Quality of the trained model, in words.
     """
 
     name: str
@@ -43,13 +43,7 @@ class Target:
 
 
 def trained_dlrm(recipe: str, steps: int, samples: int) -> tuple[RankingModel, RankingBatch, str]:
-    """A DLRM of a shipped recipe, samples of its test split, and how good it is.
-
-    Args:
-        recipe: Its name.
-        steps: Of training, at most.
-        samples: At random from the test split.
-    """
+    """Return a DLRM of a shipped recipe after at most ``steps`` steps, test samples, and its quality."""
     resolved = load(recipe, [f"training.max_steps={steps}"])
     with tempfile.TemporaryDirectory() as folder:
         outcome = workflows.train(resolved, Path(folder) / "run")
@@ -62,7 +56,7 @@ def trained_dlrm(recipe: str, steps: int, samples: int) -> tuple[RankingModel, R
 
 
 class LeNet(nn.Sequential):
-    """LeNet-5 for images of 8 x 8 pixels: two convolutions, three linear layers."""
+    """LeNet-5 for images of 8 x 8 pixels: two convolutions and three linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,12 +68,7 @@ class LeNet(nn.Sequential):
 
 
 def trained_lenet(epochs: int, samples: int) -> tuple[nn.Module, Tensor, str]:
-    """LeNet on scikit-learn's digits, images of its test split, and its accuracy there.
-
-    Args:
-        epochs: Of training.
-        samples: From the test split.
-    """
+    """Return LeNet trained on scikit-learn's digits, images of its test split, and its accuracy on them."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -94,7 +83,7 @@ def trained_lenet(epochs: int, samples: int) -> tuple[nn.Module, Tensor, str]:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, norms first."""
+    """Attention and a feed-forward network, with norms first."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -112,7 +101,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks that read some tokens and name the most frequent one."""
+    """Two blocks that read tokens and name the most frequent one."""
 
     def __init__(self, tokens: int = 10, length: int = 8, width: int = 16) -> None:
         super().__init__()
@@ -126,18 +115,13 @@ class Transformer(nn.Module):
 
 
 def trained_transformer(steps: int, samples: int) -> tuple[nn.Module, Tensor, str]:
-    """The transformer, sequences that it has not seen, and its accuracy on them.
-
-    Args:
-        steps: Of training.
-        samples: Sequences.
-    """
+    """Return the trained transformer, unseen sequences, and its accuracy on them."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
         label = torch.randint(0, 10, (count,), generator=generator)
         tokens = torch.randint(0, 10, (count, 8), generator=generator)
-        repeated = torch.rand(count, 8, generator=generator).argsort(-1) < 4  # at least half of the places
+        repeated = torch.rand(count, 8, generator=generator).argsort(-1) < 4  # at least half of the positions
         return torch.where(repeated, label.unsqueeze(1), tokens), label
 
     torch.manual_seed(0)
@@ -171,40 +155,32 @@ def _grouped(regions: Sequence[Region], group: Callable[[str], str]) -> list[Com
 
 
 def lenet_part(name: str) -> str:
-    """The component of a parameter of :class:`LeNet` by its ``name``."""
+    """Return the component of a parameter of :class:`LeNet` by its ``name``."""
     return "convolutions" if name.startswith("convolutions") else "linear layers"
 
 
 def transformer_part(name: str) -> str:
-    """The component of a parameter of :class:`Transformer` by its ``name``."""
+    """Return the component of a parameter of :class:`Transformer` by its ``name``."""
     parts = ("attention", "feed_forward", "norms", "head")
     return next((part.replace("_", " ") for part in parts if part in name), "embeddings")
 
 
 def classifier(name: str, model: nn.Module, inputs: Tensor, quality: str, group: Callable[[str], str]) -> Target:
-    """A classifier whose weights are hit as they are.
-
-    Args:
-        name: Of the model.
-        model: Trained.
-        inputs: That faults are tried on.
-        quality: In words.
-        group: Component of a parameter by its name.
-    """
+    """Return a trained classifier whose weights are hit as they are; ``group`` maps parameters to components."""
     return Target(name, _grouped(regions_of(model), group), Replay(lambda: model(inputs), Argmax()), quality)
 
 
 def stored_as(
     dtype: torch.dtype, name: str, model: nn.Module, inputs: tuple[Tensor, ...], group: Callable[[str], str | None]
 ) -> Target:
-    """A model whose weights are stored in a format and computed with in float32.
+    """Return a model whose weights are stored in ``dtype`` and used in float32.
 
     Args:
-        dtype: Of the stored weights.
-        name: Of the model.
-        model: Trained; left as it is. One output is taken as a logit, more as classes.
-        inputs: Of the model.
-        group: Component of a parameter by its name; None for one that stays in float32 and is not hit.
+        dtype: Data type of the stored weights.
+        name: Name of the model.
+        model: Trained model, not changed. One output is taken as a logit, several as classes.
+        inputs: Inputs of the model.
+        group: Function from a parameter's name to its component; None for one that stays in float32 and is not hit.
     """
     stored = {key: tensor.detach().to(dtype) for key, tensor in model.named_parameters() if group(key)}
 
@@ -218,7 +194,7 @@ def stored_as(
 
 
 class DensePart(nn.Module):
-    """A ranking model from the embeddings on."""
+    """The part of a ranking model after the embeddings."""
 
     def __init__(self, model: RankingModel) -> None:
         super().__init__()
@@ -229,12 +205,7 @@ class DensePart(nn.Module):
 
 
 def int8_tables(model: RankingModel, batch: RankingBatch) -> Target:
-    """A ranking model whose table rows are stored as bytes, a float32 scale and a float32 bias (FBGEMM's layout).
-
-    Args:
-        model: Trained.
-        batch: Samples that faults are tried on.
-    """
+    """Return a ranking model whose table rows are bytes with a float32 scale and bias (FBGEMM's layout)."""
     weight = model.tables.weight.detach()
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     scale = ((high - low) / 255).clamp(min=1e-12)

@@ -1,4 +1,4 @@
-"""Linear layers and chains in eight bits beside float32, bfloat16 and the same arithmetic unfused."""
+"""Linear layers and chains in eight bits, compared with float32, bfloat16 and the same arithmetic unfused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cordillera.numerics.quantization.quantized_linear import QuantizedLinear
 from cordillera.numerics.quantization.quantized_mlp import QuantizedMLP, quantize_mlp
 from cordillera.numerics.quantization.quantizers import AffineParameters, choose_affine
 
-# Rows, outputs, inputs: those of the dossier's table, then FBGEMM's own benchmark in extracts.
+# Rows, outputs, inputs: first those of the dossier's table, then extracts of FBGEMM's own benchmark.
 TABLE = (
     (1, 1024, 256),
     (1, 4096, 1024),
@@ -41,13 +41,13 @@ FEW_ROWS = 6
 LEAST_DECIBELS = 30.0
 MOST_APART = 1e-4
 _SETTLE_S = 0.01
-_ROUND_S = 2e-3  # that a contender's share of a round lasts at least
-_INPUTS = 4  # that calls go through, so that none finds its own in the nearest cache
+_ROUND_S = 2e-3  # least seconds of a contender's share of a round
+_INPUTS = 4  # inputs that calls use in turn, so that none is in the nearest cache
 
 
 @dataclass
 class _Case:
-    """One shape with its layers, for all contenders."""
+    """One shape with its layers for all contenders."""
 
     inputs: list[Tensor]
     weight: Tensor
@@ -104,7 +104,7 @@ class _Case:
         }
 
     def apart(self) -> tuple[int, int, int]:
-        """Codes that differ from the reference in whole numbers, the largest difference, and how many there are."""
+        """Return how many codes differ from the integer reference, the largest difference, and how many there are."""
         scale, zero_point = self.static._input or (1.0, 0)
         wanted = AffineParameters(torch.tensor(self.output[0]), torch.tensor(self.output[1]))
         x = self.inputs[0]
@@ -122,16 +122,10 @@ def _from_codes(engine: Int8Engine, scale: float, zero_point: int, output: tuple
 def unfused_linear(
     weight: LinearWeight, scale: float, zero_point: int, output: tuple[float, int]
 ) -> Callable[[Tensor], Tensor]:
-    """The same function in separate passes: torch's quantiser, torch's integer product, requantisation in torch.
+    """Return the same function in separate passes: torch's quantiser, integer product and requantisation.
 
-    Args:
-        weight: Packed beforehand as far as that goes: transposed, offsets multiplied.
-        scale: Of the input.
-        zero_point: Of the input.
-        output: Scale and zero point of the output.
-
-    Returns:
-        From ``float32 [M, K]`` to ``uint8 [M, N]``, with ReLU.
+    It maps ``float32 [M, K]`` to ``uint8 [M, N]``, with ReLU. The transpose and the offsets of the weight are prepared
+    beforehand; ``output`` is the scale and zero point of the result.
     """
     transposed = weight.codes.t()
     unit = weight.scale * scale
@@ -154,15 +148,7 @@ def _calls(contender: Callable[[], object]) -> int:
 
 
 def measure_linear(rounds: int, *, quick: bool = False) -> dict[str, Any]:
-    """Times of one layer with bias and ReLU, for every shape.
-
-    Args:
-        rounds: Values a contender.
-        quick: Tiny shapes.
-
-    Returns:
-        Figures with a row a shape and the geometric means.
-    """
+    """Measure one layer with bias and ReLU for every shape, or for tiny shapes if ``quick``."""
     rows: list[dict[str, Any]] = []
     apart = elements = worst = 0
     for shape in QUICK if quick else SHAPES:
@@ -221,12 +207,7 @@ def _row(shape: tuple[int, int, int], timings: dict[str, Timing]) -> dict[str, A
 
 
 def measure_mlp(rounds: int, *, quick: bool = False) -> dict[str, Any]:
-    """Three layers in uint8 throughout, beside float32: time and signal to noise, for freshly made and trained weights.
-
-    Args:
-        rounds: Values a contender.
-        quick: Tiny sizes.
-    """
+    """Measure time and signal to noise of three uint8 layers against float32, with random and trained weights."""
     sizes = (32, 48, 32, 16) if quick else (512, 1024, 512, 256)
     rows = []
     for batch in (8,) if quick else (6, 20, 102, 256, 1024):
@@ -276,7 +257,7 @@ def _mlp_row(sizes: tuple[int, ...], batch: int, trained: bool, rounds: int, qui
 
 
 def _train(model: nn.Sequential, steps: int) -> None:
-    """Regression on a planted function, so that weights are not those of a random start."""
+    """Train a regression on a planted function, so that weights are not random."""
     first, last = model[0], model[-1]
     assert isinstance(first, nn.Linear)
     assert isinstance(last, nn.Linear)

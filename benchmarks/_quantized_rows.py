@@ -1,4 +1,4 @@
-"""Embedding rows in 8, 4 and 2 bits beside torch's own, and sums of products in int16, emulated."""
+"""Embedding rows in 8, 4 and 2 bits compared with torch's own, and emulated sums of products in int16."""
 
 from __future__ import annotations
 
@@ -31,12 +31,7 @@ def _relative(rows: Tensor, bits: int, x: Tensor) -> float:
 
 
 def measure_rows(rounds: int, *, quick: bool = False) -> dict[str, Any]:
-    """Bytes, errors and time of fused rows.
-
-    Args:
-        rounds: Values a contender.
-        quick: Tiny tables.
-    """
+    """Measure bytes, errors and time of fused rows, over tiny tables if ``quick``."""
     count, dims = (50, (16,)) if quick else (20_000, (16, 64, 128))
     rows = []
     for distribution in ("normal",) if quick else ("normal", "laplace"):
@@ -70,7 +65,7 @@ def _rows_row(x: Tensor, bits: int, distribution: str, rounds: int) -> dict[str,
     if bits != 8:
         greedy = _relative(quantize_rows(x, bits, method="greedy"), bits, x)
         theirs = _relative(prepack(x[:2000], optimized_qparams=True), bits, x[:2000])
-        theirs *= plain / _relative(packed[:2000], bits, x[:2000])  # their search is slow: a part stands for the whole
+        theirs *= plain / _relative(packed[:2000], bits, x[:2000])  # their search is slow, so a part is used
     timings = interleave({"ours": lambda: quantize_rows(x, bits), "torch": lambda: prepack(x)}, rounds=rounds)
     return {
         "distribution": distribution,
@@ -88,11 +83,7 @@ def _rows_row(x: Tensor, bits: int, distribution: str, rounds: int) -> dict[str,
 
 
 def measure_accumulate16(*, quick: bool = False) -> dict[str, Any]:
-    """Outliers and saturations of int16 sums, and what is chosen so that there is none.
-
-    Args:
-        quick: Tiny sizes.
-    """
+    """Measure outliers and saturations of int16 sums, and the choices without any saturation."""
     outputs, inner, count = (16, 64, 8) if quick else (256, 512, 64)
     rows = []
     for kind in ("normal", "laplace", "one large weight a row"):

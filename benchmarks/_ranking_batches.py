@@ -1,4 +1,4 @@
-"""Batches with the shape of the Criteo logs, made in memory: 13 numbers, 26 ids, one label."""
+"""Synthetic batches with the shape of the Criteo logs: 13 numbers, 26 ids, one label."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from cordillera.jagged import JaggedBatch
 
 NUM_DENSE, NUM_SPARSE = 13, 26
 ZIPF_EXPONENT = 1.05
-POSITIVE_RATE = 0.256  # of the Criteo Kaggle log
+POSITIVE_RATE = 0.256  # rate of the Criteo Kaggle log
 
 
 def criteo_features(rows: int) -> FeatureSpec:
-    """13 dense and 26 one-hot features, each over a table of its own.
-
-    Args:
-        rows: Of every table.
-    """
+    """Return 13 dense and 26 one-hot features, each with its own table of ``rows`` rows."""
     names = [f"c{i}" for i in range(NUM_SPARSE)]
     return FeatureSpec(
         dense=tuple(f"i{i}" for i in range(NUM_DENSE)),
@@ -29,30 +25,14 @@ def criteo_features(rows: int) -> FeatureSpec:
 
 
 def zipf_ids(rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """Ids drawn by Zipf's law and scattered over the table, as hashing would leave them.
-
-    Args:
-        rows: Ids lie in ``[0, rows)``.
-        count: How many to draw.
-        generator: Source of randomness.
-
-    Returns:
-        ``int64 [count]``.
-    """
+    """Return ``int64 [count]`` ids in ``[0, rows)``, drawn by Zipf's law and scattered over the table as by hashing."""
     shares = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-ZIPF_EXPONENT).cumsum(0)
     ranks = torch.searchsorted(shares, torch.rand(count, dtype=torch.float64, generator=generator) * shares[-1])
     return torch.randperm(rows, generator=generator)[ranks.clamp_(max=rows - 1)]
 
 
 def criteo_batches(features: FeatureSpec, count: int, batch_size: int, seed: int = 0) -> list[RankingBatch]:
-    """Draw batches.
-
-    Args:
-        features: From :func:`criteo_features`.
-        count: Batches.
-        batch_size: Samples a batch.
-        seed: The same seed gives the same batches.
-    """
+    """Draw ``count`` batches of features from :func:`criteo_features`."""
     generator = torch.Generator().manual_seed(seed)
     keys = tuple(feature.name for feature in features.sparse)
     columns = [zipf_ids(features.tables[key], count * batch_size, generator).view(count, batch_size) for key in keys]

@@ -1,4 +1,4 @@
-"""The libraries that ranking is measured beside, each built and fed as its own documentation says.
+"""Peer libraries of the ranking benchmarks, each built and fed as its own documentation says.
 
 Every function raises :class:`PeerUnavailable` with the reason if its library is not installed; a benchmark then leaves
 that row out and prints why. ``make peers`` installs all of them.
@@ -31,12 +31,12 @@ ADAGRAD_EPS = 1e-8
 
 
 class PeerUnavailable(Exception):
-    """A peer cannot be measured here; the message says why and what to do."""
+    """A peer cannot be measured here; the message gives the reason and a remedy."""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Peers warn at length of their own deprecated calls; what is measured here should be read in the table."""
+    """Suppress the peers' warnings about their own deprecated calls."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -59,13 +59,10 @@ def _needed(module: str, package: str) -> ModuleType:
 
 
 def fuxictr_zoo() -> Path:
-    """The folder of FuxiCTR's repository, whose model zoo the wheel does not hold.
-
-    Returns:
-        ``$CORDILLERA_FUXICTR_ZOO``, or ``.peers/FuxiCTR`` in the checkout.
+    """Return ``$CORDILLERA_FUXICTR_ZOO`` or ``.peers/FuxiCTR``, FuxiCTR's repository with the model zoo.
 
     Raises:
-        PeerUnavailable: neither is there.
+        PeerUnavailable: If there is neither.
     """
     named = os.environ.get("CORDILLERA_FUXICTR_ZOO")
     folder = Path(named) if named else CHECKOUT / ".peers" / "FuxiCTR"
@@ -98,22 +95,19 @@ def fuxictr_model(
     task: int = 0,
     **options: Any,
 ) -> Any:
-    """One of FuxiCTR's models over our features, to be trained by its own ``train_step`` or ``fit``.
+    """Build one of FuxiCTR's models over our features, to be trained by its own ``train_step`` or ``fit``.
 
     Args:
         name: ``DLRM``, ``DCNv2`` or ``WuKong``.
-        features: What the batches hold.
-        learning_rate: Of its Adam, which steps over all parameters, tables included.
-        folder: Where ``fit`` keeps its checkpoint.
+        features: Features of the batches.
+        learning_rate: Learning rate of its Adam over all parameters, including tables.
+        folder: Folder of the checkpoint of ``fit``.
         list_lengths: Width to which each list feature is padded.
-        task: Which label to learn, by position.
-        **options: The model's own arguments (sizes, dropout, regularizer) and ``BaseModel``'s (monitor, patience).
-
-    Returns:
-        The model, on the CPU.
+        task: Position of the label to learn.
+        **options: Arguments of the model (sizes, dropout, regularizer) and of ``BaseModel`` (monitor, patience).
 
     Raises:
-        PeerUnavailable: the library or its model zoo is absent.
+        PeerUnavailable: If the library or its model zoo is absent.
     """
     kind = _fuxictr_class(name)
     feature_map = _needed("fuxictr.features", "fuxictr 2.3.10").FeatureMap("cordillera", str(folder or "."))
@@ -163,16 +157,13 @@ def _listed(features: FeatureSpec) -> set[str]:
 def fuxictr_batch(
     batch: RankingBatch, features: FeatureSpec, *, list_lengths: Mapping[str, int] | None = None, task: int = 0
 ) -> dict[str, Tensor]:
-    """A batch as FuxiCTR's loaders hand it to ``train_step``: a tensor a column.
+    """Return a batch in the form of FuxiCTR's loaders: columns in the feature map's order, then the label.
 
     Args:
         batch: The samples.
-        features: What they hold.
+        features: Features of the batch.
         list_lengths: Width to which each list feature is padded, at the end, with id 0.
-        task: Which label, by position.
-
-    Returns:
-        Columns in the feature map's order, then the label.
+        task: Position of the label.
     """
     columns: dict[str, Tensor] = {}
     for i, name in enumerate(features.dense):
@@ -200,15 +191,15 @@ class TorchRecDLRM:
     """TorchRec's DLRM under ``DistributedModelParallel``: one gloo process, fused row-wise Adagrad in the backward.
 
     Args:
-        features: One-hot features over tables of their own.
-        embedding_dim: Columns of every table.
+        features: One-hot features, each with its own table.
+        embedding_dim: Number of columns of every table.
         bottom: Widths of the dense arch; the last is ``embedding_dim``.
         top: Widths of the over arch; the last is 1.
-        learning_rate: Of AdamW over the dense parameters.
-        table_learning_rate: Of row-wise Adagrad.
+        learning_rate: Learning rate of AdamW over the dense parameters.
+        table_learning_rate: Learning rate of row-wise Adagrad.
 
     Raises:
-        PeerUnavailable: TorchRec is absent.
+        PeerUnavailable: If TorchRec is absent.
     """
 
     def __init__(
@@ -280,14 +271,14 @@ class TorchRecDLRM:
         self.dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
 
     def table(self, name: str) -> Tensor:
-        """The rows of one table, shared with the model."""
+        """Return the rows of one table, shared with the model."""
         state = self.model.state_dict()
         key = next(key for key in state if key.endswith(f"embedding_bags.{name}.weight"))
         sharded = state[key]
         return sharded.local_shards()[0].tensor if hasattr(sharded, "local_shards") else sharded
 
     def linears(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
-        """Linear layers of the dense arch and of the over arch, in order."""
+        """Return the linear layers of the dense arch and of the over arch, in order."""
         bottom, top = [], []
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Linear):
@@ -295,11 +286,11 @@ class TorchRecDLRM:
         return bottom, top
 
     def forward(self, dense: Tensor, ids: Any) -> Tensor:
-        """Logits ``[B]``."""
+        """Return the logits ``[B]``."""
         return self.model(dense, ids).squeeze(-1)
 
     def step(self, dense: Tensor, ids: Any, labels: Tensor, bf16: bool = False) -> Tensor:
-        """One step of training: forward, loss, backward with the fused update in it, AdamW."""
+        """Take a training step: forward, loss, backward with the fused update, AdamW."""
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             logits = self.forward(dense, ids)
@@ -317,11 +308,11 @@ Update = Callable[[JaggedBatch, Tensor], Tensor]
 def embedding_bag_update(
     features: FeatureSpec, embedding_dim: int, learning_rate: float
 ) -> tuple[Update, list[Tensor]]:
-    """``nn.EmbeddingBag(sparse=True)`` a table with ``torch.optim.Adagrad`` over all of them.
+    """Build one ``nn.EmbeddingBag(sparse=True)`` per table, with ``torch.optim.Adagrad`` over all of them.
 
     Returns:
-        A function of ids and output gradient ``[B, F, D]`` that looks up, goes back and updates, and gives the output;
-        and the tables' weights.
+        A function of ids and output gradient ``[B, F, D]`` that looks up, propagates back, updates, and returns the
+        output; and the tables' weights.
     """
     bags = nn.ModuleList(
         nn.EmbeddingBag(features.tables[feature.table], embedding_dim, mode="sum", sparse=True)
@@ -343,13 +334,13 @@ def embedding_bag_update(
 
 
 def fbgemm_update(features: FeatureSpec, embedding_dim: int, learning_rate: float) -> tuple[Update, list[Tensor]]:
-    """FBGEMM's table-batched module with row-wise Adagrad fused into its backward pass.
+    """Build FBGEMM's table-batched module with row-wise Adagrad fused into its backward pass.
 
     Returns:
-        As :func:`embedding_bag_update`.
+        A function and the tables' weights, as in :func:`embedding_bag_update`.
 
     Raises:
-        PeerUnavailable: FBGEMM is absent.
+        PeerUnavailable: If FBGEMM is absent.
     """
     _needed("fbgemm_gpu", "fbgemm-gpu-cpu 1.8.0")
     from fbgemm_gpu.split_embedding_configs import EmbOptimType

@@ -1,9 +1,9 @@
-"""How good ranking models become: ours beside FuxiCTR's on real data, and ensembles of modules beside single ones.
+"""Quality of ranking models: ours and FuxiCTR's on real data, and ensembles of modules and single modules.
 
 Both sides get the same encoded rows, sizes, batch size, number of tuning trials over a space of the same three kinds of
-settings (learning rate; the tables' L2 regularisation; dropout), early stopping on validation log loss with
-the same patience, and the same seeds. The settings are chosen on the validation split; the test split is scored once a
-seed. Metrics of both sides are computed by the same code.
+settings (learning rate; the tables' L2 regularisation; dropout), early stopping on validation log loss with the same
+patience, and the same seeds. The settings are chosen on the validation split; the test split is scored once per seed.
+Metrics of both sides are computed by the same code.
 """
 
 from __future__ import annotations
@@ -92,15 +92,10 @@ def _log_uniform(share: float, low: float, high: float) -> float:
 
 
 def settings_of(trial: int, side: str) -> dict[str, float]:
-    """The settings of one tuning trial; both sides' trials are the same draws from the unit cube.
+    """Return the settings of one tuning trial for ``ours`` or ``FuxiCTR``, from the same draws from the unit cube.
 
-    Args:
-        trial: Its number.
-        side: ``ours`` or ``FuxiCTR``.
-
-    Returns:
-        ``learning_rate`` and ``dropout``, with ``table_weight_decay`` (ours: L2 on the rows of a batch) or
-        ``embedding_regularizer`` (FuxiCTR: L2 over the whole tables).
+    They are ``learning_rate`` and ``dropout``, with ``table_weight_decay`` (ours: L2 on the rows of a batch) or
+    ``embedding_regularizer`` (FuxiCTR: L2 over the whole tables).
     """
     first, second, third = np.random.default_rng([2024, trial]).random(3)
     settings = {
@@ -132,17 +127,9 @@ def _scores(model: Any, dataset: ClickDataset, precision: Precision) -> tuple[Te
 def train_ours(
     config: ModelConfig, splits: Splits, settings: Mapping[str, float], seed: int, epochs: int = MAX_EPOCHS
 ) -> dict[str, Any]:
-    """Train one of our models by the public trainer.
+    """Train one of our models with the public trainer, with settings from :func:`settings_of`.
 
-    Args:
-        config: The model.
-        splits: The data.
-        settings: From :func:`settings_of`.
-        seed: Of weights, order and dropout.
-        epochs: At most.
-
-    Returns:
-        Validation and test measures, epochs, seconds and parameters outside the tables.
+    Returns validation and test measures, epochs, seconds and parameters outside the tables.
     """
     torch.manual_seed(seed)
     update: dict[str, Any] = {"dropout": settings["dropout"]}
@@ -176,7 +163,7 @@ def train_ours(
 
 
 class _InMemory:
-    """Batches for FuxiCTR's ``fit`` out of columns in memory, permuted anew each epoch."""
+    """Batches for FuxiCTR's ``fit`` from columns in memory, permuted again each epoch."""
 
     def __init__(self, columns: dict[str, Tensor], batch_size: int, *, shuffle: bool, seed: int = 0) -> None:
         self.columns, self.batch_size, self.shuffle = columns, batch_size, shuffle
@@ -207,18 +194,15 @@ def train_fuxictr(
     """Train one of FuxiCTR's models by its own ``fit``: Adam, clipping, rate cut on plateaus, early stopping.
 
     Args:
-        name: The model, as the model zoo calls it.
-        options: Its sizes.
+        name: Name of the model in the model zoo.
+        options: Sizes of the model.
         splits: The data.
-        settings: From :func:`settings_of`.
-        seed: Of weights, order and dropout.
-        epochs: At most.
-
-    Returns:
-        As :func:`train_ours`.
+        settings: Result of :func:`settings_of`.
+        seed: Seed of weights, order and dropout.
+        epochs: Largest number of epochs.
 
     Raises:
-        PeerUnavailable: FuxiCTR or its model zoo is absent.
+        PeerUnavailable: If FuxiCTR or its model zoo is absent.
     """
     torch.manual_seed(seed)
     features = splits.features
@@ -252,7 +236,7 @@ def train_fuxictr(
         seconds = time.perf_counter() - began
     found: dict[str, Any] = {}
     for part, batches in parts.items():
-        # FuxiCTR gives float32 probabilities; one that is rounded to 0 or 1 would have no finite logit.
+        # FuxiCTR returns float32 probabilities; one rounded to 0 or 1 would have no finite logit.
         probabilities = torch.from_numpy(model.predict(batches)).clamp(1e-7, 1 - 1e-7)
         found[part] = _measures(torch.logit(probabilities), batches.columns[features.tasks[0]])
     in_tables = sum(p.numel() for n, p in model.named_parameters() if "embedding_layer" in n and p.shape[0] > 1)
@@ -277,10 +261,7 @@ def _mean(pieces: list[dict[str, Any]], key: str, split: str = "test") -> float:
 def measure_quality(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
     """Tune and train DLRM, DCN-V2 and Wukong, ours and FuxiCTR's, on MovieLens-100K and Adult.
 
-    Args:
-        console: Where progress and the table go.
-        pieces: Finished trainings; an interrupted measurement goes on from them.
-        quick: One trial and one seed.
+    An interrupted measurement continues from the finished ``pieces``. ``quick`` uses one trial and one seed.
     """
     trials, seeds, epochs = (1, 1, 1) if quick else (8, 5, MAX_EPOCHS)
     notes: list[str] = []
@@ -417,14 +398,14 @@ def _dense_parameters(config: DHENConfig, features: FeatureSpec) -> int:
 
 
 def _equalised(modules: tuple[str, ...], layers: int, features: FeatureSpec, parameters: int) -> DHENConfig:
-    """The ensemble with the top MLP's width chosen so that it has about so many parameters outside the tables."""
+    """Return the ensemble whose top MLP is wide enough for about ``parameters`` parameters outside the tables."""
     narrow = _dense_parameters(_dhen(modules, layers, 1), features)
     one_more = _dense_parameters(_dhen(modules, layers, 2), features) - narrow
     return _dhen(modules, layers, max(1, 1 + round((parameters - narrow) / one_more)))
 
 
 def _paired_gain(worse: list[dict[str, Any]], better: list[dict[str, Any]]) -> dict[str, Any]:
-    """By how much the second's test NE is lower than the first's, seed by seed, with a 95 % interval (Student's t)."""
+    """Return the decrease of test NE from the first to the second, paired by seed, with a 95 % interval."""
     gains = [one["test"]["ne"] - other["test"]["ne"] for one, other in zip(worse, better, strict=True)]
     estimate = mean_interval(gains)
     interval = [estimate.low, estimate.high] if estimate.count > 1 else None
@@ -432,15 +413,11 @@ def _paired_gain(worse: list[dict[str, Any]], better: list[dict[str, Any]]) -> d
 
 
 def measure_dhen(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
-    """Single modules and pairs, one layer and two, all with the same number of parameters outside the tables.
+    """Compare single modules and pairs, one layer and two, with equal numbers of parameters outside the tables.
 
-    Every ensemble gets the same number of tuning trials over the same draws; settings and then the best single module
-    and the best pair are chosen on the validation split, the test split is scored once a seed.
-
-    Args:
-        console: Where progress and the tables go.
-        pieces: Finished trainings.
-        quick: One trial, one seed, two modules.
+    Every ensemble gets the same number of tuning trials over the same draws. Settings, and then the best single module
+    and the best pair, are chosen on the validation split; the test split is scored once per seed. ``quick`` uses one
+    trial, one seed and two modules.
     """
     trials, seeds, epochs = (1, 1, 1) if quick else (6, 5, MAX_EPOCHS)
     results = [_dhen_on(data, console, pieces, trials, seeds, epochs, 2 if quick else len(MODULES)) for data in DATA]

@@ -1,4 +1,4 @@
-"""NE against training FLOPs on a made log whose best NE is known: Wukong, DLRM and DCN-V2 on the same axes."""
+"""NE against training FLOPs on a synthetic log with known best NE: Wukong, DLRM and DCN-V2 on the same axes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ SIZES: dict[str, list[ModelConfig]] = {
 
 
 def _train(config: ModelConfig, splits: Splits, rate: float, table_rate: float, seed: int) -> dict[str, Any]:
-    """One pass over the training rows, then the test split."""
     torch.manual_seed(seed)
     model = build(config, splits.features, TablesConfig(learning_rate=table_rate))
     training = TrainingConfig(epochs=1, learning_rate=rate, warmup_fraction=0.1, decay="linear", final_rate=0.02)
@@ -101,15 +100,10 @@ def _train(config: ModelConfig, splits: Splits, rate: float, table_rate: float, 
 
 
 def measure_scaling(console: Console, pieces: FinishedPieces, *, quick: bool) -> dict[str, Any]:
-    """Train every size once over the data, with each of some seeds, and fit NE against FLOPs.
+    """Train every size once over the data with several seeds, and fit NE against FLOPs.
 
-    Every size of every kind gets the same trials of learning rates with the first seed; the ones that were best on the
-    validation split serve the other seeds too. Figures are of the test split.
-
-    Args:
-        console: Where progress and the table go.
-        pieces: Finished trainings.
-        quick: Few rows, two sizes.
+    Every size of every kind gets the same trials of learning rates with the first seed; the best ones on the validation
+    split are also used for the other seeds. Figures are of the test split. ``quick`` uses few rows and two sizes.
     """
     rows, seeds = (60_000, 1) if quick else (1_250_000, 2)
     sizes = {name: configs[:3] if quick else configs for name, configs in SIZES.items()}

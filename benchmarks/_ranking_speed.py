@@ -1,4 +1,4 @@
-"""How fast ranking models train, ours and the peers', and what the fused table update alone costs."""
+"""Training speed of ranking models, ours and the peers', and the cost of the fused table update alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EMBEDDING_DIM = 16
 BATCH_SIZE = 4096
 TABLE_RATE = 0.01
 AGREEMENT = 1e-4
-SMALLEST_JUDGED = 100_000  # rows from which targets hold
+SMALLEST_JUDGED = 100_000  # smallest number of rows for which targets hold
 BAGS, MODULE = "EmbeddingBag(sparse) + Adagrad", "FBGEMM module"
 DLRM_SIZES = DLRMConfig(embedding_dim=EMBEDDING_DIM, bottom_mlp=(512, 256, 64), top_mlp=(512, 256))
 WUKONG_SIZES = WukongConfig(
@@ -66,14 +66,14 @@ WUKONG_SIZES = WukongConfig(
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times ours is as good as a peer.
+    """Ratio of our rate to that of a peer.
 
     Attributes:
-        ours: Which of ours.
-        peer: Which peer.
-        case: Under which conditions.
+        ours: Name of our contender.
+        peer: Name of the peer.
+        case: Conditions of the measurement.
         times: The ratio, with quartiles over paired rounds.
-        target: What it should be at least, or None.
+        target: Least ratio to reach, or None.
     """
 
     ours: str
@@ -83,21 +83,21 @@ class Ratio:
     target: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As a dictionary."""
+        """Return a dictionary for JSON."""
         times = self.times.to_json()
         return {"ours": self.ours, "peer": self.peer, "case": self.case, "times": times, "target": self.target}
 
 
 @dataclass
 class Figures:
-    """What one part measured.
+    """Measurements of one part.
 
     Attributes:
         conditions: Sizes and settings.
-        ratios: Ours beside peers.
-        rates: Calls or examples a second, by contender: name, case, value with quartiles, unit.
-        notes: What a reader must know: rows left out and why, how outputs agreed.
-        values: Anything else, JSON-able.
+        ratios: Our rates relative to those of peers.
+        rates: Calls or examples per second by contender: name, case, value with quartiles, unit.
+        notes: Remarks for readers: rows left out and why, agreement of outputs.
+        values: Other JSON values.
     """
 
     conditions: dict[str, Any] = field(default_factory=dict)
@@ -107,14 +107,14 @@ class Figures:
     values: dict[str, Any] = field(default_factory=dict)
 
     def add_rates(self, case: str, timings: dict[str, Timing], examples: int) -> None:
-        """Note every contender's examples a second."""
+        """Record every contender's examples per second."""
         for name, timing in timings.items():
             rate = Spread.of([examples / seconds for seconds in timing.seconds])
             self.rates.append({"name": name, "case": case, "rate": rate.to_json(), "unit": "examples/s"})
             self.values.setdefault("rounds_seconds", {})[f"{case}: {name}"] = timing.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """As a dictionary."""
+        """Return a dictionary for JSON."""
         return {
             "evidence": "measured",
             "conditions": self.conditions,
@@ -142,12 +142,10 @@ def _our_update(features: FeatureSpec, backend: str) -> tuple[Update, list[Tenso
 
 
 def measure_updates(rows: list[int], rounds: int, calls: int) -> Figures:
-    """Forward, backward and row-wise Adagrad of 26 tables, beside ``EmbeddingBag(sparse=True)`` + Adagrad and FBGEMM.
+    """Measure forward, backward and row-wise Adagrad of 26 tables, ours and the peers'.
 
-    Args:
-        rows: Table sizes to measure.
-        rounds: Interleaved rounds.
-        calls: Updates a value is the mean of.
+    Peers are ``EmbeddingBag`` with Adagrad, and FBGEMM. ``rows`` lists the sizes of tables, ``rounds`` is the number of
+    interleaved rounds, and a value is the mean of ``calls`` updates.
     """
     figures = Figures(
         {
@@ -194,7 +192,7 @@ def _measure_updates_of(rows: int, backends: list[str], rounds: int, calls: int,
         else:
             for weight, start in zip(weights, first, strict=True):
                 weight.copy_(start)
-        # Two updates over the same batch: the second output sees what the first update did.
+        # Two updates over the same batch: the second output shows the effect of the first update.
         update(batches[0].sparse, gradients[0])
         out = update(batches[0].sparse, gradients[0])
         if reference is None:
@@ -223,14 +221,7 @@ def _measure_updates_of(rows: int, backends: list[str], rounds: int, calls: int,
 
 
 class OurTraining:
-    """One of our models with its optimizers, and the step that ``cordillera train`` takes.
-
-    Args:
-        config: The model.
-        features: What the batches hold.
-        seed: Of the initial weights.
-        backend: Of the tables.
-    """
+    """One of our models with its optimizers, and the training step of ``cordillera train``."""
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, seed: int = 0, backend: str = "auto") -> None:
         torch.manual_seed(seed)
@@ -247,7 +238,7 @@ class OurTraining:
         )
 
     def step(self, batch: RankingBatch, precision: Precision) -> float:
-        """Forward, loss, backward, dense and table update, as the trainer does them."""
+        """Take a step like the trainer: forward, loss, backward, dense and table update."""
         with autocast(torch.device("cpu"), precision):
             logits = self.model(batch)
         assert batch.labels is not None
@@ -275,7 +266,7 @@ def _copy_linears(ours: list[nn.Linear], peer: list[nn.Linear], first_columns: T
 
 
 def _dot_columns(rows: int, dense_first: bool) -> list[int]:
-    """Our column of each product in the peers' order: row-major over the strict upper triangle.
+    """Return our column of each product in the peers' order: row-major over the strict upper triangle.
 
     Our rows are the dense embedding, then the sparse ones; FuxiCTR puts the dense one last, TorchRec first.
     """
@@ -286,7 +277,7 @@ def _dot_columns(rows: int, dense_first: bool) -> list[int]:
 
 @torch.no_grad()
 def copy_dlrm_to_fuxictr(ours: DLRM, peer: Any) -> None:
-    """Give FuxiCTR's DLRM our weights."""
+    """Copy our weights into FuxiCTR's DLRM."""
     for name, layer in peer.embedding_layer.embedding_layer.embedding_layers.items():
         layer.weight.copy_(ours.tables.table(name))
     assert ours.bottom is not None
@@ -298,7 +289,7 @@ def copy_dlrm_to_fuxictr(ours: DLRM, peer: Any) -> None:
 
 @torch.no_grad()
 def copy_dlrm_to_torchrec(ours: DLRM, peer: TorchRecDLRM) -> None:
-    """Give TorchRec's DLRM our weights."""
+    """Copy our weights into TorchRec's DLRM."""
     for name in ours.features.tables:
         peer.table(name).copy_(ours.tables.table(name))
     assert ours.bottom is not None
@@ -311,7 +302,7 @@ def copy_dlrm_to_torchrec(ours: DLRM, peer: TorchRecDLRM) -> None:
 
 @torch.no_grad()
 def copy_wukong_to_fuxictr(ours: Wukong, peer: Any) -> None:
-    """Give FuxiCTR's WuKong the weights of our Wukong with ``compatibility = "fuxictr"``."""
+    """Copy the weights of our Wukong with ``compatibility = "fuxictr"`` into FuxiCTR's WuKong."""
     layers = peer.embedding_layer.embedding_layer.embedding_layers
     for name in ours.features.tables:
         layers[name].weight.copy_(ours.tables.table(name))
@@ -383,7 +374,7 @@ def _against_fuxictr(name: str, rows: int, rounds: int, calls: int, figures: Fig
         _must_agree("FuxiCTR", ours.model(batches[0]).sigmoid(), peer(theirs[0][0])["y_pred"], figures, case)
     ours.model.train()
     peer.train()
-    peer._max_gradient_norm = 10.0  # what fit() sets unless told otherwise
+    peer._max_gradient_norm = 10.0  # the default of fit()
     timings = interleave(
         {
             "ours fp32": _cycle(ours.step, [(batch, "fp32") for batch in batches]),
@@ -449,16 +440,12 @@ def _against_torchrec(rows: int, rounds: int, calls: int, figures: Figures) -> N
 
 
 def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
-    """Examples a second of training: forward, loss, backward, dense and table optimizer.
+    """Measure examples per second of training: forward, loss, backward, dense and table optimizer.
 
     FuxiCTR trains as its users do: its own ``train_step`` (binary cross-entropy, norm clipping at 10, Adam over all
-    parameters, tables included). TorchRec's DLRM runs under ``DistributedModelParallel``. Batches lie in memory in each
-    library's own form, so no loader is timed.
-
-    Args:
-        rows: Table sizes to measure.
-        rounds: Interleaved rounds; a third as many, but at least three, from 1,000,000 rows on, where FuxiCTR is slow.
-        calls: Steps a value is the mean of.
+    parameters, including tables). TorchRec's DLRM runs under ``DistributedModelParallel``. Batches are in memory in
+    each library's own form, so no loader is timed. A value is the mean of ``calls`` steps. From 1,000,000 rows on,
+    where FuxiCTR is slow, there are a third as many ``rounds``, but at least three.
     """
     figures = Figures(
         {
@@ -486,17 +473,16 @@ def measure_training(rows: list[int], rounds: int, calls: int) -> Figures:
 
 
 def _resident_bytes(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (peak); getrusage's peak would include that of the process that started this one."""
+    """Return ``VmRSS`` (now) or ``VmHWM`` (peak); getrusage's peak would include that of the parent process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def train_for_memory(rows: int, steps: int) -> dict[str, int]:
-    """Train a DLRM for some steps in this process and say what it took. To be called in a fresh process.
+    """Train a DLRM for some steps in a fresh process and return the memory that it took.
 
-    Returns:
-        Bytes: ``baseline`` (interpreter, imports and kernels warmed up on small tables), ``peak``, ``weights``,
-        ``state``, ``batch``.
+    The bytes are ``baseline`` (interpreter, imports and kernels warmed up on small tables), ``peak``, ``weights``,
+    ``state`` and ``batch``.
     """
     torch.set_num_threads(2)
     small = criteo_features(100)
@@ -538,12 +524,7 @@ def train_for_memory(rows: int, steps: int) -> dict[str, int]:
 
 
 def measure_memory(rows: int, steps: int = 8) -> Figures:
-    """Peak resident memory of training 26 tables, against weights, optimizer state and one batch.
-
-    Args:
-        rows: Of every table.
-        steps: Steps to train.
-    """
+    """Measure the peak resident memory of training 26 tables, against weights, optimizer state and one batch."""
     program = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); import _ranking_speed as speed; "
         "print(json.dumps(speed.train_for_memory(int(sys.argv[2]), int(sys.argv[3]))))"
@@ -567,7 +548,7 @@ def measure_memory(rows: int, steps: int = 8) -> Figures:
 
 
 class _InMemory:
-    """A loader whose batches are there already: what the step costs when loading costs nothing."""
+    """A loader with its batches already in memory, which shows the cost of a step without loading."""
 
     def __init__(self, loader: Loader, count: int) -> None:
         self.batches = list(itertools.islice(loader.epoch(), count))
@@ -577,12 +558,12 @@ class _InMemory:
         return self.count
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[RankingBatch]:
-        """The batches, again and again."""
+        """Iterate over the batches in a cycle."""
         return (self.batches[i % len(self.batches)] for i in range(start, self.count))
 
 
 def _trained_records(config: ModelConfig, splits: Splits, loader: Any, steps: int) -> list[dict[str, Any]]:
-    """The trainer's own records of some steps, without the first, in which kernels warm up."""
+    """Return the trainer's records of some steps, without the first, in which kernels warm up."""
     torch.manual_seed(0)
     model = build(config, splits.features, TablesConfig())
     training = TrainingConfig(log_every=5, max_steps=steps)
@@ -594,15 +575,11 @@ def _trained_records(config: ModelConfig, splits: Splits, loader: Any, steps: in
 
 
 def measure_loading(rows: int, steps: int = 30, rounds: int = 3) -> Figures:
-    """What data loading costs a training step.
+    """Measure what data loading costs a training step, in ``rounds`` trainings with the loader and from memory.
 
-    Two measures: the share of its time that the trainer waits for the loader, as its own records tell; and how much
-    slower it is than with batches that lie in memory, which also counts the cores that the loader's thread takes away.
-
-    Args:
-        rows: Of the made log (its preparation is not timed).
-        steps: Of each training.
-        rounds: Trainings with the loader and from memory, in turn.
+    There are two measures: the share of time that the trainer waits for the loader, from its own records; and the
+    slowdown relative to batches in memory, which includes the cores that the loader's thread takes. The preparation of
+    the synthetic log is not timed.
     """
     figures = Figures({"rows": rows, "batch_size": BATCH_SIZE, "features": "13 dense, 26 ids, 2 lists, memory-mapped"})
     splits = prepare(DataConfig(dataset="synthetic", synthetic=SyntheticConfig(rows=rows)))

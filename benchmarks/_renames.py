@@ -1,6 +1,6 @@
-"""Names that changed since result files were measured: a new name is no new code.
+"""Names that changed since result files were measured; a new name is not new code.
 
-An entry may go when the files that depend on it have been measured again.
+An entry may be removed when the files that depend on it have been measured again.
 """
 
 RENAMED = {
@@ -81,4 +81,4 @@ RENAMED = {
     "silent": "_silent",
     "watchdog": "watch",
 }
-"""New names, each with one that stands for all that the thing was called before."""
+"""New names, each with one common name for all its earlier names."""

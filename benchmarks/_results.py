@@ -1,4 +1,4 @@
-"""Where figures go: a JSON file a part, and a log of finished pieces from which an interrupted part continues."""
+"""Result files of benchmarks: a JSON file per part, and a log of finished pieces for interrupted parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a value that is not defined is written as null."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -31,15 +31,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
-    """Write a result file beside its place and rename it, so that no reader sees half of it.
-
-    Args:
-        path: The file; its folder is made if need be.
-        content: JSON-able; floats that are not finite become null.
-
-    Returns:
-        ``path``.
-    """
+    """Write a result file to a temporary name and rename it; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
     beside.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
@@ -48,7 +40,7 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def make_console() -> Console:
-    """A console whose tables keep their columns where output is no terminal."""
+    """Return a console whose tables keep their columns without a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
@@ -70,13 +62,13 @@ def write_part(
     measured; ``--results FOLDER`` of every benchmark takes figures of other code.
 
     Args:
-        console: Told where the file is.
+        console: Console that shows the path of the file.
         folder: Folder of result files.
-        system: Of the benchmark, as files are named.
-        part: Likewise.
-        quick: Whether the figures mean nothing.
-        measure: Gives them.
-        conditions: Under which it measured, besides the machine.
+        system: Name of the benchmark in file names.
+        part: Name of the part in file names.
+        quick: Whether the figures are meaningless.
+        measure: Function that returns the figures.
+        conditions: Conditions of the measurement besides the machine.
     """
     if folder.resolve() == RESULTS and fingerprint()["uncommitted_changes"]:
         console.print(f"{RESULTS}: takes figures of committed code only: commit first, or give --results FOLDER")
@@ -98,11 +90,11 @@ def write_part(
 class FinishedPieces:
     """A log of finished pieces of a long benchmark, one JSON line each.
 
-    A piece is known by its key, which must name everything that its value depends on; an interrupted benchmark that is
-    started again finds what is done and goes on. A last line that was cut short by the interruption is dropped.
+    A piece is known by its key, which must name everything that its value depends on. An interrupted benchmark that is
+    started again continues after the finished pieces. An incomplete last line is dropped.
 
     Args:
-        path: The log; made with the first piece.
+        path: Path of the log, which is created with the first piece.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,11 +117,11 @@ class FinishedPieces:
         return len(self._values)
 
     def get(self, key: dict[str, Any]) -> Any | None:
-        """The value of a finished piece, or None."""
+        """Return the value of a finished piece, or None."""
         return self._values.get(self._name(key))
 
     def add(self, key: dict[str, Any], value: Any) -> None:
-        """Write down a finished piece."""
+        """Record a finished piece."""
         value = _finite(value)
         self._values[self._name(key)] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,19 +131,16 @@ class FinishedPieces:
             log.write(torn + json.dumps({"key": key, "value": value}, allow_nan=False) + "\n")
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all pieces."""
         self._values.clear()
         self.path.unlink(missing_ok=True)
 
 
 def train_to_the_end(trainer: Trainer) -> TrainingOutcome:
-    """Train, and pass on what stopped it: a training cut short must not count as a finished piece.
-
-    Args:
-        trainer: At its beginning.
+    """Train, and raise an interruption, so that a training cut short does not count as a finished piece.
 
     Raises:
-        KeyboardInterrupt: a signal stopped the training, which the trainer takes as a wish to resume later.
+        KeyboardInterrupt: If a signal stopped the training, which the trainer treats as a request to resume later.
     """
     report = trainer.fit()
     if report.ended == "interrupted":

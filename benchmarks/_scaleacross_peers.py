@@ -1,4 +1,4 @@
-"""Calculon (calculon-ai, Apache-2.0), run on the same rows in the same process, from a checkout of its own.
+"""Calculon (calculon-ai, Apache-2.0), run on the same rows in the same process, from its own checkout.
 
 ``make peers`` fetches it into ``.peers/calculon``; ``CORDILLERA_CALCULON`` names another folder.
 """
@@ -19,16 +19,16 @@ CALCULON_COMMIT = "caa4b11"
 
 
 class PeerUnavailable(Exception):
-    """A peer cannot be measured here; the message says why and what to do."""
+    """A peer cannot be measured here; the message gives the reason and a remedy."""
 
 
 class Calculon:
-    """Its step time for Megatron-LM's plain 1F1B with full recomputation on A100.
+    """Calculon's step time for Megatron-LM's plain 1F1B with full recomputation on A100.
 
-    Its own file of the A100 80GB, unchanged but for the network's bytes per second a device, which are the cluster's.
+    It uses Calculon's own file of the A100 80GB, with the network rate of the cluster.
 
     Args:
-        network_gigabytes_per_s: Of a device's share of the host's network cards.
+        network_gigabytes_per_s: Rate of a device's share of the host's network cards, GB/s.
     """
 
     def __init__(self, network_gigabytes_per_s: float) -> None:
@@ -48,16 +48,12 @@ class Calculon:
         self._llm = Llm
         content = json.loads((folder / "systems" / "a100_80g.json").read_text())
         content["networks"][1]["bandwidth"] = network_gigabytes_per_s
-        content["mem1"]["GiB"] = 1 << 20  # that a plan ran says that it fits: what Calculon thinks of it is not asked
+        content["mem1"]["GiB"] = 1 << 20  # measured plans fit, so Calculon's own memory check is switched off
         self._system_content, self._system = content, System
         self._log = logging.getLogger("calculon")
 
     def seconds(self, measurement: MeasuredStep) -> float:
-        """Predicted step time.
-
-        Args:
-            measurement: Only its workload and layout are used.
-        """
+        """Return the predicted step time of a measured step's workload and layout."""
         model, layout = measurement.workload.model, measurement.layout
         application = self._llm.Application(
             {

@@ -1,10 +1,10 @@
-"""Which code a figure comes from, and whether that code is still the same: ``cordillera bench --stale``.
+"""The code behind a figure, and whether it has changed: ``cordillera bench --stale``.
 
 A figure depends on the definitions (functions, classes, constants) that its part of a benchmark names, directly or
-through others: in the benchmark, in helpers beside it and in the package, but not in modules that only read recipes,
-talk to people or draw. Definitions are compared by name with those of the commit that the result file names, without
-comments, docstrings, layout, imports and annotations of arguments. So only what computes counts, and a definition that
-was moved to another module is the same.
+indirectly: in the benchmark, in helpers beside it and in the package, except modules that only read recipes, print or
+draw. Definitions are compared by name with those of the commit that the result file names, without comments,
+docstrings, layout, imports and annotations of arguments. Only computing code counts, and a definition that was moved to
+another module is unchanged.
 """
 
 from __future__ import annotations
@@ -28,34 +28,30 @@ from _renames import RENAMED
 BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
-# Modules that compute nothing, by the beginning or the end of their names; what they import does not count either.
+# Modules that compute nothing, by the beginning or the end of their names; their imports do not count either.
 _TALKING = ("cordillera.cli", "cordillera.errors", "cordillera.files", "cordillera.toml_files", "cordillera.recipe")
 _TALKING += ("cordillera.reports", "cordillera.run")
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
 _NAME = re.compile(r"'(\w+)'")
 _MODULE = re.compile(r"\bcordillera(\.\w+)+")
-_MACHINERY = ("_machine", "_renames", "_results", "_sources", "_stale", "_tables")  # which print and write
+_MACHINERY = ("_machine", "_renames", "_results", "_sources", "_stale", "_tables")  # modules that print and write
 
 
 def counts(module: str) -> bool:
-    """Whether a module can change a figure."""
+    """Return whether a module can change a figure."""
     parts = module.rsplit(".", 1)[-1].split("_")
     return module not in _MACHINERY and not module.startswith(_TALKING) and parts[-1] not in _DRAWING
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of the benchmarks or of the package, or None if it is of neither."""
+    """Return the file of a module of the benchmarks or of the package, or None if it belongs to neither."""
     base = CHECKOUT / "src" if module.split(".")[0] == "cordillera" else BENCHMARKS
     path = base.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 class _Module:
-    """The definitions of a module by name; what is in none of them, by the empty name.
-
-    Args:
-        code: Its text.
-    """
+    """The definitions of a module by name; other statements have the empty name."""
 
     def __init__(self, code: str) -> None:
         self.defined: dict[str, list[ast.AST]] = {"": []}
@@ -77,7 +73,7 @@ class _Module:
                         self.imported |= _imports(one)
 
     def digests(self, names: Iterable[str]) -> set[tuple[str, str]]:
-        """Names of definitions with the digests of their code; nameless statements have one each."""
+        """Return the names of definitions with the digests of their code; nameless statements have one each."""
         found = set()
         for name in names:
             nodes = self.defined.get(name, [])
@@ -88,7 +84,7 @@ class _Module:
         return found
 
     def uses(self, nodes: Iterable[ast.AST]) -> set[tuple[str, str]]:
-        """Names, with their modules, that nodes use; the module is empty for those of this one."""
+        """Return the names, with their modules, that nodes use; the module is empty for names of this module."""
         found: set[tuple[str, str]] = set()
         imported, waiting = dict(self.imported), [*nodes]
         for node in waiting[:]:
@@ -110,8 +106,6 @@ class _Module:
 
 
 class _Computed(ast.NodeTransformer):
-    """Code without imports."""
-
     def visit_Import(self, node: ast.Import) -> None:
         return None
 
@@ -120,7 +114,6 @@ class _Computed(ast.NodeTransformer):
 
 
 def _plain(tree: ast.Module) -> ast.Module:
-    """Without docstrings and annotations of functions."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             words = [line for line in node.body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
@@ -133,7 +126,7 @@ def _plain(tree: ast.Module) -> ast.Module:
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
-    """Local names to modules and the names in them; empty for whole modules."""
+    """Map local names to modules and the names in them; empty for whole modules."""
     if isinstance(node, ast.Import):
         return {alias.asname or alias.name.split(".")[0]: (alias.name, "") for alias in node.names}
     found = {}
@@ -145,7 +138,7 @@ def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
 
 
 def _started(text: str) -> set[tuple[str, str]]:
-    """What programs use that code holds as text, or starts by the names of their files."""
+    """Return what programs in a string use, or files started by name."""
     if text.startswith("_") and text.endswith(".py"):
         return {(text.removesuffix(".py"), name) for name in ("main", "")}
     if "import " not in text:
@@ -169,7 +162,7 @@ def _code(module: str) -> str | None:
 
 
 def _roots(program: _Module, part: str) -> set[tuple[str, str]]:
-    """What a benchmark calls for one of its parts; all of it where it has no table of parts."""
+    """Return what a benchmark calls for one of its parts; everything if it has no table of parts."""
     for node in program.defined.get("PARTS", ()):
         table = getattr(node, "value", None)
         if isinstance(table, ast.Dict):
@@ -180,12 +173,7 @@ def _roots(program: _Module, part: str) -> set[tuple[str, str]]:
 
 
 def definitions_of(program: str, part: str) -> dict[str, set[str]]:
-    """Names of the definitions that a part of a benchmark depends on, by module.
-
-    Args:
-        program: Name of its file, without ``.py``.
-        part: Part of the benchmark.
-    """
+    """Return the names of the definitions that a part of a benchmark (a file without ``.py``) depends on, by module."""
     found: dict[str, set[str]] = {program: {""}}
     waiting = [(module or program, name) for module, name in _roots(_module(_code(program) or ""), part)]
     while waiting:
@@ -196,7 +184,7 @@ def definitions_of(program: str, part: str) -> dict[str, set[str]]:
         if code is None:
             continue
         tree = _module(code)
-        if name in tree.imported:  # handed on
+        if name in tree.imported:  # re-exported
             waiting.append(tree.imported[name])
         elif name in tree.defined:
             fresh = {name} if module in found else {name, ""}
@@ -216,7 +204,7 @@ def _git(*words: str) -> bytes | None:
 
 @lru_cache(maxsize=64)
 def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
-    """Names and digests of all definitions at a commit; None if it is not known here."""
+    """Return the names and digests of all definitions at a commit; None if the commit is unknown."""
     packed = _git("archive", "--format=tar", commit, "--", "src", "benchmarks") if commit else None
     if packed is None:
         return None
@@ -232,15 +220,15 @@ def _defined_at(commit: str) -> frozenset[tuple[str, str]] | None:
 
 @dataclass(frozen=True)
 class Age:
-    """What is known about the code behind a result file.
+    """State of the code behind a result file.
 
     Attributes:
         file: The result file.
-        measured: Day on which it was measured.
-        commit: Commit at which it was measured, with ``+`` if files differed from it.
-        changed: Modules of which definitions that the figure depends on have changed since.
-        problem: Why that cannot be told, or empty.
-        command: That measures it again.
+        measured: Day of the measurement.
+        commit: Commit of the measurement, with ``+`` if files differed from it.
+        changed: Modules with changed definitions on which the figure depends.
+        problem: Reason why the state is unknown, or empty.
+        command: Command that measures it again.
     """
 
     file: Path
@@ -257,11 +245,7 @@ class Age:
 
 
 def age_of(file: Path) -> Age:
-    """Compare the code behind a result file with that of this checkout.
-
-    Args:
-        file: A result file.
-    """
+    """Compare the code behind a result file with that of this checkout."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         system, part = str(content["system"]), str(content["part"])

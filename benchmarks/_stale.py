@@ -10,11 +10,7 @@ from rich.table import Table
 
 
 def main(folder: Path = BENCHMARKS / "results") -> int:
-    """Print the result files whose code has changed since they were measured; 1 if there are any.
-
-    Args:
-        folder: Folder of result files.
-    """
+    """Print the result files whose code has changed since they were measured; return 1 if there are any."""
     console = make_console()
     ages = [age_of(file) for file in sorted(folder.glob("*.json"))]
     stale = [age for age in ages if age.stale]

@@ -1,4 +1,4 @@
-"""Tables for people: ratios first, peers side by side."""
+"""Tables for readers: ratios first, peers side by side."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ def _verdict(value: float, target: float | None) -> str:
 
 
 def print_ratios(console: Console, title: str, figures: dict[str, Any]) -> None:
-    """Print a part's ratios, then its rates, then its notes.
-
-    Args:
-        console: Where to.
-        title: Above the first table.
-        figures: What ``Figures.to_json`` gives.
-    """
+    """Print the ratios of ``Figures.to_json`` in a table with a title, then its rates, then its notes."""
     if figures["ratios"]:
         table = Table(title=f"{title} (measured)", title_justify="left")
         for heading, side in (
@@ -65,7 +59,7 @@ def print_ratios(console: Console, title: str, figures: dict[str, Any]) -> None:
 def print_rows(
     console: Console, title: str, headings: list[str], rows: list[list[str]], evidence: str = "measured"
 ) -> None:
-    """Print a table of text cells; the first two columns to the left, numbers to the right."""
+    """Print a table of text cells, with the first two columns left-aligned and the others right-aligned."""
     table = Table(title=f"{title} ({evidence})", title_justify="left")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < 2 else "right")
@@ -75,6 +69,6 @@ def print_rows(
 
 
 def print_notes(console: Console, notes: list[str]) -> None:
-    """Print what a reader must know, one line each."""
+    """Print notes for the reader, one per line."""
     for note in notes:
         console.print(f"  {note}", markup=False)

@@ -1,8 +1,8 @@
-"""One workload in a process of its own, which takes steps when it is told to: ``_thread_worker.py WORKLOAD THREADS``.
+"""One workload in its own process, which takes steps on request: ``_thread_worker.py WORKLOAD THREADS``.
 
-``THREADS`` is a number, ``default`` for what Cordillera chooses, or ``library`` for what torch and OpenMP do when they
-are left alone. Each line of its input is a number of seconds; it answers with the steps that it took in them, the
-seconds that these took, and the number of threads.
+``THREADS`` is a number, ``default`` for Cordillera's choice, or ``library`` for the defaults of torch and OpenMP. Each
+line of the input is a number of seconds; the answer is the number of steps taken in them, their seconds, and the number
+of threads.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(workload: str, threads: str, quick: str) -> None:
     """Take steps until the input ends.
 
     Args:
-        workload: In :data:`WORKLOADS`.
+        workload: A key of :data:`WORKLOADS`.
         threads: A number, ``default`` or ``library``.
         quick: ``quick`` for small sizes.
     """

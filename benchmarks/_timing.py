@@ -1,4 +1,4 @@
-"""Times of several contenders, taken in turn, so that a machine that drifts is unjust to none of them."""
+"""Times of several contenders, taken in turn, so that drift of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Spread:
     """A median with the quartiles around it.
 
     Attributes:
-        median: The middle value.
-        low: The first quartile.
-        high: The third quartile.
-        count: Values that it is made of.
+        median: Median.
+        low: First quartile.
+        high: Third quartile.
+        count: Number of values.
     """
 
     median: float
@@ -28,25 +28,20 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0], 1)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
     def to_json(self) -> dict[str, float]:
-        """As a dictionary."""
+        """Return a dictionary for JSON."""
         return {"median": self.median, "low": self.low, "high": self.high, "count": self.count}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that a contender took for one call, one value a round.
-
-    Attributes:
-        name: The contender.
-        seconds: Its rounds, in order; round ``i`` of two contenders ran one after the other.
-    """
+    """Seconds of a contender for one call, one value per round; rounds of two contenders are paired by position."""
 
     name: str
     seconds: list[float]
@@ -57,7 +52,7 @@ class Timing:
         return Spread.of(self.seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """As a dictionary."""
+        """Return a dictionary for JSON."""
         return {"name": self.name, "seconds": self.spread.to_json(), "rounds": self.seconds}
 
 
@@ -69,18 +64,18 @@ def interleave(
     warmup: int = 1,
     settle_s: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time contenders in rounds: each round runs every one of them, and begins with the next one in turn.
+    """Time contenders in rounds: each round runs every one of them, and starts with the next one in turn.
 
     Args:
-        contenders: What to call, by name.
-        rounds: Values a contender.
-        calls: Calls that one value is the mean of. The first contender's share of a round is thus ``calls`` calls.
-        warmup: Calls of every contender that are not counted.
-        settle_s: Seconds of calls, not counted, before every value: the threads of the contender before may go on
-            looking for work for some milliseconds, which a short call that comes next would pay for.
+        contenders: Functions to call, by name.
+        rounds: Number of values per contender.
+        calls: Number of calls whose mean is one value.
+        warmup: Number of calls of every contender that are not counted.
+        settle_s: Seconds of uncounted calls before every value. The threads of the previous contender may keep looking
+            for work for some milliseconds, which would slow a short call that comes next.
 
     Returns:
-        A timing a contender, in the order given.
+        One timing per contender, in the order given.
     """
     for contender in contenders.values():
         for _ in range(warmup):
@@ -111,9 +106,5 @@ def interleave(
 
 
 def times_faster(ours: Timing, peer: Timing) -> Spread:
-    """How many times as fast ``ours`` is as ``peer``: the ratio of their times, round by round.
-
-    Returns:
-        Median and quartiles over the rounds; above one, ours is faster.
-    """
+    """Return median and quartiles of the ratio of the peer's time to ours; above one, ours is faster."""
     return Spread.of([theirs / mine for mine, theirs in zip(ours.seconds, peer.seconds, strict=True)])

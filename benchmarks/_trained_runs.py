@@ -1,4 +1,4 @@
-"""Ranking models that benchmarks train once, on the synthetic teacher with tables that are large beside the layers."""
+"""Ranking models that benchmarks train once, on the synthetic teacher, with tables large relative to the layers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,7 @@ QUICK = {"data.synthetic.rows": 20_000, "data.synthetic.largest_vocabulary": 300
 
 
 def as_own_log(data: DataConfig, folder: Path) -> DataConfig:
-    """The synthetic log as a user's file, whose ids are looked up in a vocabulary, so that some are unseen.
-
-    Args:
-        data: Settings with the dataset ``synthetic``.
-        folder: Where the file is written, if it is not there.
-    """
+    """Write the synthetic log as a user's file in ``folder``, with ids from a vocabulary, so that some are unseen."""
     log, path = SyntheticLog(data.synthetic), folder / "log.parquet"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,14 +47,9 @@ def as_own_log(data: DataConfig, folder: Path) -> DataConfig:
 
 
 def trained(console: Console, name: str, folder: Path, quick: bool, *, own_log: bool = False) -> Run:
-    """A model of ours, trained for one epoch.
+    """Return a run of a model of ``MODELS``, trained for one epoch; ``quick`` uses few samples and steps.
 
-    Args:
-        console: Told what is going on.
-        name: A key of ``MODELS``.
-        folder: Where runs are kept.
-        quick: Few samples and steps.
-        own_log: Whether ids are looked up in a vocabulary (:func:`as_own_log`).
+    With ``own_log``, ids are looked up in a vocabulary (:func:`as_own_log`).
     """
     keys = {**DATA, **MODELS[name], **(QUICK if quick else {})}
     recipe = recipes.load(f"synthetic-{name}", [f"{key}={value!r}".replace("'", '"') for key, value in keys.items()])

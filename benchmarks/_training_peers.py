@@ -1,8 +1,8 @@
-"""One trainer of a Llama in a process of its own, which takes steps when it is told to.
+"""One trainer of a Llama in its own process, which takes steps on request.
 
-Run as a program by the interpreter that has the trainer's libraries: ``_training_peers.py NAME CASE``, where ``CASE``
-is JSON. It takes some steps to warm up, and then as many as each line of its input says; after each of these it writes
-how long they took. Nothing but the trainer that is asked for is imported, as each has its own environment.
+Run it with the interpreter that has the trainer's libraries: ``_training_peers.py NAME CASE``, where ``CASE`` is JSON.
+It takes some steps to warm up, and then as many as each line of its input says; after each of these it writes how long
+they took. Only the requested trainer is imported, because each has its own environment.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a model and of a batch, and how it is computed.
+    """Sizes of a model and of a batch, and settings of the computation.
 
     Attributes:
-        layers: Blocks.
+        layers: Number of blocks.
         hidden: Width of the residual stream.
-        heads: Of queries.
-        kv_heads: Of keys and values.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
         ffn: Width of the feed-forward net.
-        vocabulary: Tokens.
+        vocabulary: Number of tokens.
         tied: Whether the head is the embedding.
-        rows: Sequences of a batch.
-        length: Tokens of a sequence.
-        dtype: In which products are computed; weights and moments are in float32.
-        threads: Of the process.
-        documents: Lengths of documents that lie one after another in each row; empty for one.
-        variant: Of the trainer's own choices, those that are tried beside its usual ones.
+        rows: Number of sequences of a batch.
+        length: Number of tokens of a sequence.
+        dtype: Data type of products; weights and moments are in float32.
+        threads: Number of threads of the process.
+        documents: Lengths of the documents in each row; empty for one.
+        variant: Alternative settings of the trainer; empty for its usual ones.
     """
 
     layers: int
@@ -61,28 +61,28 @@ class Case:
     variant: str = ""
 
     def batches(self) -> list[Tensor]:
-        """Tokens of a few batches, ``int64 [rows, length]`` each, the same for every trainer."""
+        """Return the tokens of a few batches, ``int64 [rows, length]`` each, the same for every trainer."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.rows, self.length)
         return [torch.randint(0, self.vocabulary, shape, generator=generator) for _ in range(BATCHES)]
 
 
 class Meter:
-    """Waits for orders between steps, and answers with the seconds that they took.
+    """Waits for requests between steps, and answers with the seconds that they took.
 
     Args:
-        facts: About the trainer, in its first answer.
+        facts: Facts about the trainer, for its first answer.
     """
 
     def __init__(self, **facts: Any) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # output of libraries must not mix with the answers
         self._facts = facts
         self._left, self._taken = WARMUP, WARMUP
         self._began, self._busy = time.perf_counter(), time.process_time()
 
     def step_ended(self) -> None:
-        """To be called after every step; blocks while no other is wanted, and ends the process when none will be."""
+        """Record a step; wait if no further step is requested, and end the process at the end of the input."""
         self._left -= 1
         if self._left:
             return
@@ -98,7 +98,7 @@ class Meter:
 
 
 def train_ours(case: Case) -> None:
-    """Cordillera's engine, in a mesh of one process."""
+    """Train with Cordillera's engine, in a mesh of one process."""
     from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
     from cordillera.kernels.host_memory import keep_freed_memory
     from cordillera.models.language.llama import LlamaConfig
@@ -122,7 +122,7 @@ def train_ours(case: Case) -> None:
 
 
 class _Rows(torch.utils.data.Dataset[Any]):
-    """Rows of the batches, again and again; a row of many documents as a list of them."""
+    """Rows of the batches in a cycle; a row of many documents is a list of them."""
 
     def __init__(self, case: Case) -> None:
         self._rows, self._documents = torch.cat(case.batches()), list(case.documents)
@@ -138,7 +138,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
 
 
 def _padded(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """A row for each document, all as long as the longest."""
+    """Return a row for each document, padded to the longest."""
     tokens = [document["input_ids"] for row in rows for document in row]
     pad = torch.nn.utils.rnn.pad_sequence
     labels = pad(tokens, batch_first=True, padding_value=-100)
@@ -146,7 +146,7 @@ def _padded(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 def _packed(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """All documents in one row, with positions that begin anew in each, from which the model makes its mask."""
+    """Return all documents in one row, with positions that restart in each, from which the model makes its mask."""
     import transformers
 
     documents = [{"input_ids": one["input_ids"].tolist()} for row in rows for one in row]
@@ -155,7 +155,7 @@ def _packed(rows: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 def train_transformers(case: Case) -> None:
-    """transformers' Trainer: weights in float32, products under autocast, AdamW fused, no reports, no checkpoints."""
+    """Train with transformers' Trainer: float32 weights, autocast, fused AdamW, no reports, no checkpoints."""
     import transformers
 
     settings = transformers.LlamaConfig(
@@ -185,12 +185,12 @@ def train_transformers(case: Case) -> None:
 
 
 def train_torchtitan(case: Case) -> None:
-    """torchtitan's Trainer and its ``train_step``, in one process over Gloo.
+    """Train with torchtitan's Trainer and its ``train_step``, in one process over Gloo.
 
-    Its Llama takes flex or varlen attention, of which neither trains on CPUs; its own module around torch's fused
-    attention, which other models of it use, takes their place. Nothing is computed again in the backward, as ours.
+    Its Llama uses flex or varlen attention, neither of which trains on CPUs; they are replaced by its own module around
+    torch's fused attention, which other models of it use. As in our trainer, nothing is recomputed in the backward.
     """
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]  # it takes CUDA for granted
+    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]  # it assumes CUDA
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -207,7 +207,7 @@ def train_torchtitan(case: Case) -> None:
         raise SystemExit("torchtitan's model computes one document a row on CPUs")
 
     class Memory:
-        """Of its monitor, what the Trainer asks for: a CPU has none of its counters."""
+        """The part of its monitor that the Trainer calls; a CPU has none of its counters."""
 
         device_name = "CPU"
         get_peak_stats = staticmethod(lambda: metrics.DeviceMemStats(0, 0, 0, 0, 0, 0))
@@ -290,7 +290,7 @@ def main(name: str, case: str) -> None:
     """Train until the input ends.
 
     Args:
-        name: In :data:`TRAINERS`.
+        name: A key of :data:`TRAINERS`.
         case: A :class:`Case` as JSON.
     """
     settings = json.loads(case)

@@ -1,4 +1,4 @@
-"""Training of small Llamas beside transformers' Trainer and torchtitan's, each in a process of its own, in turn."""
+"""Training of small Llamas compared with transformers' Trainer and torchtitan's, each in its own process, in turn."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 WORKER = Path(__file__).resolve().parent / "_training_peers.py"
-# torchtitan needs other versions of libraries than transformers does, so it has an environment of its own.
+# torchtitan and transformers need different versions of libraries, so torchtitan has its own environment.
 TORCHTITAN = Path(os.environ.get("CORDILLERA_TORCHTITAN") or RESULTS.parents[1] / ".peers/torchtitan/bin/python")
 TARGETS = {"transformers": 1.0, "torchtitan": 0.9}
 ROUNDS, ROUND_S = 5, 1.0
 DEADLINE_S = 240.0
 
-# torchtitan's debug model of Llama 3 (models/llama3, `debugmodel`) and this project's. Batches are small, which shows
-# what a step costs besides its arithmetic.
+# torchtitan's debug model of Llama 3 (models/llama3, `debugmodel`) and this project's. Batches are small, to show
+# the cost of a step besides its arithmetic.
 TITAN = Case(layers=6, hidden=256, heads=16, kv_heads=16, ffn=768, vocabulary=2048, tied=False, rows=1, length=1024)
 DEBUG = Case(layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocabulary=2048, tied=True, rows=2, length=2048)
 DOCUMENTS = (512, 256, 128, 64, 32, 32)
@@ -40,7 +40,7 @@ PACKED = {"transformers": ("packed", "padded")}
 
 
 def cases(quick: bool) -> dict[str, tuple[Case, dict[str, tuple[str, ...]]]]:
-    """What is measured, by name, and beside which of the peers' own choices, of which the fastest counts."""
+    """Return the cases by name, each with the peers' own variants, of which the fastest counts."""
     if quick:
         case = replace(DEBUG, layers=1, rows=1, length=128)
         return {
@@ -59,7 +59,7 @@ def cases(quick: bool) -> dict[str, tuple[Case, dict[str, tuple[str, ...]]]]:
 
 
 def missing() -> dict[str, str]:
-    """Why peers cannot be run."""
+    """Return why peers cannot be run."""
     found = {}
     for module in ("transformers", "accelerate"):  # the Trainer needs both
         if find_spec(module) is None:
@@ -70,13 +70,12 @@ def missing() -> dict[str, str]:
 
 
 class _Trainer:
-    """A process that takes steps when it is told to."""
+    """A process that takes steps on request."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name, self._process, self._log = name, process, log
 
     def answer(self) -> dict[str, Any]:
-        """What it says next."""
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], DEADLINE_S)[0]
         line = self._process.stdout.readline() if ready else ""
@@ -87,7 +86,6 @@ class _Trainer:
         return found
 
     def seconds(self, steps: int) -> float:
-        """Of each of some steps."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
@@ -111,7 +109,7 @@ def _started(name: str, case: Case, folder: Path) -> Iterator[_Trainer]:
         yield _Trainer(name, process, log)
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # which ends it
+        process.stdin.close()  # ends the process
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
@@ -120,13 +118,7 @@ def _started(name: str, case: Case, folder: Path) -> Iterator[_Trainer]:
 
 
 def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) -> dict[str, Any]:
-    """Tokens per second of all trainers, and how many times as fast ours is as the fastest choice of each peer.
-
-    Args:
-        case: Sizes.
-        beside: Peers, and which of their own choices are tried.
-        rounds: In each of which all take some steps, one trainer after another.
-    """
+    """Measure tokens per second of all trainers in turn, and the ratio of ours to the fastest variant of each peer."""
     variants = {"ours": ""} | {
         f"{peer}, {variant}" if variant else peer: variant for peer, tried in beside.items() for variant in tried
     }
@@ -169,14 +161,10 @@ def measure_case(case: Case, beside: dict[str, tuple[str, ...]], rounds: int) ->
 
 
 def training(console: Console, quick: bool) -> dict[str, Any]:
-    """Measure all cases and print them.
-
-    Args:
-        console: Where to.
-        quick: Small ones, whose figures mean nothing.
+    """Measure all cases and print them; ``quick`` cases are small, and their figures mean nothing.
 
     Raises:
-        PeerUnavailable: There is no peer at all.
+        PeerUnavailable: If there is no peer at all.
     """
     absent = missing()
     if set(absent) == set(TARGETS):

@@ -1,8 +1,8 @@
-"""Training in bfloat16 beside float32: ``cordillera bench bfloat16`` or ``python benchmarks/bfloat16.py``.
+"""Training in bfloat16 compared with float32: ``cordillera bench bfloat16`` or ``python benchmarks/bfloat16.py``.
 
 Parts: ``accuracy`` (test NE of a DLRM on MovieLens-100K and on the synthetic teacher, trained in float32, in native
-bfloat16 and in emulated bfloat16 with and without a float32 master, paired by seed) and ``split`` (weights kept as two
-halves beside weights with a float32 master, bit by bit). Each writes ``results/bfloat16-PART.json``.
+bfloat16 and in emulated bfloat16 with and without a float32 master, paired by seed) and ``split`` (weights stored as
+two halves compared bit by bit with weights with a float32 master). Each writes ``results/bfloat16-PART.json``.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no master, toward zero": _emulate(weights="none", weight_rounding="toward_zero"),
 }
 PARITY = ("bfloat16, native (autocast)", "master, nearest even", "master, toward zero")
-# Its small updates are lost. Drawn ones are right on average; cut off ones shrink weights, which may even help a model
-# that overfits: these two stand beside.
+# Small updates are lost. Stochastic rounding is right on average; truncation shrinks weights, which may help a model
+# that overfits; these two are only shown.
 WORSE = ("no master, nearest even",)
 
 
 class Part(str, enum.Enum):
-    """What can be looked at."""
+    """Parts of the benchmark."""
 
     accuracy = "accuracy"
     split = "split"
@@ -130,7 +130,7 @@ def _accuracy(console: Console, quick: bool, pieces: FinishedPieces) -> dict[str
     for data in DATA:
         splits = prepare(_recipe(data, {}, 1, quick).data)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-        for seed in seeds:  # all variants of a seed after one another, so that an interruption leaves pairs
+        for seed in seeds:  # all variants of a seed in sequence, so that an interruption leaves pairs
             for name, variant in VARIANTS.items():
                 recipe = _recipe(data, variant, seed, quick)
                 key = {"data": splits.folder.name, "recipe": recipe.model_dump(mode="json")}

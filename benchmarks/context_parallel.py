@@ -36,7 +36,7 @@ MIXES = {
     "1 x 8192": [8192],
     "32 x 256": [256] * 32,
 }
-# A CPU's kernel computes few queries as fast as many, each; a call costs about as much as 500 pairs of 4 heads.
+# A CPU kernel takes equal time per query for few and many; a call costs about as much as 500 pairs of 4 heads.
 LATENCY = AnalyticLatency(tile=1, seconds_per_call=500)
 SHARDINGS: dict[str, Callable[[list[int]], ShardPlan]] = {
     "contiguous": lambda lengths: contiguous(lengths, RANKS),
@@ -50,27 +50,26 @@ DEADLINE_S = 600.0
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     sharding = "sharding"
     sessions = "sessions"
 
 
 def _tensors(lengths: list[int]) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of all tokens."""
+    """Return q, k, v and the gradient of the output, of all tokens."""
     generator = torch.Generator().manual_seed(len(lengths))
     return [torch.randn(sum(lengths), HEADS, DIM, generator=generator) for _ in range(4)]
 
 
 def _step(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Forward and backward: the output and the gradients."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def _contenders(rank: int, lengths: list[int]) -> tuple[dict[str, Callable[[], list[Tensor]]], dict[str, Any]]:
-    """Steps by name, and the attention of each with its plan."""
+    """Return steps by name, and the attention of each with its plan."""
     steps: dict[str, Callable[[], list[Tensor]]] = {}
     attentions: dict[str, ContextParallelAttention] = {}
     whole = _tensors(lengths)
@@ -93,7 +92,7 @@ def _contenders(rank: int, lengths: list[int]) -> tuple[dict[str, Callable[[], l
 
 
 def _run(rank: int, folder: str, rounds: int, shrink: int) -> None:
-    """One rank: every contender in turn, each begun and ended by all ranks together."""
+    """Run every contender in turn on one rank; all ranks begin and end each together."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE_S)
@@ -106,7 +105,7 @@ def _run(rank: int, folder: str, rounds: int, shrink: int) -> None:
         for attention in attentions.values():
             attention.ledger.clear()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
-        own: dict[str, list[float]] = {name: [] for name in steps}  # of this rank's processor
+        own: dict[str, list[float]] = {name: [] for name in steps}  # seconds of this rank's processor
         names = list(steps)
         for i in range(rounds):
             for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -132,7 +131,7 @@ def _run(rank: int, folder: str, rounds: int, shrink: int) -> None:
 def _largest_error(
     rank: int, steps: dict[str, Callable[[], list[Tensor]]], attentions: dict[str, ContextParallelAttention]
 ) -> float:
-    """Of any contender's output or gradient on this rank, beside one process, over the largest entry. Warms up too."""
+    """Return the largest relative error of outputs and gradients on this rank against one process; also warms up."""
     expected = steps[ALONE]()
     if rank:
         expected = [torch.empty_like(x) for x in _tensors(list(next(iter(attentions.values())).plan.lengths))]
@@ -154,7 +153,7 @@ def _sharding(console: Console, quick: bool) -> dict[str, Any]:
     mixes = {}
     for mix, first in ranks[0].items():
         timings = {name: Timing(name, values) for name, values in first["seconds"].items()}
-        # what the ranks would take with a processor each, whatever else runs on this machine
+        # time of the ranks with a processor each, whatever else runs on this machine
         slowest = {
             name: Timing(
                 name,

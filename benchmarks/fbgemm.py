@@ -25,7 +25,7 @@ from rich.console import Console
 
 
 class Part(str, enum.Enum):
-    """What can be measured alone."""
+    """Parts of the benchmark."""
 
     linear = "linear"
     mlp = "mlp"
@@ -173,15 +173,15 @@ def main(
 ) -> None:
     """Measure eight-bit linear layers, embedding rows and int16 sums beside float32, bfloat16 and torch's own."""
     console = make_console()
-    warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # torch deprecates what its kernels take
+    warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # deprecated, but its kernels need it
     torch.set_num_threads(threads)
     load = busy()
     if load is not None and load > 1:
-        # Threads wait for each other many times a call: with other work on the cores even interleaved ratios mislead.
+        # Threads wait for each other many times per call, so other work on the cores distorts even interleaved ratios.
         console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in part or Part:
-        with torch.set_grad_enabled(chosen is Part.mlp):  # which trains
+        with torch.set_grad_enabled(chosen is Part.mlp):  # this part trains
             write_part(console, folder, "fbgemm", chosen.value, quick, partial(PARTS[chosen], console, quick))
 
 

@@ -1,4 +1,4 @@
-"""Sharded weights: memory beside the published law, bytes between hosts by formula: ``cordillera bench fsdp``."""
+"""Sharded weights: memory against the published law, bytes between hosts by formula: ``cordillera bench fsdp``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from cordillera.models.language.parallelize import parallelize
 
 MIB = 2**20
 WORLDS = (8, 64, 512)
-# 8 of the 32 blocks between embedding and head, and all with both
+# 8 of the 32 blocks without embedding and head, and all with both
 MODELS = {"8 blocks of 8B": ("llama3-8b", 1, 4), "8B": ("llama3-8b", 0, 1)}
 WRAPPINGS = {"every block": 1, "pairs of blocks": 2, "all blocks": 10_000}
 QUICK_MODEL = ("llama-debug", 0, 1)
@@ -54,20 +54,20 @@ KINDS = {GATHERED: "all_gathers", SCATTERED: "reduce_scatters", REDUCED: "all_re
 
 
 class Part(str, enum.Enum):
-    """What can be looked at."""
+    """Parts of the benchmark."""
 
     memory = "memory"
     traffic = "traffic"
 
 
 def _published(units: list[Unit], shards: int) -> float:
-    """Bytes of parameters as the paper has it: no padding, and the root is a unit like the others."""
+    """Return the bytes of parameters by the paper's formula: no padding, and the root is a unit like the others."""
     sizes = [4 * unit.elements for unit in units]
     return sum(sizes) / shards + max(sizes)
 
 
 def _tracked(name: str, config: tuple[str, int, int], world: int, wrapping: str) -> dict[str, Any]:
-    """A row: what torch's tracker saw of one rank of a world."""
+    """Return a row of what torch's tracker recorded for one rank."""
     model, number, stages = config
     with fake_processes(world):
         stage = make_stage(PRESETS[model], number, stages, WRAPPINGS[wrapping])
@@ -141,7 +141,7 @@ def _memory(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def _share(rank: int, folder: str) -> dict[str, Any]:
-    """One rank: a step for each way to share, after one that is not counted."""
+    """Take a step on one rank for each way to share, after one of warm-up."""
     steps = int(Path(folder, "steps").read_text())
     found: dict[str, Any] = {}
     for name, (shards, replicas) in SHARINGS.items():

@@ -1,4 +1,4 @@
-"""Loading, generation and training of Llamas beside transformers and torchtitan: ``cordillera bench llama``."""
+"""Loading, generation and training of Llamas compared with transformers and torchtitan: ``cordillera bench llama``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from cordillera.serving.language.sampler import Sampling
 PROMPT = "What is a mountain range?"
 DTYPES = ("bfloat16", "float32")
 NEW_TOKENS = 64
-TARGET = {"bfloat16": 1.25, "float32": None}  # times transformers
+TARGET = {"bfloat16": 1.25, "float32": None}  # multiple of transformers' rate
 TARGET_SECONDS, TARGET_MEMORY = 5.0, 1.3
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     generation = "generation"
     loading = "loading"
@@ -45,14 +45,13 @@ class Part(str, enum.Enum):
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens agree from the beginning on."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
 
 
 def _contenders(
     ours: LanguageModel, peer: Any, tokens: int
 ) -> tuple[dict[str, Callable[[], list[int]]], Callable[[list[int]], float]]:
-    """Greedy generation by both; and how far below the best the least of given tokens' logits is, by transformers."""
+    """Return greedy generation by both, and a function that measures chosen tokens by transformers' logits."""
     (ids,) = ours.encode([PROMPT])
     prompt = torch.tensor([ids])
 
@@ -85,7 +84,7 @@ def _generation(console: Console, quick: bool) -> dict[str, Any]:
         peer = copy.deepcopy(theirs).to(getattr(torch, dtype))
         contenders, regret = _contenders(ours, peer, tokens)
         paths = {name: run() for name, run in contenders.items()}
-        timings = interleave(contenders, rounds=rounds, warmup=0)  # both have run
+        timings = interleave(contenders, rounds=rounds, warmup=0)  # both have warmed up
         results[dtype] = {
             "times_transformers": times_faster(timings["ours"], timings["transformers"]).to_json(),
             "target": TARGET[dtype],
@@ -116,8 +115,8 @@ def _generation(console: Console, quick: bool) -> dict[str, Any]:
     return {"evidence": "measured", "prompt": PROMPT, "new_tokens": tokens, "results": results, "notes": notes}
 
 
-# The file is read once before, so that it is cached. Seconds are those of a process that begins; peak memory is what
-# comes on top of libraries and compiled kernels, which a process that is counted has loaded before.
+# The file is read once before, so that it is cached. Seconds are those of a new process; peak memory excludes
+# libraries and compiled kernels, which a measured process has loaded before.
 _LOAD = """
 import json, sys, time
 def status(name):

@@ -1,8 +1,8 @@
-"""The fastest kernels that are accurate on what layers see: ``cordillera bench loka``.
+"""The fastest kernels that are accurate on the inputs of layers: ``cordillera bench loka``.
 
-Parts: ``probe`` (statistics of a small deviation beside a large mean; what probing costs), ``shapes`` (kernels on the
-shapes of recommendation models, beside fp32 and the best one taken everywhere), ``model`` (a trained Wukong whole, by
-its plan) and ``mods`` (what BlockNorm, hard Swish and no biases do to a layer's time and to test NE). Each writes
+Parts: ``probe`` (statistics of a small deviation beside a large mean; cost of probing), ``shapes`` (kernels on the
+shapes of recommendation models, compared with fp32 and with the best single kernel), ``model`` (a whole trained Wukong
+by its plan) and ``mods`` (effects of BlockNorm, hard Swish and no biases on a layer's time and on test NE). Each writes
 ``results/loka-PART.json``.
 """
 
@@ -39,7 +39,7 @@ from cordillera.training.ranking.trainer import scorer
 from cordillera.workflows.probing import probe
 from cordillera.workflows.trained import load_model
 
-# Rows, outputs, inputs: of recommendation models, from single requests to large batches.
+# Rows, outputs and inputs of recommendation models, from single requests to large batches.
 SHAPES = [
     (1, 1024, 256), (1, 4096, 1024), (6, 2048, 512), (20, 4096, 1024), (102, 1024, 512), (256, 1024, 1024),
     (1568, 1024, 512), (1024, 2048, 2048),
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     probe = "probe"
     shapes = "shapes"

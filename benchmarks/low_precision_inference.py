@@ -44,14 +44,13 @@ CPU = torch.device("cpu")
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     quantize = "quantize"
     drift = "drift"
 
 
 def _pair(run: Run) -> tuple[Any, Any, Any]:
-    """Splits, the model in fp32 and the quantised one."""
     recipe = load(run.recipe_file)
     splits = prepare(recipe.data)
     _, exact = load_model(run, splits.features, CPU)
@@ -59,7 +58,6 @@ def _pair(run: Run) -> tuple[Any, Any, Any]:
 
 
 def _load(run: Run, splits: Any) -> tuple[Any, DriftReference]:
-    """A run's quantised model, and what it saw at calibration."""
     recipe = load(run.recipe_file)
     made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
     return quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, splits.features), made_of)
@@ -145,7 +143,7 @@ def _quantize(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _drift(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
-    """Windows drawn from the test split at random are i.i.d.; then one feature after another drifts in them."""
+    """Count alarms on random (i.i.d.) windows of the test split, and with one drifting feature after another."""
     found: dict[str, Any] = {}
     folder = folder / "drift"
     for name in MODELS:
@@ -212,7 +210,7 @@ def _drift(console: Console, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _drifted(dense: torch.Tensor, column: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
-    """One dense feature drifted in several ways, by the least sizes that the documentation lists."""
+    """Iterate over drifts of one dense feature by the least sizes that the documentation lists."""
     x = dense[:, column]
     hit = torch.rand(len(x), generator=generator) < 0.015
     half = (x.quantile(0.841) - x.quantile(0.159)) / 2
@@ -228,7 +226,7 @@ def _drifted(dense: torch.Tensor, column: int, generator: torch.Generator) -> It
 
 
 def _unseen(sparse: JaggedBatch, column: int, generator: torch.Generator) -> JaggedBatch:
-    """Ids with five per cent of those of one feature exchanged for row 0."""
+    """Replace five per cent of the ids of one feature by row 0."""
     samples = (len(sparse.offsets) - 1) // len(sparse.keys)
     first, last = int(sparse.offsets[column * samples]), int(sparse.offsets[(column + 1) * samples])
     values = sparse.values.clone()
@@ -237,7 +235,7 @@ def _unseen(sparse: JaggedBatch, column: int, generator: torch.Generator) -> Jag
 
 
 def _rescale(rows: torch.Tensor, kind: str, factor: float) -> None:
-    """Multiply what rows stand for, in place: their scales and biases, or their numbers."""
+    """Multiply the values of rows in place: their scales and biases, or their numbers."""
     parameters = ROW_FORMATS[kind].row_parameters
     dtype = {"int8": torch.float32, "fp32": torch.float32}.get(kind, torch.float16)
     view = rows[:, -parameters:] if parameters else rows

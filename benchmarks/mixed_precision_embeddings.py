@@ -1,7 +1,7 @@
-"""Rows in few bits behind a cache: ``cordillera bench mixed-precision-embeddings``.
+"""Table rows in few bits with a cache: ``cordillera bench mixed-precision-embeddings``.
 
-Parts: ``memory`` (bytes beside float32 rows), ``speed`` (updates and training steps beside FBGEMM), ``quality`` (NE
-beside float32 rows over seeds). Each writes ``results/mixed_precision_embeddings-PART.json``.
+Parts: ``memory`` (bytes relative to float32 rows), ``speed`` (updates and training steps compared with FBGEMM),
+``quality`` (NE relative to float32 rows over seeds). Each writes ``results/mixed_precision_embeddings-PART.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cordillera.kernels.host_memory import keep_freed_memory
 
 
 class Part(str, enum.Enum):
-    """What can be measured alone."""
+    """Parts of the benchmark."""
 
     memory = "memory"
     speed = "speed"

@@ -1,7 +1,7 @@
-"""What a flipped bit does to a model: ``cordillera bench pvf`` or ``python benchmarks/pvf.py``.
+"""Effects of bit flips on models: ``cordillera bench pvf`` or ``python benchmarks/pvf.py``.
 
 Parts: ``models`` (PVF of the components of a DLRM, a LeNet and a transformer), ``formats`` (weights stored in bfloat16
-and float32; int8 rows beside their scales), ``speed`` (replay beside flipping and running one fault after another).
+and float32; int8 rows and their scales), ``speed`` (replay compared with flipping and running one fault after another).
 Each writes ``results/pvf-PART.json``.
 """
 
@@ -41,7 +41,7 @@ from cordillera.numerics.faults.vulnerability import Campaign, Vulnerability
 from cordillera.workflows.injection import components_of, replay_of
 
 RECIPE = "adult-dlrm"
-# Inputs that share a fault agree with each other: slow models are tried on fewer of them, with no fewer faults.
+# Inputs that share a fault are correlated, so slow models get fewer inputs and as many faults.
 SAMPLES = 128
 IMAGES = 32
 SEQUENCES = 12
@@ -49,7 +49,7 @@ AT_LEAST = 5.0
 
 
 class Part(str, enum.Enum):
-    """What can be measured alone."""
+    """Parts of the benchmark."""
 
     models = "models"
     formats = "formats"

@@ -1,8 +1,8 @@
-"""Ranking, measured beside its peers: ``cordillera bench ranking`` or ``python benchmarks/ranking.py``.
+"""Ranking compared with its peers: ``cordillera bench ranking`` or ``python benchmarks/ranking.py``.
 
-Parts: ``update`` (the fused table update), ``speed`` (whole training steps beside FuxiCTR and TorchRec), ``memory``,
-``loading``, ``quality`` (MovieLens-100K and Adult beside FuxiCTR), ``dhen`` (ensembles of modules), ``scaling``
-(NE against FLOPs on a log whose best NE is known). Each writes ``results/ranking-PART.json``.
+Parts: ``update`` (the fused table update), ``speed`` (whole training steps, with FuxiCTR and TorchRec), ``memory``,
+``loading``, ``quality`` (MovieLens-100K and Adult, with FuxiCTR), ``dhen`` (ensembles of modules), ``scaling`` (NE
+against FLOPs on a log with known best NE). Each writes ``results/ranking-PART.json``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cordillera.kernels.host_memory import keep_freed_memory
 
 
 class Part(str, enum.Enum):
-    """What can be measured alone."""
+    """Parts of the benchmark."""
 
     update = "update"
     speed = "speed"
@@ -125,14 +125,14 @@ def main(
 ) -> None:
     """Measure ranking models beside FuxiCTR, TorchRec, FBGEMM and plain PyTorch on this machine."""
     console = make_console()
-    # PyTorch's own sparse Adagrad trips over PyTorch's own advice.
+    # PyTorch's own sparse Adagrad triggers this warning of PyTorch.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(threads)
-    not_kept = keep_freed_memory()  # as training does; here it serves the peers too
+    not_kept = keep_freed_memory()  # as in training; also applies to the peers
     kept = f"given back: {not_kept}" if not_kept else "kept by the process, for all contenders"
     load = busy()
     if load is not None and load > 1:
-        # Threads wait for each other many times a step: with other work on the cores even interleaved ratios mislead.
+        # Threads wait for each other many times per step, so other work on the cores distorts even interleaved ratios.
         console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
     folder = results or (RESULTS / "quick" if quick else RESULTS)
     for chosen in Part if everything else part or SHORT:

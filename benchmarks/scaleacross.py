@@ -1,4 +1,4 @@
-"""The planner beside measured step times, Calculon and baselines of its own: ``cordillera bench scaleacross``."""
+"""The planner compared with measured step times, Calculon and its own baselines: ``cordillera bench scaleacross``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from cordillera.planning.pipeline.tuning import tuned
 MEASURED = Path(__file__).resolve().parents[2] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 REGION_KM = 2000.0  # a round trip of 20 ms
 
-# Every point of the grid: workload, cluster, sizes of its levels, devices, sequences of a step; and each change of it.
+# Every point of the grid: workload, cluster, sizes of its levels, devices, sequences per step; and its changes.
 CHANGES: list[dict[str, float]] = [
     {"region.oversubscription": 2.8, "region.distance_km": 0.0},
     {"region.oversubscription": 7.0, "region.distance_km": 0.0},
@@ -68,7 +68,7 @@ SIZES: list[tuple[str, str, dict[str, float], int, int]] = [
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     accuracy = "accuracy"
     speed = "speed"
@@ -81,13 +81,13 @@ class Case(NamedTuple):
     """A pipeline step: stages with forwards of 1 and backwards of 2, whole or in halves.
 
     Attributes:
-        ranks: ``P``.
-        microbatches: ``m``.
-        placement: ``one`` stage a rank, two in a ``loop`` or two in a ``v``.
-        latency: One-way, of the slow boundaries, in forwards.
-        slow: Which boundaries are: that in the ``middle``, or ``all``.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches.
+        placement: ``one`` stage per rank, two in a ``loop`` or two in a ``v``.
+        latency: One-way latency of the slow boundaries, in forwards.
+        slow: Slow boundaries: the one in the ``middle``, or ``all``.
         split: Whether backwards are done in two parts.
-        spare: Live microbatches for which a rank has room beyond ``P``; None for all.
+        spare: Number of live microbatches for which a rank has room beyond ``P``; None for no limit.
     """
 
     ranks: int
@@ -109,7 +109,7 @@ class Case(NamedTuple):
 
     @property
     def problem(self) -> tuple[Any, ...]:
-        """The first arguments of :func:`tuned` and :func:`optimal`."""
+        """First arguments of :func:`tuned` and :func:`optimal`."""
         stages = len(self.rank_of)
         room = None if self.spare is None else [(self.ranks + self.spare) * stages // self.ranks] * self.ranks
         return self.rank_of, self.microbatches, StageSeconds.equal(stages, 1, 2), self.way, room, self.split
@@ -127,7 +127,7 @@ SMALL = [
             (False, True), (None, 0, 2),
         ),
     )
-    if case.slow == "middle" or (case.ranks > 2 and case.latency)  # else both are the same
+    if case.slow == "middle" or (case.ranks > 2 and case.latency)  # otherwise both are equal
 ]  # fmt: skip
 LARGE = [
     Case(8, 16, placement, latency, "middle", split, 0)
@@ -217,13 +217,13 @@ print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": int(peak
 
 
 def _growth(quick: bool) -> dict[str, Any]:
-    """Seconds of a simulated step over pipeline ranks (the distinct ones) and over devices, and how they grow."""
+    """Return seconds of a simulated step for distinct pipeline ranks and for devices, and their growth."""
     job = workloads.load("llama3-405b")
 
     def seconds(ranks: int, zone: int) -> float:
         spent = []
         for _ in range(1 if quick else 5):
-            began = time.perf_counter()  # a new cluster each time: nothing of it is cached
+            began = time.perf_counter()  # a new cluster each time, so that nothing is cached
             cluster = clusters.load("llama4-region").changed({"region.members": 4, "zone.members": zone})
             data = cluster.devices // 8 // ranks
             layout = Layout(tensor=8, pipeline=ranks, data=data, shards=data, overlap_gradients=True)
@@ -370,7 +370,7 @@ def _compared(case: Case, limit_s: float) -> dict[str, Any]:
 
 
 def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What matters of comparisons. The solver begins with our schedule: only a proven optimum is one to be equal to."""
+    """Summarise comparisons. The solver starts from our schedule, so only a proven optimum is a fair reference."""
     return {
         "cases": len(found),
         "proven": sum(one["proven"] for one in found),

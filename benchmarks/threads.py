@@ -1,8 +1,8 @@
 """Threads beside other processes: ``cordillera bench threads``.
 
-Steps of a DLRM, a Wukong and a Llama in float32, and batches scored by a chain of int8 layers, each in a process of its
-own: with the threads that Cordillera chooses by default, with given numbers of threads, and with torch and OpenMP left
-alone. Once where nothing else runs, and once beside two processes that compute. Writes
+Measures steps of a DLRM, a Wukong and a Llama in float32, and batches scored by a chain of int8 layers, each in its own
+process: with the threads that Cordillera chooses by default, with given numbers of threads, and with the defaults of
+torch and OpenMP; once without other load, and once beside two processes that compute. Writes
 ``results/threads-neighbours.json``.
 """
 
@@ -34,7 +34,7 @@ WORKER = Path(__file__).resolve().parent / "_thread_worker.py"
 NEIGHBOURS = (0, 2)
 LEAST_BESIDE, LEAST_ALONE = 0.8, 1.0
 DEADLINE_S = 300.0
-# Ends with the process that started it, however that ends.
+# A process that ends with its parent, however the parent ends.
 COMPUTE = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
@@ -44,7 +44,7 @@ SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_PO
 
 
 class Workload(str, enum.Enum):
-    """What runs."""
+    """Workloads to run."""
 
     dlrm = "dlrm"
     wukong = "wukong"
@@ -53,13 +53,12 @@ class Workload(str, enum.Enum):
 
 
 class _Worker:
-    """A process that takes steps when it is told to."""
+    """A process that takes steps on request."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def answer(self) -> dict[str, Any]:
-        """What it says next."""
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], DEADLINE_S)[0]
         line = self._process.stdout.readline() if ready else ""
@@ -69,7 +68,7 @@ class _Worker:
         return found
 
     def seconds(self, duration: float) -> float:
-        """Of a step, over about so many seconds."""
+        """Return the seconds of a step, over about ``duration`` seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{duration}\n")
         self._process.stdin.flush()
@@ -88,7 +87,7 @@ def _started(workload: str, threads: str, quick: bool) -> Iterator[_Worker]:
         yield _Worker(process)
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # which ends it
+        process.stdin.close()  # ends the process
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
@@ -98,7 +97,6 @@ def _started(workload: str, threads: str, quick: bool) -> Iterator[_Worker]:
 
 @contextmanager
 def _neighbours(count: int) -> Iterator[None]:
-    """Processes that compute without end."""
     others = [subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE) for _ in range(count)]
     try:
         yield
@@ -109,13 +107,7 @@ def _neighbours(count: int) -> Iterator[None]:
 
 
 def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
-    """Steps of one workload with all settings in turn.
-
-    Args:
-        workload: A :class:`Workload`.
-        neighbours: Processes that compute beside it.
-        quick: Few and small steps.
-    """
+    """Measure steps of a :class:`Workload` with all settings in turn, beside ``neighbours`` processes that compute."""
     cores = usable_cores()
     counts = [str(count) for count in ((cores,) if quick else sorted({1, max(1, cores // 2), cores}))]
     rounds, duration = (2, 0.05) if quick else (25, 0.5)
@@ -123,7 +115,7 @@ def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
         workers = {name: stack.enter_context(_started(workload, name, quick)) for name in (*counts, "library")}
         for worker in workers.values():
             worker.answer()
-        # the others wait now: it is not to take them for neighbours
+        # the others wait now, so that it does not count them as neighbours
         workers["default"] = stack.enter_context(_started(workload, "default", quick))
         chosen = workers["default"].answer()
         seconds: dict[str, list[float]] = {name: [] for name in workers}

@@ -1,4 +1,4 @@
-"""Packing by predicted work beside packing by tokens: ``cordillera bench wlb``."""
+"""Packing by predicted work compared with packing by tokens: ``cordillera bench wlb``."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ LENGTHS = Path(
     or Path(__file__).resolve().parents[2] / "shared" / "data" / "wlb_document_lengths.json"
 )
 MICROBATCHES, CONTEXT = 4, 131_072
-BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # of a microbatch's tokens
+BOUNDS = {"1.5 contexts": CONTEXT * 3 // 2, "2 contexts": CONTEXT * 2}  # largest number of tokens of a microbatch
 WORK = DocumentWork.of_break_even(32_768)
 MOST_DELAY = 0.6  # iterations
 TARGETS = {"imbalance": 1.03, "imbalance_p95": 1.15, "delay": MOST_DELAY, "seconds": 5e-3}
 STAGES, CONTEXT_RANKS = 4, 2
 Sharding = Callable[[Sequence[int], int], ShardPlan]
 ARRIVAL = {"arrival order, documents cut": True, "arrival order": False}
-# These compute the same as ours, so that no gain over them is attention that cuts leave out.
+# These compute the same as ours, so that gains over them do not come from attention that cuts leave out.
 WHOLE = ("arrival order", "fixed length, window 1")
 TARGET_GAIN = 1.25
-DIVISOR = 32  # of lengths, for the pipeline that is executed
+DIVISOR = 32  # divisor of lengths in the executed pipeline
 OURS = "2 queues, 2 contexts"
-FORWARD_S = 0.04  # of a mean microbatch in a stage whose layers sleep
+FORWARD_S = 0.04  # seconds of a mean microbatch in a stage whose layers sleep
 
 
 class Part(str, enum.Enum):
-    """What can be measured."""
+    """Parts of the benchmark."""
 
     packing = "packing"
     pipeline = "pipeline"
@@ -62,8 +62,8 @@ class Stream(NamedTuple):
     """Global batches of documents.
 
     Attributes:
-        sample: On which thresholds are tuned.
-        held_out: All that comes after it, on which figures are taken.
+        sample: Batches on which thresholds are tuned.
+        held_out: All later batches, from which figures are taken.
     """
 
     sample: list[list[int]]
@@ -83,12 +83,11 @@ class Stream(NamedTuple):
 
 def _tuned(stream: Stream, bound: int, queues: int, quick: bool) -> PackingConfig:
     config = PackingConfig(microbatches=MICROBATCHES, bound=bound)
-    # In a short sample documents wait for a large part of it.
+    # In a short sample, documents wait for a large part of it.
     return tune(stream.sample, config, WORK, queues, 2.0 if quick else MOST_DELAY)
 
 
 def _planned(batches: Sequence[Sequence[int]], config: PackingConfig) -> tuple[list[Iteration], Spread]:
-    """All iterations, and seconds a batch."""
     packer, found, seconds = Packer(config, WORK), [], []
     for batch in batches:
         began = time.perf_counter()
@@ -98,7 +97,6 @@ def _planned(batches: Sequence[Sequence[int]], config: PackingConfig) -> tuple[l
 
 
 def _listed(iterations: Iterable[Iteration]) -> tuple[list[Iteration], float]:
-    """All iterations of a baseline, and seconds an iteration."""
     began = time.perf_counter()
     found = list(iterations)
     return found, (time.perf_counter() - began) / len(found)
@@ -168,7 +166,7 @@ def _packing(console: Console, quick: bool) -> dict[str, Any]:
 
 
 def _beside_the_solver(batches: list[list[int]]) -> dict[str, Any]:
-    """Every batch for itself: what the greedy loses against the best packing, which is all that delay cannot cure."""
+    """Compare the greedy packing of every single batch with the best one, a loss that delay cannot reduce."""
     bound, gap = BOUNDS["2 contexts"], 1e-3
     config = PackingConfig(microbatches=MICROBATCHES, bound=bound)
     greedy, best, seconds, given_up = [], [], [], 0
@@ -193,14 +191,14 @@ def _beside_the_solver(batches: list[list[int]]) -> dict[str, Any]:
 
 
 def _work_of_ranks(microbatch: Microbatch, sharding: Sharding) -> list[float]:
-    """Work of each context rank, over the work of a token; both halves of ``d**2`` are pairs."""
+    """Return the work of each context rank relative to that of a token; both halves of ``d**2`` are pairs."""
     plan = sharding(microbatch.lengths, CONTEXT_RANKS)
     pairs = plan.work.tolist()
     return [WORK.token * tokens + WORK.squared * 2 * own for tokens, own in zip(plan.tokens, pairs, strict=True)]
 
 
 def _pipeline_seconds(iterations: list[Iteration], sharding: Sharding) -> float:
-    """Sum over the iterations of 1F1B's steps, a stage's forward of a token's linear work being the unit."""
+    """Return the sum of 1F1B steps over the iterations, in forwards of a stage for a token's linear work."""
     schedule = one_forward_one_backward(STAGES, MICROBATCHES)
     one = StageSeconds.equal(STAGES, 1.0, 2.0)
     total = 0.0
@@ -224,7 +222,7 @@ def _pipeline(console: Console, quick: bool) -> dict[str, Any]:
     ways = {"per sequence": per_sequence, "per document": per_document}
     work = {name: sum(WORK.of(m.lengths) for one in plan for m in one.microbatches) for name, plan in plans.items()}
     seconds = {name: {way: _pipeline_seconds(plan, cut) for way, cut in ways.items()} for name, plan in plans.items()}
-    # Equal work everywhere, so that ranks wait only while the pipeline fills and empties.
+    # With equal work everywhere, ranks wait only while the pipeline fills and empties.
     ideal = 3 * (MICROBATCHES + STAGES - 1) / (CONTEXT_RANKS * MICROBATCHES)
     rows = {
         name: {
@@ -291,7 +289,7 @@ def _executed(console: Console, quick: bool) -> dict[str, Any]:
         "fixed length, window 1": list(fixed_length(documents, MICROBATCHES, context, 1, work)),
         "arrival order": list(in_arrival_order(documents, MICROBATCHES, context, False)),
     }
-    # After the first iterations, in which queues fill.
+    # The first iterations, in which queues fill, are left out.
     first = 1 if quick else 20
     plans = {
         name: [[one.lengths for one in iteration.microbatches] for iteration in plan[first : first + count]]
@@ -340,7 +338,7 @@ def _emulated(console: Console, quick: bool) -> dict[str, Any]:
         },
         WHOLE[1]: (list(fixed_length(stream.documents, MICROBATCHES, CONTEXT, 1, WORK)), per_sequence),
     }
-    first = 1 if quick else 20  # queues fill in the iterations before
+    first = 1 if quick else 20  # queues fill in the previous iterations
     taken = {name: (plan[first : first + count], sharding) for name, (plan, sharding) in found.items()}
     work = {
         name: sum(WORK.of(m.lengths) for one in plan for m in one.microbatches) for name, (plan, _) in taken.items()
@@ -360,7 +358,7 @@ def _emulated(console: Console, quick: bool) -> dict[str, Any]:
     for name in found:
         if name == OURS:
             continue
-        less = work[OURS] / work[name]  # iterations of two plans do not hold the same documents
+        less = work[OURS] / work[name]  # iterations of two plans hold different documents
         gain = Spread.of([less * b / a for a, b in zip(seconds[OURS], seconds[name], strict=True)])
         predicted = less * simulated[name] / simulated[OURS]
         gains[name] = {"executed": gain.to_json(), "simulated": predicted, "reached": gain.median >= TARGET_GAIN}

@@ -1,6 +1,6 @@
 """Cordillera trains, serves and plans large recommendation and language models.
 
-The ten lines that do what the command line does::
+The command line in a few lines of Python::
 
     import cordillera
 
@@ -9,7 +9,7 @@ The ten lines that do what the command line does::
     print(outcome.evaluation.metrics())
     cordillera.predict(outcome.run, "samples.csv", "scores.csv")
 
-and with a language model::
+With a language model::
 
     model = cordillera.load_language_model("smollm2")
     print(model.generate("What is a cordillera?")[0].text)

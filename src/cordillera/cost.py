@@ -1,7 +1,7 @@
-"""What work costs on a device: seconds from shapes, by a few constants with their provenance.
+"""Cost of operations on a device: seconds from shapes, by a few constants of known provenance.
 
 A constant is either a figure of a data sheet (:class:`cordillera.topology.Device`) or part of a :class:`Calibration`,
-which says where its values are from and how far off they were.
+which says where its values come from and how large their error was.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ ProductShape = tuple[int, int, int, int]  # rows, columns, inner, count
 
 # Output tile of the large matrix kernels; a product's last wave of tiles is half empty on average.
 _TILE_ROWS, _TILE_COLUMNS, _LOST_WAVES = 128, 256, 0.5
-_OPTIMIZER_TRAFFIC = 40  # bytes a weight and step: Adam's moments, master weights, gradients, the norm, the cast
-_NEAR = math.log(2)  # of all sides' ratios multiplied: measured products as near as this correct the formula
-_SHORT = 192  # below this width or inner length a kernel has no long loop in which loads hide behind arithmetic
+_OPTIMIZER_TRAFFIC = 40  # bytes per weight and step: Adam's moments, master weights, gradients, the norm, the cast
+_NEAR = math.log(2)  # log of the product of all sides' ratios below which a measured product corrects the formula
+_SHORT = 192  # width or inner length below which a kernel's loop is too short to hide loads behind arithmetic
 
 
 class Calibration(BaseModel):
-    """The constants that no data sheet gives.
+    """Constants that no data sheet gives.
 
     Attributes:
-        matrix: Share of the matrix engine's peak in an endless product.
+        matrix: Share of the matrix engine's peak in a very large product.
         memory: Share of the memory's bandwidth in kernels that stream.
         attention: Share of the peak in a fused attention kernel.
         port: Share of a device's own port (NVLink) in collectives.
         network: Share of the network cards in collectives and messages.
-        collective_s: Seconds that each collective costs whatever its size: launch, ramp, ranks that are late.
-        message_s: Seconds that a device needs to issue each message of an all-to-all; an assumption, of the order of
+        collective_s: Fixed seconds of a collective: launch, ramp, and ranks that are late.
+        message_s: Seconds that a device needs to issue each message of an all-to-all: an assumption, of the order of
             what a network card and its driver take for a work request.
-        layer_s: Seconds of the host for each layer and microbatch, forward and backward: no layer is faster.
-        one_ring: Whether a group that holds several devices of a host, but not neighbours, is reduced in one ring that
-            enters and leaves the host through one device's part of the cards; otherwise its devices share that out.
-        provenance: From which measurements these are.
-        error: Mean absolute error on them, as a part; None where nothing was fitted.
+        layer_s: Seconds of the host for each layer and microbatch, forward and backward; no layer is faster.
+        one_ring: Whether a group with several devices of a host that are not neighbours is reduced in one ring, which
+            enters and leaves the host through one device's share of the network cards; otherwise its devices divide
+            that work.
+        provenance: Measurements from which the constants come.
+        error: Mean absolute relative error on these measurements; None if nothing was fitted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,10 +84,10 @@ SHIPPED = {
 
 
 def calibration_for(device: Device) -> Calibration:
-    """The constants that ship for a device; for one that is not known, A100's, and the provenance says so.
+    """Return the constants shipped for a device; for an unknown device, those of A100, which the provenance says.
 
     Args:
-        device: By its name.
+        device: Device, identified by its name.
     """
     known = SHIPPED.get(device.name)
     if known is not None:
@@ -95,29 +96,29 @@ def calibration_for(device: Device) -> Calibration:
 
 
 def whole(rows: float, columns: float, inner: float, count: float) -> ProductShape:
-    """A product's shape in whole numbers, as it can be measured.
+    """Return the shape of a product in whole numbers, as it can be measured.
 
     Args:
         rows: Rows of the result.
-        columns: Columns of the result; a mean over layers may have a fraction.
+        columns: Columns of the result; may be fractional as a mean over layers.
         inner: Length of the sums.
-        count: Equal products; below 1 where a device has a part of one.
+        count: Number of equal products; below 1 if a device has a part of one.
     """
     return max(1, round(rows)), max(1, round(columns)), max(1, round(inner)), max(1, round(count))
 
 
 class Products:
-    """Matrix products as they were measured on a device; the cost model takes them, and corrects shapes near them.
+    """Matrix products measured on a device, which the cost model uses and by which it corrects similar shapes.
 
     Args:
-        seconds: Seconds of each ``(rows, columns, inner, count)``, see :meth:`CostModel.product`.
-        source: Origin of the measurements, for people.
-        device: On which they were measured.
-        dtype: In which: one of :attr:`DTYPES`.
+        seconds: Seconds of each ``(rows, columns, inner, count)``; see :meth:`CostModel.product`.
+        source: Origin of the measurements, as text.
+        device: Name of the device on which they were measured.
+        dtype: Data type of the products: one of :attr:`DTYPES`.
     """
 
     COLUMNS = ("rows", "columns", "inner", "count", "seconds", "dtype", "device")
-    DTYPES = ("bfloat16", "float16")  # the cost model's products are of 16-bit numbers
+    DTYPES = ("bfloat16", "float16")  # the cost model prices products of 16-bit numbers
 
     def __init__(
         self, seconds: Mapping[ProductShape, float], source: str, device: str = "unknown", dtype: str = "bfloat16"
@@ -137,7 +138,8 @@ class Products:
             path: Path of the file.
 
         Raises:
-            PlanError: If the file does not match its checksum, or holds mistakes; line and column of each are named.
+            PlanError: If the file does not match its checksum, or holds mistakes; the message names line and column of
+                each.
         """
         text = read_text(path, error=PlanError, limit=MOST_BYTES)
         sealed = text.startswith("#")
@@ -170,7 +172,7 @@ class Products:
 
     @staticmethod
     def _product(table: Measurements, line: int, cells: Cells) -> tuple[ProductShape | None, float | None]:
-        """Shape and seconds of a row; a value that is wrong is recorded as a mistake and returned as None."""
+        """Return shape and seconds of a row; record a wrong value as a mistake and return None for it."""
         rows, columns, inner, count = (table.count(line, cells, name) for name in Products.COLUMNS[:4])
         seconds = table.number(line, cells, "seconds", most=1e6)
         if rows is None or columns is None or inner is None or count is None:
@@ -184,7 +186,7 @@ class Products:
             path: Path of the file.
 
         Raises:
-            PlanError: If it cannot be written.
+            PlanError: If the file cannot be written.
         """
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
@@ -204,7 +206,7 @@ class CostModel:
     Args:
         device: Figures of the device's data sheet.
         calibration: Fitted constants that no data sheet gives.
-        products: Measured on the device; None to go by the formula alone.
+        products: Products measured on the device; None to use the formula alone.
 
     Attributes:
         device: Figures of the device's data sheet.
@@ -225,17 +227,18 @@ class CostModel:
         self._corrected: dict[tuple[float, ...], float] = {}
 
     def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
-        """A matrix product ``[rows, inner] x [inner, columns]`` of 16-bit numbers, ``count`` times in one kernel.
+        """Return the seconds of ``count`` products ``[rows, inner] x [inner, columns]`` in one kernel, in 16 bits.
 
-        The larger of arithmetic and memory traffic; their sum where a side is too short for one to hide the other.
-        A measured shape takes what was measured; one near it (sides that differ by less than 2 times, multiplied) is
-        corrected by what the nearest took over what it would have taken by the formula; others are left to the formula.
+        The time of the kernel is the larger of arithmetic and memory traffic, or their sum if a side is too short for
+        one to hide the other. A measured shape takes its measured time. A shape near a measured one (the ratios of
+        their sides multiply to less than 2) is scaled by the ratio of measurement to formula of the nearest; others
+        follow the formula.
 
         Args:
             rows: Rows of the result.
             columns: Columns of the result.
             inner: Length of the sums.
-            count: Equal products.
+            count: Number of equal products.
 
         Returns:
             Seconds.
@@ -244,7 +247,7 @@ class CostModel:
         return seconds * self._measured(rows, columns, inner, count) if self._shapes else seconds
 
     def _measured(self, *shape: float) -> float:
-        """Measured over calculated for the nearest measured product; 1 if none is near."""
+        """Return the ratio of measurement to formula of the nearest measured product; 1 if none is near."""
         ratio = self._corrected.get(shape)
         if ratio is None:
             sides = [math.log(side) for side in shape]
@@ -255,16 +258,16 @@ class CostModel:
 
     def _formula(self, rows: float, columns: float, inner: float, count: float) -> float:
         flops = 2.0 * rows * columns * inner * count
-        # part of a wave of tiles is lost: as much arithmetic as `lost / (rows * columns * count)` of all
+        # part of a wave of tiles is lost: `lost / (rows * columns * count)` of all arithmetic
         arithmetic = flops * (1.0 + self._tiles / (rows * columns * count)) / self._flops
         moved = 2.0 * (rows * columns + rows * inner + columns * inner) * count / self._stream
         return arithmetic + moved if min(columns, inner) < _SHORT else max(arithmetic, moved)
 
     def linear(self, rows: float, outputs: float, inputs: float) -> tuple[float, float, float]:
-        """Seconds of a linear layer's forward, of its input's gradient and of its weights' gradient.
+        """Return the seconds of a linear layer's forward, its input gradient and its weight gradient.
 
         Args:
-            rows: Tokens.
+            rows: Number of tokens.
             outputs: Width of the result.
             inputs: Width of the input.
         """
@@ -275,13 +278,13 @@ class CostModel:
         )
 
     def stream(self, size: float) -> float:
-        """Seconds to read or write ``size`` bytes of the device's memory."""
+        """Return the seconds to read or write ``size`` bytes of the device's memory."""
         return size / self._stream
 
     def optimizer(self, weights: float) -> float:
-        """Seconds to update so many weights with Adam."""
+        """Return the seconds to update ``weights`` weights with Adam."""
         return self.stream(_OPTIMIZER_TRAFFIC * weights)
 
     def attention(self, flops: float) -> float:
-        """Seconds of a fused attention kernel of so many FLOPs."""
+        """Return the seconds of a fused attention kernel of ``flops`` FLOPs."""
         return flops / (self.device.matrix_flops_per_s * self.calibration.attention)

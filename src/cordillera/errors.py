@@ -1,4 +1,4 @@
-"""The errors that people see: what was wrong, where, and what would be right."""
+"""Errors for users: what was wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\
 
 
 def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str:
-    """Text that is safe to print to a terminal: control characters are written as escapes.
+    """Return text that is safe to print to a terminal, with control characters written as escapes.
 
     Args:
-        text: Name, path or message that may come from outside; other values are converted by ``str``.
+        text: Name, path or message from any source; other values are converted by ``str``.
         lines: Whether to keep line breaks and tabs.
-        quoted: Whether to write escapes as strings of JSON and TOML do.
+        quoted: Whether to write escapes in the notation of JSON and TOML strings.
     """
 
     def escape(match: re.Match[str]) -> str:
@@ -28,10 +28,12 @@ def printable(text: object, *, lines: bool = False, quoted: bool = False) -> str
 
 
 class CordilleraError(Exception):
-    """Base of every error that Cordillera raises on purpose.
+    """Base of every error that Cordillera raises deliberately.
+
+    Control characters are written as escapes (:func:`printable`).
 
     Args:
-        what: One sentence that says what was wrong.
+        what: One sentence about what was wrong.
         where: Place of the mistake: a file with its row and column, an argument, or a path of the recipe.
         remedy: Advice on what to do about it.
 
@@ -52,8 +54,8 @@ class RecipeError(CordilleraError):
     """A recipe, or an override of it, is not valid.
 
     Args:
-        source: The recipe's name or path.
-        problems: Pairs of a dotted path (``model.layers``) and what is wrong there. All of them, not the first.
+        source: Name or path of the recipe.
+        problems: All mistakes, as pairs of a dotted path (``model.layers``) and what is wrong there.
     """
 
     def __init__(self, source: str, problems: Sequence[tuple[str, str]]) -> None:
@@ -72,20 +74,20 @@ class CheckpointError(CordilleraError):
 
 
 class DependencyError(CordilleraError):
-    """A library or a device that was asked for is absent or does not fit."""
+    """A required library or device is absent or unsuitable."""
 
 
 class TrainingError(CordilleraError):
-    """Training cannot go on: the loss is not finite, the disk is full, a limit was passed."""
+    """Training cannot continue: the loss is not finite, the disk is full, or a limit was exceeded."""
 
 
 class Interrupted(CordilleraError):
-    """Ctrl-C or SIGTERM ended a piece of work before its end; what was not done, and how to go on."""
+    """Ctrl-C or SIGTERM ended the work early; the message says what is missing and how to continue."""
 
 
 class PlanError(CordilleraError):
-    """A cluster, a workload, a schedule or a plan of them is not possible."""
+    """A cluster, a workload, a schedule or a plan is not possible."""
 
 
 class NumericsError(CordilleraError):
-    """A format, a scale, a plan of precision or a value that it must hold cannot be used."""
+    """A format, a scale, a plan of precision or a value for it cannot be used."""

@@ -1,7 +1,7 @@
-"""Text, JSON and TOML files that somebody else wrote, read under limits.
+"""Reading of external text, JSON and TOML files under limits.
 
-A file from outside may be of any size, encoding and depth. Everything that reads one goes through these functions,
-so that the answer is either its content or one error that names the file and the place.
+A file from outside may have any size, encoding and depth. Every reader goes through these functions, which return its
+content or raise one error that names the file and the place.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ else:
     import tomli as tomllib
 
 JSON_BYTES = 128 << 20
-"""Size of a JSON file that is still read, in bytes: four times that of the largest tokenizers."""
+"""Largest JSON file that is read, in bytes: four times the size of the largest tokenizers."""
 
 TOML_BYTES = 1 << 20
-"""Size of a TOML file that is still read, in bytes."""
+"""Largest TOML file that is read, in bytes."""
 
 TOML_DEPTH = 16
-"""Parts of a dotted key, and levels of brackets, that a TOML file may have: parsing costs their square."""
+"""Most parts of a dotted key and levels of brackets in a TOML file, because parsing costs their square."""
 
 TOML_DOTS = 100_000
-"""Dots outside strings that a TOML file may have: each may be a table of its own."""
+"""Most dots outside strings in a TOML file, because each may make a table."""
 
-# Strings that nothing closes reach to the end of the line, or of the text: no place is looked at twice.
+# Unclosed strings extend to the end of the line, or of the text, so that no character is scanned twice.
 _STRINGS = re.compile(r'"""(?s:.*?)(?:"""|\Z)|\'\'\'(?s:.*?)(?:\'\'\'|\Z)|"(?:[^"\\\n]|\\.)*"?|\'[^\'\n]*\'?|#[^\n]*')
 _DOTTED = re.compile(r'(?<![\w-])(?:[\w-]+|"")(?:[ \t]*\.[ \t]*(?:[\w-]+|"")){' + f"{TOML_DEPTH}" + "}")
 _SEAL = "seal"
@@ -49,17 +49,17 @@ def read_text(
     limit: int = JSON_BYTES,
     remedy: str | None = None,
 ) -> str:
-    """Text of a UTF-8 file, without a byte order mark.
+    """Return the text of a UTF-8 file, without a byte order mark.
 
     Args:
-        path: An ordinary file; pipes and devices are refused, as they may never end.
-        error: Class of the error that is raised.
+        path: Regular file; pipes and devices are refused, because they may never end.
+        error: Class of the error to raise.
         limit: Largest size, in bytes.
-        remedy: What to do about a file that cannot be read.
+        remedy: Advice for the error.
 
     Raises:
-        CordilleraError: of class ``error``: the file is missing, too large, or not UTF-8; the line and column of the
-            first wrong byte are named.
+        CordilleraError: If the file is missing, too large, or not UTF-8, as ``error``; the message names the line and
+            column of the first wrong byte.
     """
     path = Path(path)
     try:
@@ -90,16 +90,18 @@ def read_text(
 def parse_json(
     text: str | bytes, where: str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
 ) -> Any:
-    """Value of a JSON text.
+    """Return the value of a JSON text.
+
+    NaN, infinity and numbers beyond float64 are refused.
 
     Args:
-        text: JSON; NaN, infinity and numbers beyond float64 are refused.
+        text: JSON.
         where: Place that errors name.
-        error: Class of the error that is raised.
-        remedy: What to do about it.
+        error: Class of the error to raise.
+        remedy: Advice for the error.
 
     Raises:
-        CordilleraError: of class ``error``: it is not JSON, or nested too deeply.
+        CordilleraError: If the text is not JSON, or nested too deeply, as ``error``.
     """
 
     def constant(name: str) -> NoReturn:
@@ -126,17 +128,7 @@ def read_json(
     limit: int = JSON_BYTES,
     remedy: str | None = None,
 ) -> Any:
-    """Value of a JSON file; see :func:`read_text` and :func:`parse_json`.
-
-    Args:
-        path: An ordinary file.
-        error: Class of the error that is raised.
-        limit: Largest size, in bytes.
-        remedy: What to do about a file that cannot be read.
-
-    Raises:
-        CordilleraError: of class ``error``.
-    """
+    """Return the value of a JSON file; see :func:`read_text` and :func:`parse_json`."""
     return parse_json(read_text(path, error=error, limit=limit, remedy=remedy), str(path), error=error, remedy=remedy)
 
 
@@ -147,16 +139,10 @@ def read_json_object(
     limit: int = JSON_BYTES,
     remedy: str | None = None,
 ) -> dict[str, Any]:
-    """Object of a JSON file; see :func:`read_json`.
-
-    Args:
-        path: An ordinary file.
-        error: Class of the error that is raised.
-        limit: Largest size, in bytes.
-        remedy: What to do about a file that cannot be read.
+    """Return the object of a JSON file; see :func:`read_json`.
 
     Raises:
-        CordilleraError: of class ``error``; also if the file holds another value than an object.
+        CordilleraError: If the file cannot be read or its value is not an object, as ``error``.
     """
     content = read_json(path, error=error, limit=limit, remedy=remedy)
     if not isinstance(content, dict):
@@ -167,16 +153,10 @@ def read_json_object(
 def parse_toml(
     text: str, where: str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
 ) -> dict[str, Any]:
-    """Table of a TOML text.
-
-    Args:
-        text: TOML.
-        where: Place that errors name.
-        error: Class of the error that is raised.
-        remedy: What to do about it.
+    """Return the table of a TOML text; arguments are those of :func:`parse_json`.
 
     Raises:
-        CordilleraError: of class ``error``: it is not TOML, too large, or nested too deeply.
+        CordilleraError: If the text is not TOML, too large, or nested too deeply, as ``error``.
     """
     if len(text) > TOML_BYTES:
         raise error(f"is larger than {TOML_BYTES:,} characters", where=where, remedy=remedy)
@@ -194,22 +174,13 @@ def parse_toml(
 def read_toml(
     path: Path | str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
 ) -> dict[str, Any]:
-    """Table of a TOML file; see :func:`read_text` and :func:`parse_toml`.
-
-    Args:
-        path: An ordinary file.
-        error: Class of the error that is raised.
-        remedy: What to do about a file that cannot be read.
-
-    Raises:
-        CordilleraError: of class ``error``.
-    """
+    """Return the table of a TOML file; see :func:`read_text` and :func:`parse_toml`."""
     text = read_text(path, error=error, limit=TOML_BYTES, remedy=remedy)
     return parse_toml(text, str(path), error=error, remedy=remedy)
 
 
 def _depth(text: str) -> int:
-    """Deepest level of brackets, where strings and comments are left out already."""
+    """Return the deepest level of brackets in a text without strings and comments."""
     level = deepest = 0
     for mark in re.findall(r"[\[\]{}]", text):
         level += 1 if mark in "[{" else -1
@@ -218,11 +189,12 @@ def _depth(text: str) -> int:
 
 
 def sealed_json(content: Mapping[str, Any], *, line: bool = False) -> str:
-    """The one JSON text of an object and its checksum, which is its last key; :func:`read_sealed` reads it.
+    """Return the canonical JSON text of an object with a checksum as its last key.
 
     Args:
-        content: Values of JSON, all numbers finite; a checksum that is among them is left out.
-        line: Write one line, with a short checksum; :func:`parse_sealed` reads it.
+        content: Values of JSON with finite numbers; an existing checksum is left out.
+        line: Whether to write one line with a short checksum, for :func:`parse_sealed`; otherwise a file for
+            :func:`read_sealed`.
     """
     plain = {key: value for key, value in content.items() if key != _SEAL}
     indent, digits = _LINE if line else _FILE
@@ -241,19 +213,20 @@ def parse_sealed(
     error: type[CordilleraError] = DataError,
     remedy: str | None = None,
 ) -> dict[str, Any]:
-    """Object of a text that :func:`sealed_json` made, without its checksum; every byte of the text counts.
+    """Return the object of a text from :func:`sealed_json` without its checksum, after checking every byte.
 
     Args:
         text: JSON.
         where: Place that errors name.
-        line: It is a line, with its end.
-        required: Refuse a text without a checksum too; otherwise it counts as written by hand.
+        line: Whether the text is one line, with its line break.
+        required: Whether to refuse a text without a checksum; otherwise it counts as written by hand.
         schema: Value that the object's ``schema`` must have. Default: any, or none.
-        error: Class of the error that is raised.
-        remedy: What to do about it.
+        error: Class of the error to raise.
+        remedy: Advice for the error.
 
     Raises:
-        CordilleraError: of class ``error``: it is not a JSON object, of another schema, or does not fit its checksum.
+        CordilleraError: If the text is not a JSON object, has another schema, or does not match its checksum, as
+            ``error``.
     """
     content = parse_json(text, where, error=error, remedy=remedy)
     if not isinstance(content, dict):
@@ -273,7 +246,7 @@ def parse_sealed(
     try:
         written = _older_sealed_json(values[1]) if is_older else sealed_json(content, line=line)
     except RecursionError:
-        written = ""  # it is nested deeper than anything that is written
+        written = ""  # the content is nested deeper than anything that is written
     if text != written:
         edited = "" if required else f"; if you changed it on purpose, delete its {_SEAL!r}"
         raise error(
@@ -292,23 +265,12 @@ def read_sealed(
     error: type[CordilleraError] = DataError,
     remedy: str | None = None,
 ) -> dict[str, Any]:
-    """Object of a JSON file that :func:`sealed_json` made, without its checksum; see :func:`parse_sealed`.
-
-    Args:
-        path: An ordinary file.
-        required: Refuse a file without a checksum too; otherwise it counts as written by hand.
-        schema: Value that the object's ``schema`` must have. Default: any, or none.
-        error: Class of the error that is raised.
-        remedy: What to do about a file that cannot be read.
-
-    Raises:
-        CordilleraError: of class ``error``.
-    """
+    """Return the object of a JSON file from :func:`sealed_json`, without its checksum; see :func:`parse_sealed`."""
     text = read_text(path, error=error, remedy=remedy)
     return parse_sealed(text, str(path), required=required, schema=schema, error=error, remedy=remedy)
 
 
 def _older_sealed_json(content: dict[str, Any]) -> str:
-    """What caches, corpora and checkpoints held at first: the checksum, then the content as an object of its own."""
+    """Return the text of early caches, corpora and checkpoints: the checksum, then the content as an object."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, indent=1)

@@ -8,15 +8,15 @@ import scipy
 
 
 def wilson_interval(rate: float, count: float, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a binomial rate.
+    """Compute Wilson's interval of a binomial rate (Wilson 1927).
 
     Args:
         rate: Observed rate in [0, 1].
-        count: Number of trials; of weighted or clustered samples, the effective number.
-        level: Confidence.
+        count: Number of trials; for weighted or clustered samples, the effective number.
+        level: Confidence level.
 
     Returns:
-        Lower and upper end; NaN when ``count`` is 0. (Wilson 1927.)
+        Lower and upper bound; NaN if ``count`` is 0.
     """
     if count <= 0:
         return math.nan, math.nan

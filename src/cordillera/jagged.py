@@ -1,8 +1,8 @@
 """Ragged data in two flat tensors: values and offsets.
 
-Everything whose length differs from sample to sample (multi-hot features, user histories, documents) travels as a
-``JaggedTensor``, and several of them over the same samples as one ``JaggedBatch``. Both are validated once, where data
-enters (``validate``); kernels take ``values`` and ``offsets`` and trust them.
+Data whose length differs between samples (multi-hot features, user histories, documents) is a ``JaggedTensor``, and
+several of them over the same samples are a ``JaggedBatch``. Both are validated once, where data enters (``validate``);
+kernels take ``values`` and ``offsets`` without further checks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # an optional adapter, never a dependency
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Turn lengths into offsets.
+    """Compute offsets from lengths.
 
     Args:
         lengths: Integers of shape ``[B]``.
 
     Returns:
-        ``int64 [B + 1]``: zero, then the running sum of ``lengths``.
+        ``int64 [B + 1]``: zero, followed by the running sum of ``lengths``.
     """
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
@@ -67,9 +67,9 @@ class JaggedTensor:
     """One ragged feature of ``B`` samples.
 
     Args:
-        values: ``[T, ...]``, the samples' entries one after another.
+        values: ``[T, ...]``, the entries of the samples one after another.
         offsets: ``int32`` or ``int64 [B + 1]``; sample ``b`` owns ``values[offsets[b]:offsets[b + 1]]``.
-        weights: ``float32 [T]``, one weight an entry, or None for ones.
+        weights: ``float32 [T]``, one weight per entry, or None for ones.
     """
 
     values: Tensor
@@ -78,7 +78,7 @@ class JaggedTensor:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.int64) -> JaggedTensor:
-        """Build from ``rows``, a Python list a sample, with values of ``dtype``."""
+        """Build a tensor from ``rows``, one Python list per sample, with values of ``dtype``."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         values = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return cls(values, offsets_from_lengths(lengths))
@@ -88,16 +88,16 @@ class JaggedTensor:
 
     @property
     def lengths(self) -> Tensor:
-        """Entries of every sample, shape ``[B]``."""
+        """Number of entries of every sample, shape ``[B]``."""
         return self.offsets[1:] - self.offsets[:-1]
 
     def validate(self, where: str = "JaggedTensor") -> JaggedTensor:
-        """Return self, or raise :class:`~cordillera.errors.DataError` that names ``where`` and what is wrong."""
+        """Return self, or raise :class:`~cordillera.errors.DataError` that names ``where`` and the problem."""
         _check(self.values, self.offsets, self.weights, where)
         return self
 
     def to_lists(self) -> list[list[Any]]:
-        """The samples as Python lists."""
+        """Return the samples as Python lists."""
         bounds = self.offsets.tolist()
         flat = self.values.tolist()
         return [flat[a:b] for a, b in pairwise(bounds)]
@@ -115,14 +115,15 @@ class JaggedBatch:
     """Several ragged features of the same ``B`` samples, in one pair of tensors.
 
     The layout is feature-major, as in TorchRec's ``KeyedJaggedTensor``: all samples of the first feature, then all
-    samples of the second. Entry ``f * B + b`` of ``offsets`` is where feature ``f`` of sample ``b`` begins.
+    samples of the second. Entry ``f * B + b`` of ``offsets`` is the start of feature ``f`` of sample ``b``.
 
     Args:
-        keys: Feature names, ``F`` of them, all different.
+        keys: Names of the ``F`` features, all different.
         values: ``[T, ...]``.
         offsets: ``int32`` or ``int64 [F * B + 1]``.
-        weights: ``float32 [T]``, one weight an entry, or None for ones.
-        one_hot: True promises that every bag holds exactly one value (``T == F * B``), which saves the offsets' use.
+        weights: ``float32 [T]``, one weight per entry, or None for ones.
+        one_hot: Whether every bag is known to hold exactly one value (``T == F * B``), so that offsets need not be
+            used.
     """
 
     keys: tuple[str, ...]
@@ -136,7 +137,7 @@ class JaggedBatch:
         """Join features over the same samples. If one of them has weights, the others get ones.
 
         Raises:
-            DataError: no feature was given, or two features hold different numbers of samples.
+            DataError: If no feature was given, or two features hold different numbers of samples.
         """
         sizes = {name: len(feature) for name, feature in features.items()}
         if len(set(sizes.values())) != 1:
@@ -165,7 +166,7 @@ class JaggedBatch:
         return iter(self.keys)
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """One feature as a view of ``values``; its offsets are made anew and begin at zero."""
+        """Return one feature as a view of ``values``; its offsets are new and begin at zero."""
         size, f = self.batch_size, self.keys.index(key)
         offsets = self.offsets[f * size : (f + 1) * size + 1]
         first, last = int(offsets[0]), int(offsets[-1])
@@ -174,11 +175,11 @@ class JaggedBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Entries of every bag, shape ``[F * B]``."""
+        """Number of entries of every bag, shape ``[F * B]``."""
         return self.offsets[1:] - self.offsets[:-1]
 
     def validate(self, where: str = "JaggedBatch") -> JaggedBatch:
-        """Return self, or raise :class:`~cordillera.errors.DataError` that names ``where`` and what is wrong."""
+        """Return self, or raise :class:`~cordillera.errors.DataError` that names ``where`` and the problem."""
         if len(set(self.keys)) != len(self.keys):
             raise DataError(f"feature names must differ, got {list(self.keys)}", where=where)
         if self.keys and (self.offsets.numel() - 1) % len(self.keys):
@@ -207,7 +208,7 @@ class JaggedBatch:
         return replace(self, values=self.values.pin_memory(), offsets=self.offsets.pin_memory(), weights=weights)
 
     def to_torchrec(self) -> KeyedJaggedTensor:
-        """The same tensors as a TorchRec ``KeyedJaggedTensor``, without a copy. Needs ``torchrec``."""
+        """Return the same tensors as a TorchRec ``KeyedJaggedTensor``, without a copy. Needs ``torchrec``."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         return KeyedJaggedTensor(
@@ -216,19 +217,19 @@ class JaggedBatch:
 
     @classmethod
     def from_torchrec(cls, kjt: KeyedJaggedTensor) -> JaggedBatch:
-        """The tensors of a TorchRec ``KeyedJaggedTensor``, without a copy."""
+        """Return the tensors of a TorchRec ``KeyedJaggedTensor``, without a copy."""
         return cls(tuple(kjt.keys()), kjt.values(), kjt.offsets(), kjt.weights_or_none())
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """``int64 [N + 1]``: zero, then the running sum of ``lengths``."""
+    """Return ``int64 [N + 1]``: zero, followed by the running sum of ``lengths``."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Positions of the entries of bags that begin at ``starts`` and hold ``lengths`` entries, bag after bag."""
+    """Return the positions of the entries of bags with given ``starts`` and ``lengths``, bag after bag."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)

@@ -1,4 +1,4 @@
-"""Reader of CSV files of measurements, some of them written by hand; all mistakes are reported together."""
+"""Reader of CSV files of measurements, some written by hand; all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class Measurements:
     No cell spans several lines, so that an unclosed quotation mark affects one line only.
 
     Args:
-        path: Path of the file, for errors.
-        text: Content of the file.
         columns: Names of the columns, each with its permitted spellings in the file, in lower case.
         optional: Names of columns that may be absent.
         first_line: Number of the text's first line in the file.
@@ -79,11 +77,6 @@ class Measurements:
     def read(cls, path: str | Path, columns: Mapping[str, Sequence[str]], optional: Sequence[str] = ()) -> Measurements:
         """Read a file.
 
-        Args:
-            path: Path of the file.
-            columns: Names of the columns, as in :class:`Measurements`.
-            optional: Names of columns that may be absent.
-
         Raises:
             PlanError: If the file cannot be read or its header is wrong.
         """
@@ -97,7 +90,7 @@ class Measurements:
             return []
 
     def rows(self) -> Iterator[tuple[int, Cells]]:
-        """Line number and cells, by column, of every row that has as many cells as the header."""
+        """Iterate over line number and cells, by column, of every row with as many cells as the header."""
         for line, text in self._lines:
             before = self.mistakes
             cells = self._parsed(line, text)
@@ -109,13 +102,7 @@ class Measurements:
             yield line, {name: cells[place] for name, place in self._places.items()}
 
     def wrong(self, line: int, message: str, column: str = "") -> None:
-        """Record a mistake.
-
-        Args:
-            line: Line number of the mistake.
-            message: Description of the mistake.
-            column: Name of the column; empty for the whole line.
-        """
+        """Record a mistake in a line; an empty ``column`` stands for the whole line."""
         self._problems.append((line, column, message))
 
     @property
@@ -124,15 +111,7 @@ class Measurements:
         return len(self._problems)
 
     def number(self, line: int, cells: Cells, column: str, most: float, least: float = 1e-12) -> float | None:
-        """Read a cell as a number; otherwise record a mistake and return None.
-
-        Args:
-            line: Line number of the row.
-            cells: Cells of the row, by column.
-            column: Name of the column.
-            most: Largest permitted number.
-            least: Smallest permitted number, above 0.
-        """
+        """Read a cell as a number from ``least`` (above 0) to ``most``; or record a mistake and return None."""
         cell = cells[column]
         value = float(cell) if _NUMBER.fullmatch(cell) else float("nan")
         if least <= value <= most:
@@ -144,13 +123,7 @@ class Measurements:
         return None
 
     def count(self, line: int, cells: Cells, column: str) -> int | None:
-        """Read a cell as a whole number of at least 1; otherwise record a mistake and return None.
-
-        Args:
-            line: Line number of the row.
-            cells: Cells of the row, by column.
-            column: Name of the column.
-        """
+        """Read a cell as a whole number of at least 1; or record a mistake and return None."""
         value = self.number(line, cells, column, most=2.0**53)
         if value is not None and value != int(value):
             self.wrong(line, f"{cells[column][:40]} is not a whole number", column)
@@ -158,27 +131,14 @@ class Measurements:
         return None if value is None else int(value)
 
     def choice(self, line: int, cells: Cells, column: str, choices: Mapping[str, object]) -> object:
-        """Read a cell as one of several words and return the word's value; otherwise record a mistake and return None.
-
-        Args:
-            line: Line number of the row.
-            cells: Cells of the row, by column.
-            column: Name of the column.
-            choices: Value of each word.
-        """
+        """Return the value of a cell that is a key of ``choices``, in any case; or record a mistake and return None."""
         cell = cells[column]
         if cell.lower() not in choices:
             self.wrong(line, f"{cell[:40]!r} is none of {', '.join(filter(None, choices))}", column)
         return choices.get(cell.lower())
 
     def text(self, line: int, cells: Cells, column: str) -> str:
-        """Read a cell as a printable name; otherwise record a mistake and return an empty text.
-
-        Args:
-            line: Line number of the row.
-            cells: Cells of the row, by column.
-            column: Name of the column.
-        """
+        """Read a cell as a printable name; or record a mistake and return an empty string."""
         cell = cells[column]
         if not cell or len(cell) > 200 or printable(cell) != cell:
             self.wrong(line, f"{cell[:40]!r} is not a name of at most 200 visible characters", column)
@@ -186,10 +146,10 @@ class Measurements:
         return cell
 
     def check(self) -> None:
-        """Raise an error if a mistake was recorded.
+        """Raise an error that lists all recorded mistakes, if there are any.
 
         Raises:
-            PlanError: If there are mistakes; all of them are named.
+            PlanError: If there are mistakes.
         """
         if not self._problems:
             return

@@ -1,4 +1,4 @@
-"""Texts of numbers."""
+"""Formatting of numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def compact(value: float) -> str:
-    """A count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
+    """Format a count for an axis or a card: ``950``, ``12.3k``, ``4M``, ``1.7G``."""
     if not math.isfinite(value):
         return "n/a"
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

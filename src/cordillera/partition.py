@@ -1,7 +1,7 @@
-"""Items with weights into bins, so that the heaviest bin is as light as can be.
+"""Partition of weighted items into bins, with the heaviest bin as light as possible.
 
-Every function gives the bin of each item, ``[n]`` of int64, and is a pure function of its arguments: equal weights go
-by the lower item, equal bins by the lower bin, so all ranks that hold the same numbers find the same partition.
+Every function returns the bin of each item, ``[n]`` of int64, and is a pure function of its arguments: ties go to the
+item, and to the bin, with the lower index, so that all ranks with the same numbers find the same partition.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Bins = NDArray[np.int64]
 Weights = NDArray[np.float64]
 
 NOWHERE = -1
-"""The bin of an item for which no bin has room."""
+"""Bin of an item for which no bin has room."""
 
 
 def _numbers(values: ArrayLike, name: str) -> Weights:
-    """As float64, finite and not negative, with a finite sum."""
+    """Return values as float64 after checking that they are finite, not negative, and have a finite sum."""
     try:
         found = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -46,7 +46,7 @@ def _checked(weights: ArrayLike, bins: int) -> Weights:
 
 
 def _sized(sizes: ArrayLike | None, room: float | None, items: int) -> tuple[Weights, float]:
-    """Sizes and room; without them every item has size 0."""
+    """Return sizes and room; without them every item has size 0."""
     if (sizes is None) != (room is None):
         raise DataError("sizes and room belong together", where="room" if room is None else "sizes")
     if sizes is None or room is None:
@@ -60,36 +60,36 @@ def _sized(sizes: ArrayLike | None, room: float | None, items: int) -> tuple[Wei
 
 
 def heaviest_first(weights: ArrayLike) -> Bins:
-    """Numbers of the items from the heaviest to the lightest; equal ones in their order.
+    """Return the indices of the items from the heaviest to the lightest; equal ones keep their order.
 
     Args:
-        weights: ``[n]``.
+        weights: ``[n]``, finite and at least 0.
     """
     return np.argsort(-_numbers(weights, "weights"), kind="stable")
 
 
 def list_scheduling(weights: ArrayLike, bins: int, sizes: ArrayLike | None = None, room: float | None = None) -> Bins:
-    """Every item, in the order given, into the lightest bin that has room for it.
+    """Put every item, in the order given, into the lightest bin that has room for it.
 
-    Source: Graham 1966; without sizes no bin is heavier than ``2 - 1/m`` times the best.
+    Source: Graham 1966. Without sizes, no bin is heavier than ``2 - 1/m`` times the optimum.
 
     Args:
         weights: ``[n]``, finite and at least 0.
-        bins: ``m``.
-        sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
-        room: Of every bin.
+        bins: ``m``, number of bins.
+        sizes: ``[n]``, room that each item takes; None if bins hold anything.
+        room: Room of every bin; None if bins hold anything.
 
     Returns:
-        The bin of each item, :data:`NOWHERE` where no bin has room.
+        The bin of each item, :data:`NOWHERE` if no bin has room.
 
     Raises:
-        DataError: For weights or sizes that are negative or not finite, and for less than one bin.
+        DataError: If weights or sizes are negative or not finite, or there is less than one bin.
     """
     work = _checked(weights, bins)
     needed, space = _sized(sizes, room, len(work))
     heap = [(0.0, one) for one in range(bins)]
     free, places = [space] * bins, np.full(len(work), NOWHERE, dtype=np.int64)
-    refused = np.inf  # rooms only shrink: what is as large as an item that fitted nowhere fits nowhere
+    refused = np.inf  # smallest size that fitted nowhere; rooms only shrink, so that no such size fits later
     for item, (weight, size) in enumerate(zip(work.tolist(), needed.tolist(), strict=True)):
         if size >= refused:
             continue
@@ -111,18 +111,18 @@ def list_scheduling(weights: ArrayLike, bins: int, sizes: ArrayLike | None = Non
 def longest_processing_time(
     weights: ArrayLike, bins: int, sizes: ArrayLike | None = None, room: float | None = None
 ) -> Bins:
-    """:func:`list_scheduling` from the heaviest item to the lightest.
+    """Run :func:`list_scheduling` from the heaviest item to the lightest.
 
-    Source: Graham 1969; without sizes no bin is heavier than ``4/3 - 1/(3m)`` times the best.
+    Source: Graham 1969. Without sizes, no bin is heavier than ``4/3 - 1/(3m)`` times the optimum.
 
     Args:
         weights: ``[n]``, finite and at least 0.
-        bins: ``m``.
-        sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
-        room: Of every bin.
+        bins: ``m``, number of bins.
+        sizes: ``[n]``, room that each item takes; None if bins hold anything.
+        room: Room of every bin; None if bins hold anything.
 
     Raises:
-        DataError: As :func:`list_scheduling`.
+        DataError: If weights or sizes are negative or not finite, or there is less than one bin.
     """
     work, order = _checked(weights, bins), heaviest_first(weights)
     needed, _ = _sized(sizes, room, len(work))
@@ -132,14 +132,14 @@ def longest_processing_time(
 
 
 def zigzag(weights: ArrayLike, bins: int) -> Bins:
-    """Sorted items in rows of ``m``, every second row backwards; bins get equal counts, or one more or less.
+    """Deal sorted items in rows of ``m``, every second row backwards; counts of bins differ by at most one.
 
     Args:
         weights: ``[n]``, finite and at least 0.
-        bins: ``m``.
+        bins: ``m``, number of bins.
 
     Raises:
-        DataError: For weights that are negative or not finite, and for less than one bin.
+        DataError: If weights are negative or not finite, or there is less than one bin.
     """
     work = _checked(weights, bins)
     row, column = np.divmod(np.arange(len(work)), bins)
@@ -149,26 +149,26 @@ def zigzag(weights: ArrayLike, bins: int) -> Bins:
 
 
 def karmarkar_karp(weights: ArrayLike, bins: int, equal_counts: bool = False) -> Bins:
-    """The largest differencing method: the two partial partitions that differ most inside are merged, heavy on light.
+    """Largest differencing method: repeatedly merge the two partial partitions with the largest differences.
 
-    Source: Karmarkar and Karp 1982; with equal counts, partial partitions begin with one of ``m`` successive items in
-    each bin (Michiels et al. 2003).
+    The heavy bins of one are merged with the light bins of the other. Source: Karmarkar and Karp 1982. With equal
+    counts, partial partitions begin with one of ``m`` successive items in each bin (Michiels et al. 2003).
 
     Args:
         weights: ``[n]``, finite and at least 0.
-        bins: ``m``.
-        equal_counts: Whether bins get equally many items, or one more or less where ``m`` does not divide ``n``.
+        bins: ``m``, number of bins.
+        equal_counts: Whether the numbers of items in the bins may differ by at most one.
 
     Raises:
-        DataError: For weights that are negative or not finite, and for less than one bin.
+        DataError: If weights are negative or not finite, or there is less than one bin.
     """
     work = _checked(weights, bins)
     if not len(work):
         return np.empty(0, dtype=np.int64)
     order = heaviest_first(work)
     step = bins if equal_counts else 1
-    # A partial partition: loads of its bins, heaviest first, and the items of each as trees of pairs, so that a merge
-    # copies none of them.
+    # A partial partition: loads of its bins, heaviest first, and the items of each as trees of pairs, which a merge
+    # does not copy.
     heap: list[tuple[float, int, Weights, list[object]]] = []
     for number, first in enumerate(range(0, len(order), step)):
         items = order[first : first + step].tolist()
@@ -199,21 +199,22 @@ def karmarkar_karp(weights: ArrayLike, bins: int, equal_counts: bool = False) ->
 
 
 def two_key_greedy(weights: ArrayLike, sizes: ArrayLike, bins: int, room: float) -> Bins:
-    """Every item, in the order given, into the lightest bin by weight if it fits there, else the lightest by size.
+    """Put every item, in the order given, into the lightest bin by weight, or else the emptiest by size.
 
-    Source: Wang et al. 2025 (WLB-LLM), algorithm 1; an item that fills a bin exactly fits.
+    Source: Wang et al. 2025 (WLB-LLM), algorithm 1. The second bin is tried if the first has no room; an item that
+    fills a bin exactly fits.
 
     Args:
         weights: ``[n]``, finite and at least 0.
-        sizes: ``[n]``, what an item takes of a bin's room.
-        bins: ``m``.
-        room: Of every bin.
+        sizes: ``[n]``, room that each item takes.
+        bins: ``m``, number of bins.
+        room: Room of every bin.
 
     Returns:
-        The bin of each item, :data:`NOWHERE` where neither of the two has room.
+        The bin of each item, :data:`NOWHERE` if neither of the two bins has room.
 
     Raises:
-        DataError: As :func:`list_scheduling`.
+        DataError: If weights or sizes are negative or not finite, or there is less than one bin.
     """
     work = _checked(weights, bins)
     needed, space = _sized(sizes, room, len(work))
@@ -238,18 +239,19 @@ def exact(
     seconds: float = 60.0,
     gap: float = 0.0,
 ) -> Bins:
-    """The lightest heaviest bin, by HiGHS's branch and bound; for small cases.
+    """Find the partition with the lightest heaviest bin by HiGHS's branch and bound, for small cases.
 
     Args:
         weights: ``[n]``, finite and at least 0.
-        bins: ``m``.
-        sizes: ``[n]``, what an item takes of a bin's room; None if bins hold anything.
-        room: Of every bin.
-        seconds: After which to give up.
-        gap: The part by which the heaviest bin may be above the proven bound.
+        bins: ``m``, number of bins.
+        sizes: ``[n]``, room that each item takes; None if bins hold anything.
+        room: Room of every bin; None if bins hold anything.
+        seconds: Time limit in seconds.
+        gap: Largest relative excess of the heaviest bin over the proven bound.
 
     Raises:
-        DataError: As :func:`list_scheduling`, if items do not fit, and if the time was too short.
+        DataError: If weights or sizes are invalid, there is less than one bin, items do not fit, or the time was too
+            short.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array, hstack, kron, vstack
@@ -272,7 +274,7 @@ def exact(
         rules.append(LinearConstraint(vstack([fits]).tocsr(), -np.inf, 1.0 if space else 0.0))
     lower, upper = np.zeros(n * bins + 1), np.ones(n * bins + 1)
     lower[-1], upper[-1] = max(1.0 if unit else 0.0, scaled.sum() / bins), np.inf
-    for row, item in enumerate(heaviest_first(work)[:bins].tolist()):  # bins are alike: item k is in one of the first k
+    for row, item in enumerate(heaviest_first(work)[:bins].tolist()):  # bins are equal: item k is in the first k
         upper[item * bins + row + 1 : (item + 1) * bins] = 0.0
     kind = np.ones(n * bins + 1)
     kind[-1] = 0
@@ -285,12 +287,12 @@ def exact(
 
 
 def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
-    """Weight of every bin: ``[m]``.
+    """Return the weight of every bin: ``[m]``.
 
     Args:
         weights: ``[n]``.
-        places: The bin of each item; those :data:`NOWHERE` do not count.
-        bins: ``m``.
+        places: The bin of each item; items at :data:`NOWHERE` do not count.
+        bins: ``m``, number of bins.
     """
     inside, found = places != NOWHERE, np.zeros(bins)
     np.add.at(found, places[inside], np.asarray(weights, dtype=np.float64)[inside])
@@ -298,10 +300,10 @@ def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
 
 
 def imbalance(loads: ArrayLike) -> float:
-    """The heaviest bin over the mean; 1 where all are empty.
+    """Return the weight of the heaviest bin divided by the mean; 1 if all are empty.
 
     Args:
-        loads: ``[m]``.
+        loads: ``[m]``, weights of the bins.
     """
     values = np.asarray(loads, dtype=np.float64)
     mean = values.mean()
@@ -309,6 +311,6 @@ def imbalance(loads: ArrayLike) -> float:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, in ascending order."""
+    """Return all divisors of a number, in ascending order."""
     small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
     return sorted({*small, *(number // one for one in small)})

@@ -1,7 +1,8 @@
-"""Recipes: one TOML file that describes one run, whole.
+"""Recipes: each is one TOML file that describes one run completely.
 
-A recipe's sections are the ``Config`` classes that the rooms define beside their classes. Shipped recipes are used by
-name, others by path; every mistake of a file is reported at once, each with its dotted path.
+The sections of a recipe are the ``Config`` classes of the packages, defined beside the classes that they configure.
+Shipped recipes are used by name, others by path; all mistakes of a file are reported at once, each with its dotted
+path.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MISTAKES = 100
 """Largest number of mistakes of a file that an error explains."""
 
 LANGUAGE_MODELS = ("llama",)
-"""What ``model.name`` is in the recipe of a language model."""
+"""Values of ``model.name`` in the recipe of a language model."""
 
 
 class _AnyRecipe(BaseModel):
@@ -71,7 +72,7 @@ class _AnyRecipe(BaseModel):
 
 
 class RankingRecipe(_AnyRecipe):
-    """The description of one run of a ranking model.
+    """Description of one run of a ranking model.
 
     Attributes:
         data: Source of the samples.
@@ -87,14 +88,15 @@ class RankingRecipe(_AnyRecipe):
 
 
 class LanguageRecipe(_AnyRecipe):
-    """The description of one run of a language model.
+    """Description of one run of a language model.
 
-    In a file, ``model.preset`` names known sizes; without any, they are those of the checkpoint ``training.start``.
+    In a file, ``model.preset`` names known sizes; without a preset or sizes, those of the checkpoint ``training.start``
+    are used.
 
     Attributes:
         data: Source of the text.
         packing: Packing of documents into microbatches.
-        model: Its sizes.
+        model: Sizes of the model.
         parallel: Division of the run among processes.
         training: Settings of training.
     """
@@ -107,7 +109,7 @@ class LanguageRecipe(_AnyRecipe):
 
 
 def shipped() -> dict[str, str]:
-    """Names of the recipes in the package, with their descriptions."""
+    """Return the names of the recipes in the package, with their descriptions."""
     found = {}
     for entry in sorted(resources.files("cordillera.recipes").iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".toml"):
@@ -117,7 +119,6 @@ def shipped() -> dict[str, str]:
 
 
 def _read(source: str | Path) -> tuple[str, str]:
-    """The text of a recipe and the name by which errors call it."""
     path = Path(source)
     names = shipped()
     if str(source) in names:
@@ -137,15 +138,15 @@ def _read(source: str | Path) -> tuple[str, str]:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a possible file name
         return False
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Read ``a.b=value``; the value is TOML where it can be, text otherwise.
+    """Parse ``a.b=value``; the value is TOML if possible, a string otherwise.
 
     Raises:
-        RecipeError: there is no ``=`` or no key.
+        RecipeError: If there is no ``=`` or no key.
     """
     key, separator, value = text.partition("=")
     key = key.strip()
@@ -174,7 +175,7 @@ def _apply(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _as_written(entry: Any) -> dict[str, Any]:
-    """A mistake by its place in the file: the model's name chooses among several classes."""
+    """Return a mistake with its place in the file, from which the model's name as a union tag is removed."""
     location = [part for part in entry["loc"] if part not in ("function-wrap", "function-after")]
     if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
         message = f"must be one of {', '.join([*MODELS, *LANGUAGE_MODELS])}, got {entry.get('ctx', {}).get('tag')!r}"
@@ -182,7 +183,7 @@ def _as_written(entry: Any) -> dict[str, Any]:
             message = f"is missing; choose one of {', '.join([*MODELS, *LANGUAGE_MODELS])}"
         return {"type": "name", "loc": ("model", "name"), "msg": message, "input": {}}
     if len(location) > 1 and location[0] == "model" and location[1] in MODELS:
-        del location[1]  # the tag of the union, which does not stand in the file
+        del location[1]  # the tag of the union, which is not in the file
     return {**entry, "loc": location}
 
 
@@ -199,14 +200,14 @@ def _explain(kind: type[BaseModel], error: ValidationError, content: dict[str, A
 
 
 def load(source: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> RankingRecipe | LanguageRecipe:
-    """Read a recipe, of a ranking or of a language model.
+    """Read the recipe of a ranking or a language model.
 
     Args:
-        source: A shipped name, a path, or a run's folder.
-        overrides: ``section.key=value`` texts, or a mapping from dotted keys to values.
+        source: Name of a shipped recipe, a path, or the folder of a run.
+        overrides: Strings ``section.key=value``, or a mapping from dotted keys to values.
 
     Raises:
-        RecipeError: with every mistake that was found.
+        RecipeError: If the recipe is not valid; the message lists every mistake.
     """
     text, name = _read(source)
     try:
@@ -224,11 +225,11 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
     """Make a recipe from plain values.
 
     Args:
-        content: Sections and keys, as a TOML file holds them.
+        content: Sections and keys, as in a TOML file.
         source: Name of the recipe in errors.
 
     Raises:
-        RecipeError: with every mistake that was found.
+        RecipeError: If the recipe is not valid; the message lists every mistake.
     """
     kind: type[RankingRecipe] | type[LanguageRecipe] = RankingRecipe
     model, known = _section(content, "model"), [*MODELS, *LANGUAGE_MODELS]
@@ -237,13 +238,13 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         problems = [("model.name", f"must be one of {', '.join(known)}{hint}, got {name!r}")]
-        try:  # other sections are checked against the name that was meant, or not at all
+        try:  # other sections are checked against the closest known name, or not at all
             for meant in close:
                 validate({**content, "model": {**model, "name": meant}}, source)
         except RecipeError as error:
             problems += error.problems
         except CordilleraError:
-            pass  # the run begins with a checkpoint
+            pass  # the run starts from a checkpoint
         raise RecipeError(source, problems)
     if name in LANGUAGE_MODELS:
         kind, content = LanguageRecipe, _with_sizes(content, source)
@@ -254,7 +255,7 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
 
 
 def _with_nulls(kind: type[BaseModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML has no null: ``"none"`` stands for it, where it is not one of a key's words; there null stands for it."""
+    """Replace ``"none"``, which stands for null in TOML, unless it is one of a key's own values."""
     found = dict(content)
     for name, field in kind.model_fields.items():
         key = field.alias or name
@@ -273,12 +274,12 @@ def _with_nulls(kind: type[BaseModel], content: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_called(kind: type[BaseModel], name: Any) -> bool:
-    """Whether a section of this name is one of this class; most have none."""
+    """Return whether a section with this name belongs to this class; most classes have no name."""
     return "name" not in kind.model_fields or name in _options(kind.model_fields["name"].annotation)
 
 
 def _options(annotation: Any) -> list[Any]:
-    """The types and words of a union."""
+    """Return the types and literals of a union."""
     parts = get_args(annotation)
     return [option for part in parts for option in _options(part)] if parts else [annotation]
 
@@ -289,7 +290,7 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
-    """A language model's recipe with the sizes that it names: by a preset, or by what training starts from."""
+    """Return a language model's recipe with the sizes of its preset, or of the checkpoint that training starts from."""
     model = dict(_section(content, "model"))
     preset, start = model.pop("preset", None), _section(content, "training").get("start")
     sizes: LlamaConfig | None = None
@@ -309,7 +310,7 @@ def _with_sizes(content: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def field_descriptions(config: type[BaseModel]) -> dict[str, str]:
-    """What each field of a Config means: its ``Field`` description, or its line in the docstring's ``Attributes``."""
+    """Return the meaning of each field of a Config: its ``Field`` description, or its ``Attributes`` entry."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
         text = inspect.cleandoc(base.__doc__ or "") if issubclass(base, BaseModel) and base is not BaseModel else ""
@@ -332,7 +333,7 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
             table.add(tomlkit.comment(texts[name].replace("``", "`")))
         if value is None:
             if field.default is not None and not field.is_required():
-                table.add(key, "none")  # left out, it would be the default
+                table.add(key, "none")  # a missing key would mean the default
             elif comments:
                 table.add(tomlkit.comment(f"{key} is not set"))
             continue
@@ -353,11 +354,11 @@ def _fill(table: Table | tomlkit.TOMLDocument, model: BaseModel, comments: bool)
 
 
 def dump(recipe: RankingRecipe | LanguageRecipe, *, comments: bool = False) -> str:
-    """A recipe as TOML, every default written out.
+    """Return a recipe as TOML with every default written out.
 
     Args:
         recipe: Recipe to write.
-        comments: Put each key's meaning above it.
+        comments: Whether to put the meaning of each key above it.
     """
     document = tomlkit.document()
     _fill(document, recipe, comments)

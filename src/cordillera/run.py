@@ -1,12 +1,12 @@
-"""The folder that holds everything about one run.
+"""The folder of one run.
 
-A run knows where things lie and how they are written so that a crash leaves no half file; it knows nothing of what is
-in them. Layout::
+A run knows where its files lie and writes them so that a crash leaves no partial file; it does not interpret their
+content. Layout::
 
     recipe.toml      the resolved recipe
     environment.json machine and library versions
     status.json      progress of training and the way it ended
-    metrics.jsonl    one JSON object a line, in the order in which things happened
+    metrics.jsonl    one JSON object a line, in chronological order
     checkpoints/     see cordillera.training.checkpoints
     tensorboard/     event files
     encoder/         the fitted vocabularies and transforms
@@ -59,7 +59,7 @@ class RunError(CordilleraError):
 
 
 def _plain(value: Any) -> Any:
-    """Make a value fit for strict JSON: what is not finite becomes null, which readers take as undefined."""
+    """Make a value fit for strict JSON: numbers that are not finite become null, which readers take as undefined."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
         remedy: Advice for the error. Default: advice for files of a run.
 
     Raises:
-        RunError: the file cannot be written.
+        RunError: If the file cannot be written.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
         new: Whether to refuse a file that exists, so that only one of several processes creates it.
 
     Raises:
-        RunError: the file cannot be written, or exists although ``new`` is set.
+        RunError: If the file cannot be written, or exists although ``new`` is set.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
@@ -130,7 +130,7 @@ def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
 
 
 def _temporary(folder: Path, name: str = "*") -> list[Path]:
-    """Temporary files of :func:`write_atomically` in a folder whose processes were killed."""
+    """Return temporary files of :func:`write_atomically` in a folder whose processes no longer run."""
     found = []
     for path in folder.glob(f".{name}.*.tmp"):
         process = path.name.split(".")[-2]
@@ -139,26 +139,27 @@ def _temporary(folder: Path, name: str = "*") -> list[Path]:
         except (ProcessLookupError, OverflowError):
             found.append(path)
         except (ValueError, OSError):
-            continue  # a file with another kind of name, or a process of another user
+            continue  # another file name, or a process of another user
     return found
 
 
 def recipe_state(recipe: BaseModel) -> dict[str, Any]:
-    """Recipe as plain JSON values, for the state of a checkpoint."""
+    """Return a recipe as plain JSON values, for the state of a checkpoint."""
     state: dict[str, Any] = json.loads(recipe.model_dump_json(by_alias=True))
     return state
 
 
 def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
-    """Refuse to resume from a checkpoint of another recipe.
+    """Check that a checkpoint was written with the present recipe.
 
     Args:
-        saved: Result of :func:`recipe_state` when the checkpoint was written; None for checkpoints of earlier versions.
+        saved: Result of :func:`recipe_state` when the checkpoint was written; None for checkpoints of earlier versions,
+            which are accepted.
         recipe: Present recipe of the run. Keys of :data:`MAY_CHANGE` and :data:`MAY_GROW` may differ.
         where: Path of the recipe, for errors.
 
     Raises:
-        RunError: other keys differ; all of them are named, with both values.
+        RunError: If other keys differ; the message names all of them with both values.
     """
     if saved is None:
         return
@@ -185,7 +186,7 @@ def check_recipe(saved: Any, recipe: BaseModel, where: Path) -> None:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a nested mapping by dotted key."""
+    """Return the values of a nested mapping by dotted key."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -193,7 +194,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """What a later reader needs to judge this run's figures: machine, versions, threads."""
+    """Return the machine, versions and threads, which a reader needs to judge the figures of a run."""
     versions = {}
     for library in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -219,7 +220,7 @@ class RunStatus:
         ended: The way in which training ended: ``finished``, ``early`` (patience ran out), ``exhausted`` (the text
             ended), ``interrupted`` or ``failed``; None while it runs, and after it was killed.
         step: Step of the newest checkpoint, or the last step once training has ended.
-        steps: Number of steps that training is to take.
+        steps: Number of steps of the whole training.
         why: Error that ended training; empty without one.
         records: Number of records in ``metrics.jsonl`` when the status was written.
     """
@@ -232,7 +233,7 @@ class RunStatus:
 
     @property
     def is_complete(self) -> bool:
-        """Whether training was completed: all steps taken, patience run out, or the text exhausted."""
+        """Whether training was completed: all steps were taken, patience ran out, or the text ended."""
         return self.ended in ("finished", "early", "exhausted")
 
     @property
@@ -249,13 +250,13 @@ class RunStatus:
 
 
 class Run:
-    """One run's folder.
+    """The folder of one run.
 
     Args:
-        folder: An existing run folder; :meth:`create` makes one.
+        folder: Existing run folder; :meth:`create` makes one.
 
     Raises:
-        RunError: the folder does not exist or holds no ``recipe.toml``.
+        RunError: If the folder does not exist or holds no ``recipe.toml``.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -273,11 +274,11 @@ class Run:
         """Make a run folder.
 
         Args:
-            folder: Its path; parents are made.
+            folder: Path of the folder; missing parents are made.
             recipe: The resolved recipe as TOML.
 
         Raises:
-            RunError: the folder exists and is not empty, or cannot be written.
+            RunError: If the folder exists and is not empty, or cannot be written.
         """
         folder = Path(folder)
         recipe_file = folder / "recipe.toml"
@@ -299,7 +300,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the folder."""
         return self.folder.resolve().name
 
     @property
@@ -319,7 +320,7 @@ class Run:
         The thread that holds the lock through this object may take it again.
 
         Raises:
-            RunError: another process holds the lock.
+            RunError: If another process holds the lock.
         """
         import fcntl
 
@@ -362,20 +363,23 @@ class Run:
         with disk_errors(path), open(path, "ab", buffering=0) as file:
             size, rest = file.tell(), sealed_json(_plain(record), line=True).encode()
             try:
-                while rest:  # a disk that becomes full takes a part first
+                while rest:  # a disk that fills up writes a part first
                     rest = rest[file.write(rest) :]
             except OSError:
                 file.truncate(size)
                 raise
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records of ``metrics.jsonl``; an incomplete last line, as after a crash, is left out.
+        """Return all records of ``metrics.jsonl`` except an incomplete last line, as after a crash.
 
         Raises:
-            RunError: a line is not a JSON object or does not match its checksum, or records of a training that has
-                ended are missing.
+            RunError: If a line is not a JSON object or does not match its checksum, or records of a finished training
+                are missing.
         """
-        path, status = self.folder / "metrics.jsonl", self.status()  # first: training may end in this moment
+        path, status = (
+            self.folder / "metrics.jsonl",
+            self.status(),
+        )  # read first, because training may end at this moment
         lines: list[str] = []
         if path.exists():
             lines = read_text(path, error=RunError, limit=_METRICS_BYTES, remedy="restore the file").split("\n")
@@ -399,7 +403,7 @@ class Run:
         Temporary files that killed processes left in the folder are removed as well.
 
         Args:
-            step: Step from which the run goes on.
+            step: Step from which the run continues.
             without: Kind of records to remove at every step.
         """
         for left in self.folder.glob(".*.tmp"):
@@ -412,7 +416,7 @@ class Run:
             return isinstance(at, int) and at <= step and record.get("kind", "") != without
 
         kept = "".join(sealed_json(record, line=True) for record in self.metrics() if stays(record))
-        # first: of a training that came to its end, fewer records are damage, which a kill in between would leave
+        # First: a kill in between would otherwise leave a finished status with fewer records, which counts as damage.
         if (status := self.status()) is not None:
             self.write_status(None, step, status.steps)
         write_atomically(self.folder / "metrics.jsonl", kept)
@@ -421,7 +425,7 @@ class Run:
         """Write ``status.json``; see :class:`RunStatus`.
 
         Args:
-            ended: The way in which training ended; None while it goes on.
+            ended: The way in which training ended; None while it runs.
             step: Step of the newest checkpoint, or the last step once training has ended.
             steps: Number of steps that training is to take.
             why: Error that ended training; empty without one.
@@ -433,10 +437,10 @@ class Run:
         self.write_json("status.json", asdict(RunStatus(ended, step, steps, why, records)))
 
     def status(self) -> RunStatus | None:
-        """Progress of training; None for a run without ``status.json``.
+        """Return the progress of training; None for a run without ``status.json``.
 
         Raises:
-            RunError: ``status.json`` is damaged.
+            RunError: If ``status.json`` is damaged.
         """
         path = self.folder / "status.json"
         if not path.exists():
@@ -452,7 +456,7 @@ class Run:
 
         Args:
             name: Name of the file.
-            content: Numbers in it that are not finite become null.
+            content: Object to write; numbers that are not finite become null.
         """
         path = self.folder / name
         write_atomically(path, sealed_json(_plain(content)))
@@ -462,7 +466,7 @@ class Run:
         """Read a JSON file of the folder, without its checksum.
 
         Raises:
-            RunError: it does not exist, is not a JSON object, or does not match its checksum.
+            RunError: If the file does not exist, is not a JSON object, or does not match its checksum.
         """
         path = self.folder / name
         if not path.exists():
@@ -471,7 +475,6 @@ class Run:
 
 
 def _is_alive(process: int) -> bool:
-    """Whether a process with this number runs on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -482,7 +485,7 @@ def _is_alive(process: int) -> bool:
 
 
 def next_folder(parent: Path, name: str) -> Path:
-    """The first of ``name``, ``name-2``, ``name-3``, ... that does not exist in ``parent``."""
+    """Return the first of ``name``, ``name-2``, ``name-3``, ... that does not exist in ``parent``."""
     folder, number = parent / name, 2
     while folder.exists():
         folder, number = parent / f"{name}-{number}", number + 1
@@ -490,30 +493,24 @@ def next_folder(parent: Path, name: str) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder and all in it; not an error if it is gone."""
+    """Delete a folder and all its content; ignore a folder that does not exist."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_recipe(run: Run) -> tuple[str, dict[str, Any]]:
-    """Text of a run's recipe, and the parsed recipe.
-
-    Args:
-        run: The run.
+    """Read the recipe of a run; return its text and the parsed values.
 
     Raises:
-        DataError: the file is missing or not TOML.
+        DataError: If the file is missing or not TOML.
     """
     text = read_text(run.recipe_file, limit=TOML_BYTES)
     return text, parse_toml(text, str(run.recipe_file))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Object of a JSON file of a run, without its checksum; empty if the file does not exist.
-
-    Args:
-        path: Path of the file.
+    """Read the object of a run's JSON file, without its checksum; empty if the file does not exist.
 
     Raises:
-        DataError: the file is not a JSON object, or does not match its checksum.
+        DataError: If the file is not a JSON object, or does not match its checksum.
     """
     return read_sealed(path, remedy="restore the file") if path.exists() else {}

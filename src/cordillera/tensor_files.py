@@ -22,17 +22,17 @@ _HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
 def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content: Any) -> None:
-    """Write a file beside its place and rename it.
+    """Write a file to a temporary name and rename it.
 
     Args:
         path: Path of the file.
-        kind: What :func:`read_tensors` asks for.
-        tensors: By name; on the CPU.
-        content: What JSON can hold of it, without NaN and infinity.
+        kind: Kind of the file, which :func:`read_tensors` requires.
+        tensors: Tensors on the CPU, by name.
+        content: JSON values without NaN and infinity.
 
     Raises:
-        NumericsError: It cannot be written.
-        RunError: The disk is full or does not let itself be written to.
+        NumericsError: If the file cannot be written.
+        RunError: If the disk is full or read-only.
     """
     text = json.dumps(content, allow_nan=False)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -54,18 +54,15 @@ def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content:
 
 
 def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor], Any]:
-    """Read what :func:`write_tensors` wrote.
+    """Read the tensors and the content of a file from :func:`write_tensors`.
 
     Args:
         path: Path of the file.
-        kind: That it must be of.
-        remedy: What to do where it is not there, of another kind or damaged.
-
-    Returns:
-        Tensors by name, and the content.
+        kind: Required kind.
+        remedy: Advice for the error.
 
     Raises:
-        NumericsError: There is no such file, it is of another kind, or not the same as when it was written.
+        NumericsError: If there is no such file, it is of another kind, or it has changed since it was written.
     """
     where = str(path)
     if not path.is_file():
@@ -87,10 +84,10 @@ def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor],
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """SHA-256 of a whole file, computed with zeros in place of the digest in the header, and the digest's position.
+    """Return the SHA-256 of a file with zeros in place of the digest in its header, and the digest's position.
 
     Raises:
-        ValueError: the header is truncated, or holds no digest or several.
+        ValueError: If the header is truncated, or holds no digest or several.
     """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")

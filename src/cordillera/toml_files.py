@@ -1,4 +1,4 @@
-"""What pydantic finds wrong in a file, in words for the person who wrote the file."""
+"""Pydantic's mistakes in a file, in words for its author."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-# Parts of pydantic's paths that do not stand in the file: branches of unions and validators.
+# Parts of pydantic's paths that are not in the file: branches of unions and validators.
 _NOT_IN_FILE = re.compile(r"int$|tuple\[|constrained|function-")
 
 
 def explain(
     entries: Iterable[Mapping[str, Any]], keys: Callable[[Sequence[Any]], Sequence[str]], whole: str = "file"
 ) -> list[tuple[str, str]]:
-    """Mistakes as pairs of a dotted path and a sentence; one for each path.
+    """Return mistakes as pairs of a dotted path and a sentence, one for each path.
 
     Args:
-        entries: As ``ValidationError.errors()`` gives them.
-        keys: Those that are known at a place, for the hint at one that is not.
-        whole: What a mistake of no place in the file is called by.
+        entries: Entries of ``ValidationError.errors()``.
+        keys: Function that returns the known keys at a place, for the hint at an unknown key.
+        whole: Name for the place of mistakes without a place in the file.
     """
     problems: dict[str, str] = {}
     for entry in entries:
-        unknown = entry["type"] == "extra_forbidden"  # the last part is then a key of the file
+        unknown = entry["type"] == "extra_forbidden"  # the last part of the path is then a key of the file
         kept = entry["loc"][-1:] if unknown else ()
         location = [part for part in entry["loc"][: len(entry["loc"]) - len(kept)] if not _NOT_IN_FILE.match(str(part))]
         location += kept
@@ -50,7 +50,7 @@ def explain(
 
 
 def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """Keys of a file at a place in it; none where there is no section.
+    """Return the keys of a file that are allowed at a place in it; none if there is no section.
 
     Args:
         model: Model of the whole file.
@@ -70,7 +70,7 @@ def _fields(model: type[BaseModel] | None) -> dict[str, Any]:
 
 
 def models_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The classes that a field's annotation names, within unions and lists too."""
+    """Iterate over the classes in a field's annotation, including those within unions and lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

@@ -1,8 +1,8 @@
 """A cluster as a tree of domains: devices in hosts, hosts in racks, up to buildings and regions.
 
-Planner, placement, hierarchical collectives and link emulation read the same description (TOML). Every shared link is a
-resource with a capacity of its own, never a bandwidth for each device: of the devices below an oversubscribed uplink,
-few that send keep their full rate and many share it.
+The planner, table placement, hierarchical collectives and link emulation read the same description (TOML). Every shared
+link is a resource with its own capacity, never a bandwidth for each device: below an oversubscribed uplink, a few
+devices that send keep their full rate, and many share it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SECONDS_PER_KM = 5e-6  # light in glass: 1.468 times as long as in a vacuum
 # Limits that keep costs and results finite: memory and time grow with counts; quotients of extreme rates overflow.
 MOST_DEVICES = 1 << 20
 _MOST_BYTES = 512 << 10  # largest file
-_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # mistakes that an error lists, and that it counts
+_MOST_LISTED, _MOST_EXPLAINED = 20, 1_000  # largest numbers of mistakes that an error lists and counts
 
 
 def _number(value: object) -> object:
@@ -77,11 +77,11 @@ class Device(BaseModel):
     Attributes:
         name: Name given by the maker.
         matrix_flops_per_s: Dense peak of its matrix engine in the training precision.
-        vector_flops_per_s: Peak of everything else.
+        vector_flops_per_s: Peak of all other arithmetic.
         memory_bytes: Bytes of the device's memory.
-        memory_bytes_per_s: To that memory.
-        nic_bytes_per_s: Of its share of the host's network cards, each direction.
-        processors: Streaming multiprocessors; kernels that move data take some from those that compute.
+        memory_bytes_per_s: Bandwidth of the memory, bytes/s.
+        nic_bytes_per_s: Bandwidth of the device's share of the host's network cards in each direction, bytes/s.
+        processors: Number of streaming multiprocessors; kernels that move data take some from those that compute.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,18 +96,19 @@ class Device(BaseModel):
 
 
 class Level(BaseModel):
-    """One kind of domain: what it holds and how its members reach one another.
+    """One kind of domain: its members and the links between them.
 
     Attributes:
-        name: host, rack, zone, building, region or any other word.
-        members: Domains of the level below (devices in the first level) that one domain holds; a list where domains
-            differ, one number for each of them.
-        latency_s: One-way, between devices in different members of a domain, seconds.
-        distance_km: Between members, over fibre; adds 5 microseconds a kilometre to the latency.
-        bytes_per_s: Of each member's link into the domain, each direction. In the first level this is a device's own
-            port (NVLink); above it, None for the network cards below over ``oversubscription``.
-        oversubscription: Bytes per second of the network cards below a member for one of its link.
-        planes: Parallel networks that the links consist of.
+        name: Name such as host, rack, zone, building or region.
+        members: Number of domains of the level below (devices in the first level) in one domain; a list with one number
+            for each domain if they differ.
+        latency_s: One-way latency between devices in different members of a domain, seconds.
+        distance_km: Length of fibre between members; adds 5 microseconds per kilometre to the latency.
+        bytes_per_s: Rate of each member's link into the domain in each direction, bytes/s. In the first level this is a
+            device's own port (NVLink). In other levels None means the rate of the network cards below divided by
+            ``oversubscription``.
+        oversubscription: Rate of the network cards below a member divided by the rate of its link.
+        planes: Number of parallel networks that the links consist of.
         planes_lost: Number of planes that are down.
         loss_rate: Loss rate of packets on a link.
     """
@@ -135,7 +136,7 @@ class Level(BaseModel):
 
     @property
     def latency(self) -> float:
-        """One-way, distance included, seconds."""
+        """One-way latency in seconds, including that of the distance."""
         return self.latency_s + SECONDS_PER_KM * self.distance_km
 
 
@@ -144,8 +145,8 @@ class Link(BaseModel):
 
     Attributes:
         level: Name of the level whose domain the link leads into.
-        member: Which domain of the level below it leads from, counted over the whole cluster.
-        bytes_per_s: Each direction.
+        member: Domain of the level below that the link leads from, counted over the whole cluster.
+        bytes_per_s: Rate in each direction, bytes/s.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -159,12 +160,12 @@ class Topology(BaseModel):
     """A cluster.
 
     Attributes:
-        name: For people.
-        description: One sentence.
+        name: Display name.
+        description: Description in one sentence.
         source: Origin of the figures.
-        device: The accelerator; all are alike.
-        levels: From hosts outwards; the last has one domain that holds everything.
-        links: Those that differ.
+        device: The accelerator, the same everywhere.
+        levels: Levels from hosts outwards; the last has one domain that holds everything.
+        links: Links that differ from the others of their level.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -210,7 +211,7 @@ class Topology(BaseModel):
 
     @cached_property
     def _members(self) -> tuple[tuple[int, ...], ...]:
-        """Members of every domain, by level."""
+        """Number of members of every domain, by level."""
         counts: list[tuple[int, ...]] = []
         domains = 1
         for level in reversed(self.levels):
@@ -220,7 +221,7 @@ class Topology(BaseModel):
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Devices in every domain, by level."""
+        """Number of devices in every domain, by level."""
         sizes: list[tuple[int, ...]] = []
         for members in self._members:
             if not sizes:
@@ -232,7 +233,7 @@ class Topology(BaseModel):
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return self.sizes[-1][0]
 
     @cached_property
@@ -240,10 +241,10 @@ class Topology(BaseModel):
         return tuple(tuple(accumulate(sizes)) for sizes in self.sizes)
 
     def index(self, level: str) -> int:
-        """Position of a level by its name.
+        """Return the position of a level by its name.
 
         Raises:
-            PlanError: If there is none.
+            PlanError: If there is no such level.
         """
         for i, one in enumerate(self.levels):
             if one.name == level:
@@ -253,15 +254,15 @@ class Topology(BaseModel):
         )
 
     def domain(self, device: int, level: int) -> int:
-        """The domain of a level that holds a device, both counted from 0; level -1 is the device itself."""
+        """Return the domain of a level that holds a device, both counted from 0; level -1 is the device itself."""
         return device if level < 0 else bisect_right(self._ends[level], device)
 
     def shared_level(self, a: int, b: int) -> int:
-        """The innermost level one of whose domains holds both devices.
+        """Return the innermost level with a domain that holds both devices.
 
         Args:
-            a: A device.
-            b: Another; for the same the level is -1.
+            a: First device.
+            b: Second device; for the same device the result is -1.
         """
         level = -1
         while self.domain(a, level) != self.domain(b, level):
@@ -269,11 +270,13 @@ class Topology(BaseModel):
         return level
 
     def member_bytes_per_s(self, level: int, member: int) -> float:
-        """Capacity of the link from a member (a domain of the level below) into its domain, each direction.
+        """Return the capacity in each direction of the link from a member into its domain, bytes/s.
+
+        A member is a domain of the level below.
 
         Args:
             level: Position of the level.
-            member: Counted over the whole cluster.
+            member: Index of the member, counted over the whole cluster.
         """
         one = self.levels[level]
         part = (one.planes - one.planes_lost) / one.planes
@@ -286,7 +289,7 @@ class Topology(BaseModel):
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
-        """Where the resources of each level begin; the network cards come last."""
+        """Position of the first resource of each level; the network cards come last."""
         counts = [self.devices, *(len(sizes) for sizes in self.sizes[:-1]), self.devices]
         return (0, *accumulate(2 * count for count in counts))
 
@@ -308,21 +311,21 @@ class Topology(BaseModel):
         return np.concatenate(parts)
 
     def resource(self, level: int, member: int, inwards: bool) -> int:
-        """Position of a member's link in :attr:`capacities`.
+        """Return the position of a member's link in :attr:`capacities`.
 
         Args:
-            level: Whose domain the link leads into; ``len(levels)`` for the devices' network cards.
+            level: Level whose domain the link leads into; ``len(levels)`` for the devices' network cards.
             member: Member of the level below, counted over the whole cluster.
-            inwards: For bytes to the member instead of from it.
+            inwards: Whether bytes go to the member instead of from it.
         """
         return self._offsets[level] + 2 * member + inwards
 
     def route(self, a: int, b: int) -> tuple[tuple[int, ...], float]:
-        """The resources that bytes from one device to another pass, and their one-way latency in seconds.
+        """Return the resources on the way from one device to another, and the one-way latency in seconds.
 
         Args:
-            a: The device that sends.
-            b: The device that receives.
+            a: Device that sends.
+            b: Device that receives.
         """
         top = self.shared_level(a, b)
         if top < 0:
@@ -338,14 +341,14 @@ class Topology(BaseModel):
         return (*out, *reversed(back)), self.levels[top].latency
 
     def changed(self, changes: Mapping[str, float | str | None]) -> Topology:
-        """The cluster with other figures: what one more fibre would be.
+        """Return the cluster with other figures, such as one more fibre.
 
         Args:
-            changes: Dotted paths to values, or to ``*=2`` and the like: ``{"region.bytes_per_s": "*=2"}``,
+            changes: New values by dotted path, or factors such as ``*=2``: ``{"region.bytes_per_s": "*=2"}``,
                 ``{"building.oversubscription": 1.0}``, ``{"device.memory_bytes": 96e9}``.
 
         Raises:
-            PlanError: For a path that leads nowhere and for values that are not possible.
+            PlanError: If a path does not exist or a value is out of range.
         """
         content = self.model_dump()
         for path, value in changes.items():
@@ -366,16 +369,16 @@ class Topology(BaseModel):
                 place[key] = value
         try:
             return validate(Topology, content, self.name)
-        except PlanError as error:  # changes name levels; so does what is wrong with them
+        except PlanError as error:  # changes name levels, and so do their errors
             named = re.sub(r"levels\[(\d+)\]", lambda found: self.levels[int(found[1])].name, error.what)
             raise PlanError(named, where=self.name) from error
 
     def without(self, level: str, domain: int = 0) -> Topology:
-        """The cluster after a domain is lost with all that it holds; a domain that held nothing else goes with it.
+        """Return the cluster without a domain and all that it holds; a domain left empty is removed with it.
 
         Args:
-            level: Name of the level whose domain it is; ``device`` for one accelerator.
-            domain: Which, counted from 0 over the whole cluster.
+            level: Name of the level of the domain; ``device`` for one accelerator.
+            domain: Index of the domain, counted from 0 over the whole cluster.
 
         Raises:
             PlanError: If there is no such domain, or nothing else.
@@ -389,7 +392,7 @@ class Topology(BaseModel):
             raise PlanError(f"nothing is left without {level} {domain}", where=self.name)
         end = sum(sizes[at + 1][: domain + 1])
         gone = range(end - sizes[at + 1][domain], end)  # devices
-        kept: list[NDArray[np.bool_]] = []  # of every level's domains, devices first, those that are left
+        kept: list[NDArray[np.bool_]] = []  # remaining domains of every level, devices first
         for one in sizes:
             ends = np.cumsum(one)
             kept.append((ends - one < gone.start) | (ends > gone.stop))
@@ -409,7 +412,7 @@ class Topology(BaseModel):
 
 
 def _times(value: object, change: str, path: str) -> float:
-    """Apply ``*=`` or ``/=`` to a number; the result is checked by the validation."""
+    """Apply ``*=`` or ``/=`` to a number; validation checks the result."""
     factor = float(change[2:])
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError("is not one number that could be changed by a factor", where=path, remedy=f"write {path}=...")
@@ -422,12 +425,12 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
     """Make a description from plain values.
 
     Args:
-        model: :class:`Topology` or another.
+        model: Type of the description, such as :class:`Topology`.
         content: Content of a TOML file.
         source: Name of the file in errors.
 
     Raises:
-        PlanError: With every mistake.
+        PlanError: If values are wrong; the message lists every mistake.
     """
     try:
         return model.model_validate(content)
@@ -443,7 +446,7 @@ def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> 
 
 
 def shipped(package: str = "cordillera.clusters") -> dict[str, str]:
-    """Names of the descriptions in a package, with what they say they are."""
+    """Return the names of the descriptions in a package, with the description of each."""
     found = {}
     for entry in sorted(resources.files(package).iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".toml"):
@@ -453,7 +456,7 @@ def shipped(package: str = "cordillera.clusters") -> dict[str, str]:
 
 
 def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
-    """The values of a description by its shipped name or its path, not validated, its name among them.
+    """Read the values of a description, including its name, by its shipped name or its path, without validation.
 
     Args:
         source: Name or path.
@@ -487,7 +490,7 @@ def write(texts: Mapping[Path, str]) -> None:
     Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
 
     Args:
-        texts: Contents of the files by path.
+        texts: Content of each file, by path.
 
     Raises:
         PlanError: If a file cannot be written.
@@ -533,7 +536,7 @@ def _remove(made: list[Path]) -> None:
 
 
 def check_writable(*paths: Path) -> None:
-    """Check that :func:`write` could write to paths, before the work whose results go there; leaves nothing behind.
+    """Check before the work whether :func:`write` could write to paths; leave nothing behind.
 
     Args:
         paths: Paths of files, which need not exist.
@@ -566,7 +569,7 @@ def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> 
         kind: Kind of the file in errors: cluster, workload.
 
     Raises:
-        PlanError: If there is no such file, or with every mistake in it.
+        PlanError: If there is no such file, or its values are wrong; the message lists every mistake.
     """
     return validate(model, parse(source, package, kind), str(source))
 
@@ -575,6 +578,6 @@ def load(source: str | Path) -> Topology:
     """Read a cluster by its shipped name or the path of a TOML file.
 
     Raises:
-        PlanError: If there is no such file, or with every mistake in it.
+        PlanError: If there is no such file, or its values are wrong; the message lists every mistake.
     """
     return read(Topology, source, "cordillera.clusters", "cluster")

@@ -26,7 +26,8 @@ from cordillera.recipe import load
 from cordillera.reports.ranking.run import render
 from cordillera.run import Run, RunError, check_recipe
 from cordillera.training import checkpoints
-from cordillera.training.ranking.trainer import Progress
+from cordillera.training.ranking.trainer import Progress, Trainer
+from cordillera.workflows import prediction
 from cordillera.workflows.trained import card_of, recipe_of
 from tests.fuzzing import damaged, flips, survives
 
@@ -84,7 +85,9 @@ def test_a_disk_that_fills_while_predicting_leaves_nothing_and_is_named(
             return super().write(content)
 
     real = open
-    monkeypatch.setattr(ranking, "open", lambda path, mode: (Full if "x" in mode else real)(path, mode), raising=False)
+    monkeypatch.setattr(
+        prediction, "open", lambda path, mode: (Full if "x" in mode else real)(path, mode), raising=False
+    )
     target = tmp_path / f"scores.{suffix}"
     with pytest.raises(RunError, match="the disk is full") as caught:
         workflows.predict(made / "run", made / "log.csv", target)
@@ -274,8 +277,8 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_not_saved(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, value: float
 ) -> None:
     trainers = []
-    begin = ranking.Trainer.fit
-    monkeypatch.setattr(ranking.Trainer, "fit", lambda self: (trainers.append(self), begin(self))[1])
+    begin = Trainer.fit
+    monkeypatch.setattr(Trainer, "fit", lambda self: (trainers.append(self), begin(self))[1])
 
     def spoil(progress: Progress) -> None:
         if progress.step == 5:

@@ -1,4 +1,4 @@
-"""The ``cordillera`` command. One file a command; what they do is in :mod:`cordillera.workflows`."""
+"""The ``cordillera`` command, with one file per command; :mod:`cordillera.workflows` does the work."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _with_place = warnings.formatwarning
 
 
 def _formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
-    """Text of a warning; warnings meant for people leave out the line of code that gave them."""
+    """Return the text of a warning; warnings for users leave out the line of code that raised them."""
     if category is UserWarning:
         return f"warning: {printable(message, lines=True)}\n"
     return printable(_with_place(message, category, *place), lines=True)
 
 
 def main() -> None:
-    """Run the command line; errors meant for people are printed without a traceback (set CORDILLERA_DEBUG=1 for it)."""
+    """Run the command line; errors for users are printed without a traceback unless CORDILLERA_DEBUG=1 is set."""
     warnings.formatwarning = _formatted  # type: ignore[assignment]
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # characters that the terminal's encoding lacks are escaped too
+        if hasattr(stream, "reconfigure"):  # also escape characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     # Before torch is imported: errors between processes are reported in one sentence, without torch's native stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -45,7 +45,7 @@ def main() -> None:
         console(stderr=True).print(ended, str(error))
         sys.exit(130 if isinstance(error, Interrupted) else 2)
     except BrokenPipeError:
-        # The reader (head, less) went away: not an error of ours. Keep Python from flushing into the closed pipe.
+        # The reader (head, less) closed the pipe, which is not an error. Keep Python from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except typer.Abort:

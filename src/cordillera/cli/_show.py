@@ -1,4 +1,4 @@
-"""What several commands print alike."""
+"""Output that several commands share."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class _PlainConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console of all commands: no markup, no automatic colouring of numbers and paths, no lines cut when piped.
+    """Return the console of all commands: no markup, no automatic colouring, no lines cut when piped.
 
     In a job of several ranks, only rank 0 prints.
 
     Args:
-        stderr: Print to standard error, in every rank.
+        stderr: Whether to print to standard error, in every rank.
     """
     file = Terminal.of(sys.stderr if stderr else sys.stdout)
     silent = not stderr and is_silent()
@@ -47,22 +47,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def echo(text: object, *, json: bool = False) -> None:
-    """Print a text to standard output, with control characters escaped.
-
-    Args:
-        text: Lines of plain text, JSON or TOML.
-        json: Whether to write escapes as strings of JSON and TOML do.
-    """
+    """Print plain text, or with ``json`` JSON or TOML, to standard output with control characters escaped."""
     typer.echo(printable(text, lines=True, quoted=json))
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A metric's value with so many digits, for people; NaN is a metric that the data does not define."""
+    """Return a metric's value with a number of ``digits``; NaN is a metric that the data does not define."""
     return "undefined" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def evaluation_table(evaluation: Evaluation) -> Table:
-    """The metrics of an evaluation, a row a task."""
+    """Return the metrics of an evaluation as a table with a row for each task."""
     table = Table(title=f"{evaluation.split} split, {evaluation.examples:,} examples", title_justify="left")
     for heading in ("task", "NE", "AUC", "GAUC", "log loss", "calibration", "positives"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
@@ -74,7 +69,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 def language_line(evaluation: LanguageEvaluation) -> str:
-    """The evaluation of a language model, for people."""
+    """Return the evaluation of a language model in one line."""
     loss, perplexity, bits, targets, _ = evaluation
     per_byte = "" if math.isnan(bits) else f", {bits:.3f} bits a byte"
     return f"loss {loss:.4f} nats a token, perplexity {perplexity:,.2f}{per_byte} ({targets:,} tokens)"
@@ -82,15 +77,7 @@ def language_line(evaluation: LanguageEvaluation) -> str:
 
 @contextlib.contextmanager
 def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """A progress bar with rate and time left.
-
-    Args:
-        out: Console to draw on.
-        quiet: Draw and say nothing.
-
-    Returns:
-        What :func:`cordillera.workflows.train` takes as ``on_step`` and ``say``.
-    """
+    """Draw a progress bar of training with rate and remaining time; yield ``on_step`` and ``say``."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -119,7 +106,6 @@ def training_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[An
 
 
 def _note(record: dict[str, Any]) -> str:
-    """A record of training beside its bar."""
     loss = f"loss {number(record['loss'])}"
     if "examples_per_second" in record:
         return f"epoch {record['epoch'] + 1}  {loss}  {record['examples_per_second']:,.0f} examples/s"
@@ -129,12 +115,7 @@ def _note(record: dict[str, Any]) -> str:
 
 
 def quantized_tables(outcome: Quantized, budget: float) -> list[Table]:
-    """What was chosen, what it costs and what it saves.
-
-    Args:
-        outcome: Outcome of a quantisation.
-        budget: Relative rise of NE that was allowed.
-    """
+    """Return tables of the choices, their cost and their savings, for a ``budget`` of relative rise of NE."""
     selection = outcome.selection
     chosen = Table(title="precision of each part", title_justify="left")
     for heading in ("part", "kept as", "alone, at its cheapest"):
@@ -172,15 +153,7 @@ def _decibels(value: float) -> str:
 
 @contextlib.contextmanager
 def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[Any, Callable[[str], object]]]:
-    """A progress bar of injected faults.
-
-    Args:
-        out: Console to draw on.
-        quiet: Draw and say nothing.
-
-    Returns:
-        What :func:`cordillera.workflows.injection.inject` takes as ``on_round`` and ``say``.
-    """
+    """Draw a progress bar of injected faults; yield ``on_round`` and ``say``."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -202,7 +175,7 @@ def injection_progress(out: Console, *, quiet: bool = False) -> Iterator[tuple[A
 
 
 def injection_table(content: dict[str, Any]) -> Table:
-    """The PVF of every component, out of the content of ``injection.json``."""
+    """Return the PVF of every component, from the content of ``injection.json``."""
     title = f"{content['fault']['name']} faults on {content['samples']:,} samples of the {content['split']} split"
     table = Table(title=title, title_justify="left")
     for heading in ("component", "faults", "PVF", "95 % interval", "silent / NaN, inf"):
@@ -221,11 +194,7 @@ def injection_table(content: dict[str, Any]) -> Table:
 
 
 def plan_table(profile: Profile) -> Table:
-    """The kernel of each layer and size.
-
-    Args:
-        profile: With its plan.
-    """
+    """Return the kernel of each layer and size of a profile's plan."""
     table = Table(title="the fastest kernel that is accurate enough", title_justify="left")
     training = profile.plan.purpose == "training"
     products = ("product",) if training else ()

@@ -8,30 +8,18 @@ from typing import IO, Any, cast
 
 
 class Terminal:
-    """A file that drops what is written after its terminal was closed, so that work can still be saved.
-
-    Args:
-        file: Standard output or standard error.
-    """
+    """A file that drops output after its terminal was closed, so that work can still be saved."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
 
     @classmethod
     def of(cls, file: IO[str]) -> IO[str]:
-        """Wrap a file.
-
-        Args:
-            file: Standard output or standard error.
-        """
+        """Wrap standard output or standard error."""
         return cast("IO[str]", cls(file))
 
     def write(self, text: str) -> int:
-        """Write text.
-
-        Args:
-            text: Text to write.
-        """
+        """Write text and return the number of characters."""
         try:
             return self._file.write(text)
         except OSError as error:

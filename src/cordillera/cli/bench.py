@@ -12,7 +12,7 @@ import typer
 import cordillera
 from cordillera.errors import CordilleraError
 
-# What follows SYSTEM belongs to the benchmark's own program.
+# Arguments after SYSTEM belong to the benchmark's own program.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 _LISTING = "_stale.py"
 _REMEDY = "benchmarks are part of the source checkout, not of the installed package: "
@@ -24,14 +24,14 @@ def _looked() -> str:
 
 
 def folders() -> list[Path]:
-    """Where benchmarks are looked for: the source checkout that this package runs from, then the current folder."""
+    """Return the folders to search for benchmarks: the source checkout of this package, then the current folder."""
     checkout = Path(cordillera.__file__).resolve().parents[2]
     found = [checkout / "benchmarks"] if (checkout / "pyproject.toml").is_file() else []
     return [*found, Path.cwd() / "benchmarks"]
 
 
 def programs() -> dict[str, Path]:
-    """Benchmark programs by the name of their system."""
+    """Return the benchmark programs by the name of their system."""
     found: dict[str, Path] = {}
     for folder in folders():
         for path in sorted(folder.glob("*.py")):

@@ -1,4 +1,4 @@
-"""``cordillera data``: what there is, get it, look at it."""
+"""``cordillera data``: list, fetch and describe data sets, models and tokenizers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _share(value: float | None) -> str:
 def _time(seconds: int) -> str:
     try:
         return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # beyond the years of a calendar, such as nanoseconds
+    except (ValueError, OverflowError, OSError):  # outside the calendar, such as nanoseconds
         return str(seconds)
 
 

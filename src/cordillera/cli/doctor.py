@@ -1,4 +1,6 @@
-"""``cordillera doctor``: what of this machine and of the optional libraries is usable, what is not, and why."""
+"""``cordillera doctor``: which parts of this machine and which optional libraries are usable, and why others are
+not.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ _COLOURS: dict[CheckStatus, str] = {"usable": "green", "limited": "yellow", "abs
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
         area: ``machine``, ``python``, ``back ends`` or ``libraries``.
         name: Name of the checked item.
         status: ``usable``; ``limited`` (works in part, or slowly); ``absent``; ``broken`` (installed, fails).
         detail: Finding, and the reason if the item is not usable.
-        remedy: Advice on what to do; None if nothing has to be done.
+        remedy: Advice; None if none is needed.
     """
 
     area: str
@@ -58,14 +60,14 @@ class Finding:
 
 
 def _probe(code: str) -> tuple[bool, str]:
-    """Run Python code in a process of its own: a library built for another torch can end the process that imports it.
+    """Run Python code in another process, which a library built for another torch may crash.
 
     Returns:
-        Whether it succeeded, and what it printed (or the reason why it failed).
+        Whether it succeeded, and its output (or the reason of the failure).
     """
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     try:
-        # Isolated from the working directory: a folder called like a library must not pass for it.
+        # Isolated from the working directory, where a folder with the name of a library would shadow it.
         result = subprocess.run(
             [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code],
             capture_output=True,
@@ -354,10 +356,9 @@ def _update_backends() -> Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at the machine, at Python and at every optional library; libraries are imported in processes of their own.
+    """Check the machine, Python and every optional library, and return the findings in the order of display.
 
-    Returns:
-        What was found, in the order in which it is shown. A library that crashes is a finding, not an error.
+    Libraries are imported in other processes: a crash is a finding, not an error.
     """
     looks: list[Callable[[], Finding | list[Finding]]] = [
         _torch_and_gpu,

@@ -16,7 +16,7 @@ from cordillera.files import read_text
 if TYPE_CHECKING:
     from cordillera.serving.language.language_model import Completion
 
-# Text of a model is no business of the terminal's: all control characters but tab and line end.
+# A model's text must not control the terminal: all control characters except tab and line end are replaced.
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)], "\ufffd")
 
 
@@ -54,7 +54,7 @@ def generate(
     interrupted, began = False, time.perf_counter()
     try:
         pieces = opened.stream(texts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling)
-        opened.model  # noqa: B018 -- weights are not part of what is timed
+        opened.model  # noqa: B018 -- loads the weights before the timing
         began = time.perf_counter()
         for piece in pieces:
             found[piece.sequence].add(piece)
@@ -74,7 +74,6 @@ def generate(
 
 
 def _prompts(given: Sequence[str], files: Sequence[Path], lines: bool) -> list[str]:
-    """All prompts: those on the command line, then those of files."""
     if lines and not files and "-" not in given:
         raise DataError("there is no file whose lines it could take", where="--lines", remedy="give --file, or -")
     texts: list[str] = []
@@ -113,7 +112,7 @@ def _write(text: str) -> None:
 
 
 def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool, quiet: bool) -> None:
-    """Print what was not streamed, and end the line of what was."""
+    """Print completions that were not streamed, and end the line of those that were."""
     if as_json:
         import json
 

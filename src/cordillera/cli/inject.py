@@ -54,7 +54,7 @@ def inject(
         for line in outcome.content["advice"]:
             out.print(f"- {line}")
     if outcome.interrupted:
-        # the exit code tells scripts; the text is for people
+        # the exit code is for scripts, the text for readers
         out.print("interrupted: this is what was found so far, with wider intervals", style="bold")
     if not json:
         out.print(f"report: {outcome.files[1]}")

@@ -64,7 +64,6 @@ def train(
 
 
 def _print(out: Console, outcome: Outcome | LanguageOutcome) -> None:
-    """How it ended."""
     from cordillera.cli._show import evaluation_table, language_line
     from cordillera.workflows import LanguageOutcome
 

@@ -42,7 +42,7 @@ def watch(
 
 
 def _table(alarms: list[Alarm]) -> Table:
-    """Table of the numbers and shares that have moved since calibration."""
+    """Return a table of the numbers and shares that have moved since calibration."""
     table = Table(title="alarm: moved since calibration", title_justify="left")
     for heading in ("", "check", "calibration", "now", "p"):
         table.add_column(heading)

@@ -1,1 +1,1 @@
-"""Cost predicted and plans searched, from one node to several buildings. Nothing here imports torch."""
+"""Cost predictions and searches for plans, from one node to several buildings, without importing torch."""

@@ -1,4 +1,4 @@
-"""Constants of the cost model out of measured step times, and how far predictions are from them."""
+"""Constants of the cost model from measured step times, and the accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cordillera.planning.network.mesh import Mesh
 from cordillera.toml_files import explain
 from cordillera.topology import Topology
 
-# What is fitted, between which bounds: above them no kernel and no library has been seen. Of network cards, 0.75 is "a
-# bit low" (github.com/NVIDIA/nccl/issues/495): rows that faults made slow are not to pull their share below 0.70.
+# Fitted constants and their bounds, above which no kernel and no library has been seen. Of network cards, 0.75 is "a
+# bit low" (github.com/NVIDIA/nccl/issues/495); rows slowed by faults must not pull their share below 0.70.
 BOUNDS = {
     "matrix": (0.60, 0.95),
     "memory": (0.60, 0.85),
@@ -30,8 +30,8 @@ BOUNDS = {
     "network": (0.70, 0.95),
     "collective_s": (0.0, 400e-6),
 }
-_SCALE = 0.05  # of the logarithm of a ratio: beyond this a row counts less and less, for nodes that were slow that day
-_TIE = 0.01  # plans predicted this close are alike; of them the smallest microbatch is taken
+_SCALE = 0.05  # log ratio beyond which a row counts less and less, because some nodes were slow
+_TIE = 0.01  # plans predicted this close count as equal; of them the smallest microbatch is taken
 
 # Columns of a file of measurements: its own names, and those of the files that vTrain published.
 COLUMNS = {
@@ -57,14 +57,7 @@ MOST_ROWS = 5_000  # a fit predicts every row several hundred times
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One measured step.
-
-    Attributes:
-        model: Name of the model, by which rows are grouped.
-        workload: Workload that was trained.
-        layout: Layout of the job.
-        seconds: Seconds of a step.
-    """
+    """A measured training step; rows are grouped by the name of the ``model``."""
 
     model: str
     workload: Workload
@@ -81,7 +74,7 @@ def read(path: str | Path) -> list[MeasuredStep]:
             optional.
 
     Raises:
-        PlanError: If the file cannot be read or holds mistakes; line and column of each mistake are named.
+        PlanError: If the file cannot be read or holds mistakes; the message names line and column of each.
     """
     others = [*_OPTIONAL, "recompute", "sequence_parallel"]
     columns = {**COLUMNS, **{name: (name,) for name in others}}
@@ -94,7 +87,7 @@ def read(path: str | Path) -> list[MeasuredStep]:
 
 
 def _measurement(table: Measurements, line: int, cells: Cells) -> MeasuredStep | None:
-    """Measured step of a row; None if the row holds mistakes, which are recorded."""
+    """Return the measured step of a row; None if the row holds mistakes, which are recorded."""
     before = table.mistakes
     name = table.text(line, cells, "model") if "model" in table.names else ""
     milliseconds = table.number(line, cells, "milliseconds", most=1e12, least=1e-6)
@@ -127,11 +120,11 @@ def _measurement(table: Measurements, line: int, cells: Cells) -> MeasuredStep |
 
 
 def predict(measurement: MeasuredStep, topology: Topology, cost: CostModel) -> Estimate:
-    """The analytic estimate of a measured step.
+    """Return the analytic estimate of a measured step.
 
     Args:
         measurement: Measured step.
-        topology: On what.
+        topology: Cluster of the measurement.
         cost: Cost model of the devices.
     """
     mesh = Mesh.of(topology, measurement.layout)
@@ -143,17 +136,17 @@ def fit(
 ) -> Calibration:
     """Fit the constants of :data:`BOUNDS` to measured steps.
 
-    Least squares of the logarithm of predicted over measured, with Cauchy's loss, so that rows from slow nodes do not
-    bend the rest.
+    The fit is a least squares of the logarithm of predicted over measured time with Cauchy's loss, so that rows from
+    slow nodes have little influence.
 
     Args:
-        measurements: At least as many as constants.
+        measurements: Measured steps, at least as many as constants.
         topology: Cluster of the measurements.
-        start: The other constants.
+        start: Other constants; None for the defaults.
         provenance: Origin of the measurements.
 
     Raises:
-        PlanError: For too few measurements.
+        PlanError: If there are too few measurements.
     """
     names = list(BOUNDS)
     if len(measurements) < len(names):
@@ -183,17 +176,17 @@ def fit(
 
 @dataclass(frozen=True)
 class CalibrationAccuracy:
-    """How good predictions are on some measured steps.
+    """Accuracy of predictions for measured steps.
 
     Attributes:
         rows: Number of rows.
-        error: Mean absolute error, as a part of the measured time.
+        error: Mean absolute error, relative to the measured time.
         median: Median of the absolute errors.
         tau: Kendall's rank correlation of predicted and measured; NaN for fewer than two rows.
-        regret: Measured time of the plan that would be picked over that of the best, for the worst model.
-        tau_by_model: For each model.
-        error_by_model: For each model.
-        regret_by_model: For each model.
+        regret: Measured time of the plan that would be chosen, relative to that of the best, for the worst model.
+        tau_by_model: Rank correlation of each model.
+        error_by_model: Mean absolute error of each model.
+        regret_by_model: Regret of each model.
     """
 
     rows: int
@@ -209,12 +202,12 @@ class CalibrationAccuracy:
 def accuracy(measurements: Iterable[MeasuredStep], predicted: Iterable[float]) -> CalibrationAccuracy:
     """Compare predictions with measurements.
 
-    A planner picks the plan that is predicted fastest; of those within 1 % of it, one with the smallest microbatch,
-    which needs the least memory.
+    A planner chooses the plan that is predicted fastest; among those within 1 % of it, one with the smallest
+    microbatch, which needs the least memory.
 
     Args:
         measurements: Measured steps.
-        predicted: Seconds, in the same order.
+        predicted: Predicted seconds, in the same order.
     """
     pairs = list(zip(measurements, predicted, strict=True))
     errors = [abs(seconds / one.seconds - 1) for one, seconds in pairs]

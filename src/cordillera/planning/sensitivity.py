@@ -22,12 +22,12 @@ OVERSUBSCRIPTIONS = (1.0, 2.0, 2.8, 4.0, 7.0, 14.0)
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What changes of the network would do to plans that stay as they are.
+    """Effects of network changes on unchanged plans.
 
     Attributes:
         distances: Seconds at each of :data:`DISTANCES_KM`, by plan.
         oversubscriptions: Seconds at each of :data:`OVERSUBSCRIPTIONS` of the outermost level, by plan.
-        upgrades: A change in words and the seconds of the best plan after it.
+        upgrades: Changes in words, each with the seconds of the best plan after it.
     """
 
     distances: dict[str, list[float]]
@@ -41,7 +41,7 @@ class _Timed(Protocol):
 
 
 class _Repeats(Protocol[_Taken]):
-    """An explorer of either kind."""
+    """An explorer of a language or a recommendation model."""
 
     topology: Topology
 
@@ -49,11 +49,11 @@ class _Repeats(Protocol[_Taken]):
 
 
 def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
-    """Simulate plans again on changed networks; None for a cluster of one level.
+    """Simulate plans again on changed networks; return None for a cluster of one level.
 
     Args:
-        explorer: With the cluster.
-        plans: By name, the best one first.
+        explorer: Explorer with the cluster.
+        plans: Plans by name, the best one first.
     """
     topology = explorer.topology
     if len(topology.levels) < 2:

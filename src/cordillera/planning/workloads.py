@@ -1,4 +1,4 @@
-"""Workloads of both kinds, by their shipped names or from files."""
+"""Workloads of language and recommendation models, by shipped name or from files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cordillera.topology import parse, shipped, validate
 
 
 def load(source: str | Path) -> Workload | Recommender:
-    """Read a workload by its shipped name or the path of a TOML file: a transformer's or a recommendation model's.
+    """Read the workload of a transformer or a recommendation model by its shipped name or the path of a TOML file.
 
     Raises:
-        PlanError: If there is no such file, or with every mistake in it.
+        PlanError: If there is no such file, or its values are wrong; the message lists every mistake.
     """
     content = parse(source, "cordillera.workloads", "workload")
     if ("model" in content) == ("tables" in content):
@@ -29,5 +29,5 @@ def load(source: str | Path) -> Workload | Recommender:
 
 
 def names() -> dict[str, str]:
-    """Shipped workloads with their descriptions."""
+    """Return the names of the shipped workloads with their descriptions."""
     return shipped("cordillera.workloads")

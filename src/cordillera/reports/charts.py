@@ -1,7 +1,7 @@
-"""Charts as inline SVG whose colours and type come from the page's style sheet, so that they follow light and dark.
+"""Charts as inline SVG with the colours and type of the page's style sheet, so that they follow light and dark.
 
-Classes: ``axis``, ``grid``, ``tick``, ``rule`` for the frame; ``s0`` to ``s3`` for series; ``mark`` for what is pointed
-at. Every text is escaped here; callers pass plain strings.
+Classes: ``axis``, ``grid``, ``tick``, ``rule`` for the frame; ``s0`` to ``s3`` for series; ``mark`` for highlighted
+points. Every text is escaped here; callers pass plain strings.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cordillera.numbers import compact
 
 
 def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
-    """Round numbers in ``[low, high]``, at least ``fewest``: multiples of 1, 2 or 5 times a power of ten."""
-    if not (math.isfinite(low) and math.isfinite(high)) or high - low < 1e-300:  # steps of less are 0
+    """Return at least ``fewest`` round numbers in ``[low, high]``: multiples of 1, 2 or 5 times a power of ten."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high - low < 1e-300:  # smaller steps would be 0
         return [low] if math.isfinite(low) else []
     power = 10.0 ** math.ceil(math.log10(high - low))
     for step in (power / divisor for divisor in (1, 2, 5, 10, 20, 50)):
@@ -27,14 +27,14 @@ def nice_ticks(low: float, high: float, fewest: int = 4) -> list[float]:
 
 
 def tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
-    """A format that shows as many decimals as neighbouring ticks need to differ."""
+    """Return a format with as many decimals as are needed to tell neighbouring ticks apart."""
     step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
     decimals = next((d for d in range(7) if abs(round(step, d) - step) < step * 1e-6), 6)
     return lambda value: f"{value:.{decimals}f}"
 
 
 def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
-    """A range that holds all finite values, with a ``share`` of it as air; ``(0, 1)`` if there are none."""
+    """Return a range of all finite values with a ``share`` of margin; ``(0, 1)`` if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0.0, 1.0
@@ -44,18 +44,18 @@ def padded(values: Sequence[float], share: float = 0.06) -> tuple[float, float]:
 
 
 class Chart:
-    """One chart with linear axes.
+    """A chart with linear axes.
 
     Args:
-        title: What it shows; becomes the SVG's accessible name.
-        description: What a reader who cannot see it should know.
+        title: Title; becomes the SVG's accessible name.
+        description: Description for readers who cannot see the chart.
         x: Range of the horizontal axis.
         y: Range of the vertical axis.
-        x_label: Name and unit.
-        y_label: Name and unit.
-        x_ticks: Positions and texts; None chooses round numbers.
-        y_ticks: The same for the vertical axis.
-        height: In the units of a 480 wide drawing.
+        x_label: Name and unit of the horizontal axis.
+        y_label: Name and unit of the vertical axis.
+        x_ticks: Positions and texts of horizontal ticks; None for round numbers.
+        y_ticks: Positions and texts of vertical ticks; None for round numbers.
+        height: Height of the drawing, which is 480 wide.
     """
 
     width, left, right, top, bottom = 480.0, 56.0, 14.0, 30.0, 42.0
@@ -100,17 +100,17 @@ class Chart:
         self._frame = frame
 
     def x(self, value: float) -> float:
-        """Horizontal position of a value."""
+        """Return the horizontal position of a value."""
         low, high = self._x
         return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
-        """Vertical position of a value."""
+        """Return the vertical position of a value."""
         low, high = self._y
         return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
 
     def line(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0") -> None:
-        """A line through the points ``(xs, ys)`` in a ``style``; values that are not finite interrupt it."""
+        """Draw a line through the points ``(xs, ys)`` in a ``style``; values that are not finite interrupt it."""
         path, pen = [], "M"
         for a, b in zip(xs, ys, strict=True):
             if not (math.isfinite(a) and math.isfinite(b)):
@@ -121,7 +121,7 @@ class Chart:
         self._parts.append(f'<path class="line {style}" d="{"".join(path)}"/>')
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], style: str = "s0", radius: float = 3.0) -> None:
-        """Points at ``(xs, ys)`` in a ``style``, of a ``radius``; those that are not finite are left out."""
+        """Draw points at ``(xs, ys)`` in a ``style`` and a ``radius``; those that are not finite are left out."""
         for a, b in zip(xs, ys, strict=True):
             if math.isfinite(a) and math.isfinite(b):
                 self._parts.append(
@@ -129,14 +129,14 @@ class Chart:
                 )
 
     def whiskers(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], style: str = "s0") -> None:
-        """Vertical intervals at ``xs`` from ``lows`` to ``highs`` in a ``style``."""
+        """Draw vertical intervals at ``xs`` from ``lows`` to ``highs`` in a ``style``."""
         for a, low, high in zip(xs, lows, highs, strict=True):
             if math.isfinite(low) and math.isfinite(high):
                 ends = f'x1="{self.x(a):.1f}" x2="{self.x(a):.1f}" y1="{self.y(low):.1f}" y2="{self.y(high):.1f}"'
                 self._parts.append(f'<line class="whisker {style}" {ends}/>')
 
     def steps(self, edges: Sequence[float], heights: Sequence[float], style: str = "s0") -> None:
-        """A filled outline, in a ``style``, of a histogram with ``heights`` between neighbouring ``edges``."""
+        """Draw the filled outline of a histogram of ``heights`` between neighbouring ``edges`` in a ``style``."""
         base = self.y(0.0)
         path = [f"M{self.x(edges[0]):.1f} {base:.1f}"]
         for index, height in enumerate(heights):
@@ -146,7 +146,7 @@ class Chart:
         self._parts.append(f'<path class="area {style}" d="{"".join(path)}"/>')
 
     def rule(self, *, y: float | None = None, x: float | None = None, text: str = "") -> None:
-        """A straight reference line across the chart at a height ``y`` or a place ``x``, with an optional ``text``."""
+        """Draw a straight reference line across the chart at ``y`` or ``x``, with an optional ``text``."""
         if y is not None and self._y[0] <= y <= self._y[1]:
             at, end = self.y(y), self.width - self.right
             self._parts.append(f'<line class="rule" x1="{self.left}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -160,13 +160,13 @@ class Chart:
                 self._text(at + (-5 if anchor == "end" else 5), self.top + 10, text, anchor, "note")
 
     def diagonal(self) -> None:
-        """The line where both axes have the same value."""
+        """Draw the line of equal values on both axes."""
         low, high = max(self._x[0], self._y[0]), min(self._x[1], self._y[1])
         ends = f'x1="{self.x(low):.1f}" y1="{self.y(low):.1f}" x2="{self.x(high):.1f}" y2="{self.y(high):.1f}"'
         self._parts.append(f'<line class="rule" {ends}/>')
 
     def mark(self, x: float, y: float, text: str) -> None:
-        """Point at the place ``(x, y)`` with a ring and a ``text``."""
+        """Mark the point ``(x, y)`` with a ring and a ``text``."""
         a, b = self.x(x), self.y(y)
         self._parts.append(f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="5.5"/>')
         at = b + 21 if b + 26 < self.height - self.bottom else b - 11
@@ -179,10 +179,7 @@ class Chart:
         )
 
     def svg(self, number: int) -> str:
-        """The drawing, with ids that end in ``number``, which no other chart of the page may have.
-
-        What leaves the frame is cut off.
-        """
+        """Return the drawing, clipped to its frame, with ids that end in ``number``, which is unique on the page."""
         n, inner = number, self.height - self.top - self.bottom
         clip = (
             f'<clipPath id="c{n}"><rect x="{self.left - 1}" y="{self.top - 7}" '
@@ -198,10 +195,10 @@ class Chart:
 def interval_strip(
     value: float, interval: tuple[float, float] | None, reference: float, limits: tuple[float, float]
 ) -> str:
-    """A value, its interval and a reference on a short horizontal scale, for a cell of a table.
+    """Draw a value, its interval and a reference on a short horizontal scale, for a cell of a table.
 
-    The value and its interval are drawn within ``limits``, which all rows of a table share; what lies outside is drawn
-    at the edge. Assistive technology skips the strip: the value stands in the cell beside it.
+    All rows of a table share ``limits``; values outside are drawn at the edge. Assistive technology skips the strip,
+    because the value is in the next cell.
     """
     width, middle = 120.0, 9.0
 
@@ -219,12 +216,9 @@ def interval_strip(
 
 
 def stacked_bar(title: str, description: str, parts: Sequence[tuple[str, float]]) -> str:
-    """Parts of a whole side by side on a bar as wide as its place; a style sheet gives its height.
+    """Draw parts of a whole on a bar as wide as its container; a style sheet gives its height.
 
-    Args:
-        title: What it shows.
-        description: What a reader who cannot see it should know.
-        parts: Style and size of each; sizes that are not above zero are left out.
+    ``parts`` are pairs of style and size; sizes that are not above zero are left out.
     """
     shown = [(style, size) for style, size in parts if size > 0 and math.isfinite(size)]
     whole, at, boxes = math.fsum(size for _, size in shown), 0.0, []
@@ -246,15 +240,16 @@ def heat_map(
     groups: Mapping[int, str],
     lowest: float = 1e-5,
 ) -> str:
-    """Rates of rows by column as shades of one colour, on a logarithmic scale up to 1.
+    """Draw rates by row and column as shades of one colour, on a logarithmic scale up to 1.
 
     Args:
-        number: Of the drawing; no other chart of the page may have it.
-        title: What it shows.
-        description: What a reader who cannot see it should know.
-        rows: By name, rates in [0, 1] by column; the highest column stands on the left. A rate of 0 is an empty cell.
-        groups: What each column belongs to; neighbours of one group share a heading.
-        lowest: The rate of the lightest shade; smaller ones are drawn alike.
+        number: Number of the drawing, unique on the page.
+        title: Title of the drawing.
+        description: Description for readers who cannot see it.
+        rows: Rates in [0, 1] by name of the row and column; the highest column is on the left. A rate of 0 is an empty
+            cell.
+        groups: Group of each column; neighbours of one group share a heading.
+        lowest: Rate of the lightest shade, which smaller rates share.
     """
     outline = "stroke:var(--faint);stroke-dasharray:none"
     columns, left, size, top = sorted(groups, reverse=True), 92.0, 26.0, 34.0
@@ -305,12 +300,11 @@ def heat_map(
 
 
 def _percents(power: int) -> str:
-    """A power of ten as a percentage."""
     return f"{100 * 10.0**power:g} %"
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Places and texts of round numbers on a logarithmic axis, places in powers of ten between ``low`` and ``high``."""
+    """Return positions (in powers of ten) and texts of round numbers between ``low`` and ``high`` on a log axis."""
     first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
     step = max(1, -(-(last - first) // 6))
     if last - first >= 2:

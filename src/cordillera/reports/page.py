@@ -1,4 +1,4 @@
-"""What the reports of all runs are made of: one HTML page that needs nothing else, its parts, and the files they show.
+"""Parts of the reports of all runs: self-contained HTML pages, and the files that they show.
 
 A page has no scripts and loads nothing. Functions that return HTML escape every string that they are given.
 """
@@ -15,18 +15,13 @@ from typing import Any
 from cordillera.reports.charts import Chart, padded
 from cordillera.run import Run, write_atomically
 
-POINTS = 400  # of a line; more would only make the file larger
+POINTS = 400  # points of a line; more would only make the file larger
 
 # Files
 
 
 def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Nested object within the content of a file; empty if there is none.
-
-    Args:
-        content: Content of the file.
-        *keys: Keys from the outermost object to the nested one.
-    """
+    """Return a nested object of a file's content by its keys, outermost first; empty if there is none."""
     found: Any = content
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -34,51 +29,29 @@ def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def write(run: Run, page: str) -> Path:
-    """Write a run's ``report.html``.
-
-    Args:
-        run: The run.
-        page: HTML.
-
-    Returns:
-        The file's path.
-    """
+    """Write a run's ``report.html`` and return its path."""
     target = run.folder / "report.html"
     write_atomically(target, page)
     return target
 
 
-# Texts of numbers
+# Formatting of numbers
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """A number in words if it is not finite, else with so many ``digits`` after the point.
-
-    Args:
-        value: The number.
-        digits: After the point.
-    """
+    """Return a number with ``digits`` digits after the point, or a word if it is not finite."""
     if math.isnan(value):
         return "undefined"
     return ("infinite" if value > 0 else "-infinite") if math.isinf(value) else f"{value:.{digits}f}"
 
 
 def whole(value: float, unknown: str = "unknown") -> str:
-    """A count with commas.
-
-    Args:
-        value: The count.
-        unknown: What stands for one that is not finite.
-    """
+    """Return a count with commas; ``unknown`` if it is not finite."""
     return f"{value:,.0f}" if math.isfinite(value) else unknown
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units.
-
-    Args:
-        seconds: The time.
-    """
+    """Return a time in its two largest units."""
     if not math.isfinite(seconds):
         return "unknown time"
     minutes, rest = divmod(round(seconds), 60)
@@ -87,12 +60,12 @@ def duration(seconds: float) -> str:
 
 
 def count(value: Any) -> str:
-    """A ``value`` of a file as text; whole numbers with commas."""
+    """Return a ``value`` of a file as text; whole numbers have commas."""
     return f"{value:,}" if isinstance(value, int) else plain(value)
 
 
 def plain(value: Any) -> str:
-    """A ``value`` of a file as text on one line; nothing for None."""
+    """Return a ``value`` of a file as text on one line; empty for None."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -106,13 +79,13 @@ def plain(value: Any) -> str:
 
 
 def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
-    """A whole page.
+    """Return a whole page.
 
     Args:
         name: Name of the run.
-        lede: One line about it.
-        sections: HTML; empty ones are left out.
-        *styles: Style sheets of this package that are used beside the reports' own.
+        lede: Introductory line of text.
+        sections: HTML; empty sections are left out.
+        *styles: Style sheets of this package in addition to the common one.
     """
     files = resources.files("cordillera.reports")
     style = "".join(files.joinpath(one).read_text(encoding="utf-8") for one in ("report_style.css", *styles))
@@ -143,14 +116,7 @@ def page(name: str, lede: str, sections: Iterable[str], *styles: str) -> str:
 
 
 def tile(name: str, value: str, bounds: str, meaning: str) -> str:
-    """A headline figure.
-
-    Args:
-        name: What it is.
-        value: The figure.
-        bounds: What stands right below it: an interval, or figures that belong to it.
-        meaning: How to read it.
-    """
+    """Return a headline figure with its ``bounds`` (or related figures) and its ``meaning`` for the reader."""
     return (
         f'<dl class="tile"><dt>{escape(name)}</dt>'
         f'<dd class="value">{escape(value)}</dd><dd class="range">{escape(bounds)}</dd>'
@@ -159,22 +125,14 @@ def tile(name: str, value: str, bounds: str, meaning: str) -> str:
 
 
 def banner(run: Run) -> str:
-    """Banner that says at the top of a report that the run is not finished; empty for a finished run.
-
-    Args:
-        run: The run.
-    """
+    """Return a banner that says that the run is not finished; empty for a finished run."""
     status = run.status()
     text = "" if status is None else status.warning
     return f'<p class="banner" role="alert">{escape(text)}</p>' if text else ""
 
 
 def notes(texts: Sequence[str]) -> str:
-    """What a reader must know first, one note a text.
-
-    Args:
-        texts: The notes.
-    """
+    """Return a list of notes; empty without any."""
     if not texts:
         return ""
     entries = "".join(f"<li>{escape(text)}</li>" for text in texts)
@@ -182,54 +140,41 @@ def notes(texts: Sequence[str]) -> str:
 
 
 def definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    """Terms and what they are.
-
-    Args:
-        pairs: Term and text; those without a text are left out.
-    """
+    """Return a list of terms with their texts; terms without a text are left out."""
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in pairs if text)
     return f"<dl>{rows}</dl>"
 
 
 def scroll(label: str, table: str) -> str:
-    """A table that scrolls by itself where it is wider than the page, by keyboard as well.
+    """Return a ``table`` in HTML that scrolls by itself if it is wider than the page, by keyboard as well.
 
     Args:
-        label: What it is, for those who cannot see it.
+        label: Name of the table for screen readers.
         table: HTML.
     """
     return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(label)}">{table}</div>'
 
 
 class Pictures:
-    """The charts of one page, numbered: ids in a page differ."""
+    """The numbered charts of one page, so that ids in the page differ."""
 
     def __init__(self) -> None:
         self._drawn = 0
 
     def draw(self, heading: str, chart: Chart, caption: str, key: str = "") -> str:
-        """A chart with heading and caption.
-
-        Args:
-            heading: Above it.
-            chart: The drawing.
-            caption: Below it.
-            key: HTML after the caption: which series is what.
-        """
+        """Return a chart with heading and caption, and a ``key`` in HTML that explains the series."""
         self._drawn += 1
         drawing = chart.svg(self._drawn)
         return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}{key}</figcaption></figure>"
 
 
 def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float], int]:
-    """Means of so many neighbours that a line has at most a few hundred points; NaN in a mean stays NaN.
+    """Replace neighbouring points by their means, so that a line has at most :data:`POINTS` points.
 
-    Args:
-        xs: X coordinates of the points.
-        ys: Likewise.
+    NaN in a mean stays NaN.
 
     Returns:
-        The means' coordinates, and of how many points each is.
+        X and Y coordinates of the means, and the number of points in each.
     """
     size = -(-len(xs) // POINTS) or 1
     chunks = [(xs[i : i + size], ys[i : i + size]) for i in range(0, len(xs), size)]
@@ -237,12 +182,10 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
 
 
 def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
-    """The range of a vertical axis, and whether some values leave it.
+    """Return the range of a vertical axis, and whether some values leave it.
 
-    The first losses of an untrained model can dwarf the rest; the frame then follows the bulk.
-
-    Args:
-        values: To be drawn; those that are not finite do not count.
+    The first losses of an untrained model can dwarf the rest; the range then follows the bulk. Values that are not
+    finite do not count.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     bulk = finite[: max(1, int(len(finite) * 0.97))]
@@ -251,13 +194,7 @@ def framed(values: Sequence[float]) -> tuple[tuple[float, float], bool]:
 
 
 def reproduction(recipe: str, command: str = "cordillera train recipe.toml", about: str = "") -> str:
-    """How to train the same again.
-
-    Args:
-        recipe: Resolved, as TOML.
-        command: Command that trains it.
-        about: HTML on where it was trained.
-    """
+    """Return the section on how to train the run again; ``about`` is HTML about its machine."""
     return (
         "<section><h2>How to reproduce</h2><p>Save the recipe below as <code>recipe.toml</code>. It is resolved: every "
         f"value that was used stands in it, the seed included.</p><pre>{escape(command)}</pre>{about}"

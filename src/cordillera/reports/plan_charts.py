@@ -18,7 +18,6 @@ def _seconds(value: float) -> str:
 
 
 def _axis(value: float, most: float) -> str:
-    """Seconds on an axis: one unit for all of them."""
     if value == 0:
         return "0"
     unit, factor = ("s", 1.0) if most >= 1 else ("ms", 1e3) if most >= 1e-3 else ("µs", 1e6)
@@ -26,13 +25,12 @@ def _axis(value: float, most: float) -> str:
 
 
 def _round(value: float) -> float:
-    """The next number up that people count in: 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten."""
+    """Return the next larger round number: 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten."""
     ten = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     return next(ten * one for one in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if ten * one >= value * (1 - 1e-9))
 
 
 def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
-    """A time axis: quarters of the whole."""
     return "".join(
         f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
         f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
@@ -47,13 +45,13 @@ def bars_svg(
     unit: str = "s",
     limit: tuple[str, float] | None = None,
 ) -> str:
-    """Stacked bars, one below the other, on one scale.
+    """Draw stacked bars, one below the other, on one scale.
 
     Args:
         rows: Labels and values by part.
         names: Parts in the order in which they are stacked.
         unit: ``s``, or ``B`` for bytes.
-        limit: Name and value of a line across the bars.
+        limit: Name and value of a line across the bars; None for none.
     """
     most = max((sum(values.get(name, 0.0) for name in names) for _, values in rows), default=0.0) or 1.0
     most = max(most, limit[1] if limit else 0.0)
@@ -86,13 +84,7 @@ def bars_svg(
 
 
 def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Step time over a property of the network, one line for each plan; points are equally spaced, x is written.
-
-    Args:
-        x: Values of the property.
-        series: Seconds at each, by name of the plan.
-        title: Of the x axis.
-    """
+    """Draw step time over a property of the network, one line for each plan, at equally spaced points."""
     width, height, left, bottom = _WIDTH / 2 - 10, 220.0, 52.0, 180.0
     tick = _round(max(max(values) for values in series.values()) / 3)
     most = 3 * tick

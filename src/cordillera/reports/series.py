@@ -1,4 +1,4 @@
-"""Lines of a run's records, on axes that are linear, or logarithmic where values span much."""
+"""Series of a run's records on linear or logarithmic axes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from cordillera.numbers import compact
 from cordillera.reports.charts import Chart, log_ticks, nice_ticks
 from cordillera.reports.page import POINTS, Pictures
 
-_WIDE = 100.0  # largest over smallest from which an axis may be logarithmic
-_MOST_DOTS = 60  # on a line
+_WIDE = 100.0  # ratio of largest to smallest from which an axis may be logarithmic
+_MOST_DOTS = 60  # largest number of dots on a line
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values lie along an axis.
+    """An axis of a chart.
 
     Attributes:
-        limits: Places of its ends.
-        ticks: Places and texts; None for round numbers.
-        is_log: Whether places are logarithms of values.
+        limits: Positions of its ends.
+        ticks: Positions and texts of the ticks; None for round numbers.
+        is_log: Whether positions are decimal logarithms of values.
     """
 
     LINEAR: ClassVar[Axis]
@@ -34,26 +34,26 @@ class Axis:
 
     @classmethod
     def log(cls, low: float, high: float) -> Axis:
-        """A logarithmic axis between two values, ``low`` and ``high``, both above zero."""
+        """Return a logarithmic axis from ``low`` to ``high``, both above zero."""
         limits = math.log10(low), math.log10(high)
         return cls(limits, log_ticks(*limits), is_log=True)
 
     @classmethod
     def to(cls, values: Iterable[float]) -> Axis:
-        """A linear axis from zero to the largest of ``values``."""
+        """Return a linear axis from zero to the largest of ``values``."""
         top = max((value for value in values if 0 < value < math.inf), default=1.0)
         return cls((0.0, top))
 
     @classmethod
     def of_progress(cls, values: Iterable[float]) -> Axis:
-        """An axis that holds all ``values``: like :meth:`to`, or logarithmic if they span much."""
+        """Return an axis for all ``values``: like :meth:`to`, or logarithmic if their range is wide."""
         known = [value for value in values if 0 < value < math.inf]
         is_wide = bool(known) and max(known) > _WIDE * min(known)
         return cls.log(min(known), max(known)) if is_wide else cls.to(known)
 
     @classmethod
     def from_zero(cls, values: Iterable[float]) -> Axis:
-        """A linear axis from zero to somewhat beyond the largest of ``values``."""
+        """Return a linear axis from zero to slightly above the largest of ``values``."""
         top = 1.1 * max((value for value in values if value < math.inf), default=0.0)
         limits = (0.0, top if top > 0 else 1.0)
         ticks = nice_ticks(*limits)
@@ -61,11 +61,11 @@ class Axis:
 
     @property
     def top(self) -> float:
-        """The largest value that it shows."""
+        """Largest value on the axis."""
         return 10 ** self.limits[1] if self.is_log else self.limits[1]
 
     def place(self, value: float) -> float:
-        """Where a ``value`` lies; NaN where the axis cannot show it."""
+        """Return the position of a ``value``; NaN if the axis cannot show it."""
         if not math.isfinite(value) or (self.is_log and value <= 0):
             return math.nan
         return math.log10(value) if self.is_log else value
@@ -76,14 +76,14 @@ Axis.LINEAR = Axis((0.0, 1.0))
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together.
+    """Points of one series.
 
     Attributes:
-        name: What they are.
-        style: One of the charts' (``s0`` to ``s3``).
-        xs: In the data's units.
-        ys: Likewise.
-        drawn: As a line, as dots, or both.
+        name: Name of the series.
+        style: Style of the charts (``s0`` to ``s3``).
+        xs: Horizontal coordinates, in the units of the data.
+        ys: Vertical coordinates, in the units of the data.
+        drawn: Whether points are drawn as a line, as dots, or both.
     """
 
     name: str
@@ -102,26 +102,17 @@ class Series:
         y: str | Callable[[Mapping[str, float]], float],
         drawn: Literal["line", "dots", "both"] = "line",
     ) -> Series:
-        """What records hold.
-
-        Args:
-            name: What they are.
-            style: One of the charts'.
-            records: A point each.
-            x: Key of the horizontal coordinate.
-            y: Key of the vertical one, or what gives it.
-            drawn: As a line, as dots, or both.
-        """
+        """Return the series of records at key ``x`` and at key or function ``y``."""
         ys = [record[y] if isinstance(y, str) else y(record) for record in records]
         return cls(name, style, [record[x] for record in records], ys, drawn)
 
     @property
     def is_drawable(self) -> bool:
-        """Whether there is a point at all."""
+        """Whether there is any point."""
         return any(math.isfinite(x) and math.isfinite(y) for x, y in zip(self.xs, self.ys, strict=True))
 
     def told(self) -> str:
-        """What it shows, for those who cannot see it."""
+        """Return a description for readers who cannot see the chart."""
         known = [y for y in self.ys if math.isfinite(y)]
         if self.drawn == "dots":
             return f"{self.name}: {len(known):,}."
@@ -131,12 +122,9 @@ class Series:
         )
 
     def places(self, x: Axis, y: Axis, *, thinned: bool = True) -> tuple[list[float], list[float]]:
-        """Where the points lie; a line has at most a few hundred, each the mean of neighbours.
+        """Return the positions of the points; if ``thinned``, a line has at most a few hundred means of neighbours.
 
-        Args:
-            x: The horizontal axis; points that it cannot show are left out.
-            y: The vertical one; what it cannot show is NaN, and so is a mean with it.
-            thinned: Whether there may be fewer points than values.
+        Points that ``x`` cannot show are left out; values that ``y`` cannot show are NaN, and so are their means.
         """
         pairs = [(x.place(a), y.place(b)) for a, b in zip(self.xs, self.ys, strict=True)]
         pairs = [pair for pair in pairs if math.isfinite(pair[0])]
@@ -161,21 +149,18 @@ def draw(
     level: tuple[float, str] | None = None,
     places: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A chart of several series.
+    """Return a chart of several series as HTML; empty if there is nothing to draw except dots.
 
     Args:
-        pictures: Of the page.
-        heading: Above it.
-        series: What to draw; those without a point are left out.
+        pictures: Charts of the page.
+        heading: Text above the chart.
+        series: Series to draw; those without a point are left out.
         labels: Names and units of the two axes.
-        caption: Below it.
-        x: The horizontal axis; None for a linear one from zero.
-        y: The vertical axis; None for one from zero.
-        level: Value and text of a horizontal reference line.
-        places: Values and texts of vertical ones.
-
-    Returns:
-        HTML; nothing if there is nothing to draw but dots.
+        caption: Text below the chart.
+        x: Horizontal axis; None for a linear one from zero.
+        y: Vertical axis; None for one from zero.
+        level: Value and text of a horizontal reference line; None for none.
+        places: Values and texts of vertical reference lines.
     """
     series = [one for one in series if one.is_drawable]
     if all(one.drawn == "dots" for one in series):
@@ -194,7 +179,7 @@ def draw(
         if one.drawn != "dots":
             chart.line(xs, ys, one.style)
         has_all = one.drawn == "dots" or (one.drawn == "both" and len(xs) <= _MOST_DOTS)
-        points = range(len(ys)) if has_all else _alone(ys)  # a line needs two
+        points = range(len(ys)) if has_all else _alone(ys)  # a line needs two points
         chart.dots([xs[index] for index in points], [ys[index] for index in points], one.style)
     key = "".join(
         f' <span class="entry"><span class="key {one.style}"></span>{escape(one.name)}</span>' for one in series
@@ -203,6 +188,6 @@ def draw(
 
 
 def _alone(ys: Sequence[float]) -> list[int]:
-    """Points whose neighbours are missing."""
+    """Return the indices of points without neighbours."""
     known = [False, *(math.isfinite(y) for y in ys), False]
     return [at for at in range(len(ys)) if known[at + 1] and not (known[at] or known[at + 2])]

@@ -1,1 +1,1 @@
-"""Engines that answer: text from language models."""
+"""Inference: text from language models, scores from quantised ranking models."""

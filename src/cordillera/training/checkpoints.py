@@ -1,8 +1,8 @@
-"""Checkpoints: complete or absent, and verified before they are believed.
+"""Checkpoints that are complete or absent, and verified before use.
 
 A checkpoint is a folder ``step-000001234`` with ``tensors.safetensors`` (weights, optimizer moments, random state),
 ``state.json`` (counters) and ``checksums.json`` (SHA-256 of the other two). It is written under a hidden name, flushed
-to the disk and renamed, so a folder of that name is a whole checkpoint. Nothing is ever unpickled.
+to the disk and renamed, so a folder of that name is a complete checkpoint. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read from a checkpoint.
+    """Content of a checkpoint.
 
     Attributes:
         folder: Folder of the checkpoint.
@@ -47,12 +47,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Training steps done when it was written."""
+        """Number of training steps done when it was written."""
         return int(self.state["step"])
 
 
 def flush(path: Path) -> None:
-    """Wait until the disk has what was written to a file, or which files were made in a folder."""
+    """Wait until the content of a file, or the list of files of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,11 +65,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
 
     Args:
         path: Path of the file.
-        tensors: On the CPU, contiguous, by name.
+        tensors: Contiguous tensors on the CPU, by name.
         header: Metadata to store with the tensors.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: If the file cannot be written.
     """
     try:
         save_file(tensors, path, header)
@@ -95,12 +95,12 @@ def _sort_header(path: Path) -> None:
 
 
 def folder_of(parent: Path, step: int) -> Path:
-    """Where, in the folder ``parent``, the checkpoint of a step lies."""
+    """Return the path of a step's checkpoint in the folder ``parent``."""
     return parent / f"step-{step:09d}"
 
 
 def steps(parent: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending. Unfinished ones do not count."""
+    """Return the steps of the complete checkpoints in a folder, ascending."""
     return sorted(int(path.name[5:]) for path in parent.glob("step-*") if path.name[5:].isdigit())
 
 
@@ -108,15 +108,15 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
     """Write a checkpoint.
 
     Args:
-        parent: The folder of all checkpoints.
+        parent: Folder of all checkpoints.
         tensors: Tensors to save, by name; contiguous copies are made only of tensors that are not contiguous.
         state: Plain JSON values; ``state["step"]`` names the checkpoint.
 
     Returns:
-        The checkpoint's folder.
+        Folder of the checkpoint.
 
     Raises:
-        RunError: the disk is full or read-only. Earlier checkpoints are intact.
+        RunError: If the disk is full or read-only. Earlier checkpoints are intact.
     """
     target = folder_of(parent, int(state["step"]))
     temporary = parent / f".{target.name}.{os.getpid()}.tmp"
@@ -140,13 +140,13 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a checkpoint, by name, as they were when it was written.
+    """Return the SHA-256 of each file of a checkpoint from the time of writing, by name.
 
     Args:
         folder: Folder of the checkpoint.
 
     Raises:
-        CheckpointError: they are missing or damaged.
+        CheckpointError: If the checksums are missing or damaged.
     """
     path = folder / _CHECKSUMS
     sums = read_sealed(path, error=CheckpointError, remedy=_REMEDY)
@@ -160,7 +160,7 @@ def load(folder: Path) -> Checkpoint:
     """Read a checkpoint after verifying every byte of it.
 
     Raises:
-        CheckpointError: a file is missing or differs from its checksum; the message names it.
+        CheckpointError: If a file is missing or differs from its checksum; the message names it.
     """
     for name, digest in checksums(folder).items():
         path = folder / name
@@ -175,7 +175,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Describe tensors that hold NaN or infinity; None if all are finite. Tensors are read once and not copied.
+    """Describe tensors with NaN or infinity; return None if all are finite. Tensors are read once and not copied.
 
     Args:
         tensors: Tensors of any dtype, by name.
@@ -194,7 +194,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def prune(parent: Path, keep: set[int]) -> None:
-    """Delete the checkpoints in ``parent`` but those of the steps in ``keep``, and what unfinished writes left."""
+    """Delete the checkpoints in ``parent`` except those of the steps in ``keep``, and remains of unfinished writes."""
     for step in steps(parent):
         if step not in keep:
             remove_folder(folder_of(parent, step))
@@ -203,7 +203,7 @@ def prune(parent: Path, keep: set[int]) -> None:
 
 
 def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
-    """Part nested state into plain JSON values and tensors.
+    """Separate nested state into plain JSON values and tensors.
 
     Args:
         value: Dicts and lists of plain values and tensors.
@@ -232,10 +232,10 @@ def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo :func:`pack`; tensors are copied, since those of a checkpoint are memory-mapped.
+    """Undo :func:`pack`; tensors are copied, because those of a checkpoint are memory-mapped.
 
     Args:
-        value: What ``pack`` gave first.
+        value: First result of :func:`pack`.
         tensors: All tensors by name.
     """
     if isinstance(value, dict):
@@ -248,7 +248,7 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of torch's random generators, as tensors for a checkpoint."""
+    """Return the state of torch's random generators, as tensors for a checkpoint."""
     state = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["random.cuda"] = torch.cuda.get_rng_state()
@@ -256,7 +256,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: dict[str, Tensor]) -> None:
-    """Set torch's random generators to what :func:`random_state` saved."""
+    """Restore torch's random generators from :func:`random_state`."""
     torch.set_rng_state(tensors["random.cpu"].clone())
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"].clone())

@@ -1,4 +1,4 @@
-"""The optimizer of dense parameters and the learning-rate schedule that dense parameters and tables share."""
+"""Optimizer of dense parameters, and the learning-rate schedule of dense parameters and tables."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from cordillera.embeddings.tables import EmbeddingTables
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that are trained by the dense optimizer: all but the embedding tables', which update themselves."""
+    """Return the parameters of the dense optimizer: all except embedding tables, which update themselves."""
     owned = {id(p) for module in model.modules() if isinstance(module, EmbeddingTables) for p in module.parameters()}
     return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned}
 
 
 def embedding_tables(model: nn.Module) -> dict[str, EmbeddingTables]:
-    """The embedding tables of a model, by module name."""
+    """Return the embedding tables of a model by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingTables)}
 
 
 def build_adamw(
     model: nn.Module, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW over the dense parameters; weight decay spares biases and norms (tensors of fewer than two dimensions).
+    """Build AdamW over the dense parameters; tensors of fewer than two dimensions have no weight decay.
+
+    Those tensors are biases and norms.
 
     Args:
         model: The model.
         learning_rate: Peak rate; the schedule scales it.
         betas: Decay rates of the two moments.
-        eps: Added to the denominator.
-        weight_decay: Decoupled decay a step, times the learning rate (Loshchilov and Hutter 2019).
+        eps: Term added to the denominator.
+        weight_decay: Decoupled decay per step, multiplied by the learning rate (Loshchilov and Hutter 2019).
     """
     groups: dict[Any, dict[str, Any]] = {}
     for parameter in dense_parameters(model).values():
@@ -50,14 +52,14 @@ def build_adamw(
 def schedule(
     step: int, total: int, *, warmup: int, decay: Literal["none", "linear", "cosine"], floor: float = 0.0
 ) -> float:
-    """The factor on all learning rates at one step.
+    """Return the factor of all learning rates at one step.
 
     Args:
-        step: Steps taken before this one, from 0.
-        total: Steps of the whole training.
-        warmup: Steps over which the factor rises linearly to 1; the first step uses ``1 / warmup``.
-        decay: How it falls after that.
-        floor: The factor at the last step, with ``linear`` and ``cosine``.
+        step: Number of steps taken before this one.
+        total: Number of steps of the whole training.
+        warmup: Number of steps over which the factor rises linearly to 1; the first step uses ``1 / warmup``.
+        decay: Decay after that.
+        floor: Factor at the last step, with ``linear`` and ``cosine``.
 
     Returns:
         A factor in (0, 1].

@@ -1,4 +1,4 @@
-"""What a person does with a recipe, as functions: train, evaluate, predict, report, compare, sweep, isoflop.
+"""Operations on recipes and runs as functions: train, evaluate, predict, report, compare, sweep, isoflop.
 
 The command line calls these and adds nothing but drawing. Modules are imported when they are used, because planning
 does without torch, which takes seconds to import.

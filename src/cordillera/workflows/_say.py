@@ -1,4 +1,4 @@
-"""Progress of a workflow, told to its caller one line at a time."""
+"""Progress of a workflow, reported to its caller one line at a time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,4 @@ Say = Callable[[str], object]
 
 
 def silent(text: str) -> None:
-    """Drop the text.
-
-    Args:
-        text: One line of text.
-    """
+    """Ignore the text."""

@@ -1,4 +1,4 @@
-"""Drift of live samples away from those on which a quantised model was calibrated."""
+"""Drift of live samples away from the samples on which a quantised model was calibrated."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Drift:
     """Result of :func:`watch`.
 
     Attributes:
-        samples: Number of samples that were compared.
-        alarms: Numbers and shares that moved, in order of rising probability.
+        alarms: Numbers and shares that moved, in ascending order of probability.
         watched: Number of numbers and shares that were watched.
         checks: Number of comparisons among which the probability of a false alarm is divided.
         lacks: Name of the group column if the file does not have it, so that all samples count as independent.
@@ -45,9 +44,9 @@ def watch(run: Run | Path | str, file: Path | str, *, false_alarms: float = 1e-3
         false_alarms: Probability of an alarm if nothing has changed.
 
     Raises:
-        CheckpointError: there is no quantised model, or it is damaged or belongs to another run.
-        DataError: the file cannot be read, or holds fewer than two samples whose numbers are finite.
-        NumericsError: ``false_alarms`` is not a probability.
+        CheckpointError: If there is no quantised model, or it is damaged or belongs to another run.
+        DataError: If the file cannot be read, or holds fewer than two samples whose numbers are finite.
+        NumericsError: If ``false_alarms`` is not a probability.
     """
     check_false_alarms(false_alarms)
     run = run if isinstance(run, Run) else Run(run)

@@ -1,4 +1,4 @@
-"""What flipped bits do to a trained ranking model: ``cordillera inject RUN``."""
+"""Effects of bit flips on a trained ranking model: ``cordillera inject RUN``."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _DLRM = {"bottom": "bottom MLP", "top": "top MLP", "heads": "top MLP"}
 
 @dataclass(frozen=True)
 class InjectionConfig:
-    """What is injected.
+    """Settings of an injection.
 
     Attributes:
-        injections: Faults of the component with the widest numbers, rounded up so that every bit position of every
-            component gets as many; None for 8,192, or with a ``half_width`` for as many as that takes, a million at
-            most.
-        half_width: End as soon as every component's PVF is known to plus or minus this.
-        faults: What one fault is.
-        components: Names of those to hit; none for all.
-        seed: Of the faults and of the choice of samples.
-        samples: Rows of the test split that every fault is tried on.
-        threshold: The click probability at which a score becomes a yes.
+        injections: Number of faults of the component with the widest numbers, rounded up so that every bit position of
+            every component gets equally many. None for 8,192, or with a ``half_width`` for as many as that needs, up to
+            a million.
+        half_width: Half width of every component's PVF interval at which to end; None for no such end.
+        faults: Model of one fault.
+        components: Names of the components to hit; empty for all.
+        seed: Seed of the faults and of the choice of samples.
+        samples: Number of rows of the test split on which every fault is tried.
+        threshold: Click probability from which a score counts as positive.
     """
 
     injections: int | None = None
@@ -61,13 +61,13 @@ class InjectionConfig:
 
 @dataclass
 class InjectionOutcome:
-    """What :func:`inject` found.
+    """Result of :func:`inject`.
 
     Attributes:
-        found: By component.
-        content: Of ``injection.json``.
-        interrupted: Whether a signal ended it early; what was found until then is written all the same.
-        files: ``injection.json`` and ``injection.html`` in the run's folder.
+        found: Vulnerability by component.
+        content: Content of ``injection.json``.
+        interrupted: Whether a signal ended it early; the results until then are written.
+        files: Paths of ``injection.json`` and ``injection.html`` in the run's folder.
     """
 
     found: dict[str, Vulnerability]
@@ -77,13 +77,13 @@ class InjectionOutcome:
 
 
 class TableFaults:
-    """The outputs of those samples that read a corrupted row of a model's embedding tables.
+    """Outputs of the samples that read a corrupted row of a model's embedding tables.
 
     Args:
         model: The model.
         batch: The samples.
-        embeddings: What the intact tables give for them, ``[B, F, D]``.
-        rows: Of stored rows ``[M, ...]``, the embeddings ``[M, D]`` that they stand for. Default: as they are.
+        embeddings: Embeddings of the samples from the intact tables, ``[B, F, D]``.
+        rows: Function from stored rows ``[M, ...]`` to their embeddings ``[M, D]``. Default: the identity.
     """
 
     def __init__(
@@ -109,25 +109,20 @@ class TableFaults:
         self.sorted_rows = self.row_of[self.by_row].contiguous()
 
     def __call__(self, region: Region, bits: Tensor) -> Touched:
-        """Compute them.
-
-        Args:
-            region: The tables' weight or a part of its rows.
-            bits: ``int64 [M, k]`` addresses; those of a fault lie in one row.
-        """
+        """Compute the outputs under faults at ``int64 [M, k]`` addresses; those of a fault lie in one row."""
         batch_size = len(self.batch)
         places, masks = region.locate(bits)
         width = region.stored.shape[-1]
         row = (places[:, 0] // width).contiguous()
         owner = region.owner.detach()
         stored = corrupted(owner[row], places % width + region.first_column, masks)
-        # every value that reads the row of a fault
+        # all values that read the row of a fault
         low, high = (torch.searchsorted(self.sorted_rows, row, right=right) for right in (False, True))
         fault, value = _ranges(low, high)
         bag = self.bag_of[self.by_row[value]]
         pairs, pair = torch.unique(fault * batch_size + bag % batch_size, return_inverse=True)
         fault_of, sample_of = pairs // batch_size, pairs % batch_size
-        # every bag that holds such a value, once, and all of its values
+        # all bags with such a value, each once, and all of their values
         bags = torch.unique(pair * len(self.offsets) + bag)
         pair, bag = bags // len(self.offsets), bags % len(self.offsets)
         of_bag, value = _ranges(self.offsets[bag], self.offsets[bag + 1])
@@ -143,18 +138,17 @@ class TableFaults:
 
 
 def _ranges(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """All whole numbers of the ranges ``[low, high)``, one range after another: of which range each is, and it."""
+    """Return the index of the range, and the number, for every number of the ranges ``[low, high)`` in order."""
     counts = high - low
     of = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return of, torch.arange(len(of)) - (counts.cumsum(0) - counts - low)[of]
 
 
 def components_of(model: RankingModel) -> list[Component]:
-    """A ranking model's weights in parts that are reported together: the tables, and each module of the model.
+    """Return a ranking model's weights in parts that are reported together: the tables, and each module.
 
-    Args:
-        model: The model. Of a DLRM the heads count as the top MLP's last layers. Of tables whose rows are kept in few
-            bits, the scales and the cached rows are parts of their own.
+    The heads of a DLRM count as the last layers of the top MLP. For tables with rows in few bits, the scales and the
+    cached rows are separate parts.
     """
     names = _DLRM if isinstance(model, DLRM) else {}
     groups: dict[str, list[Region]] = {}
@@ -170,7 +164,7 @@ def components_of(model: RankingModel) -> list[Component]:
 
 
 def _cached_regions(tables: CachedEmbeddingTables) -> dict[str, list[Region]]:
-    """The memory of tables with rows in few bits: codes, scales with biases, and float32 rows in the cache."""
+    """Return the memory of tables with rows in few bits: codes, scales with biases, and float32 rows in the cache."""
     form, payload = tables.form, tables.payload
     layouts = {
         "fp32": BitLayout.of(torch.float32),
@@ -189,16 +183,16 @@ def _cached_regions(tables: CachedEmbeddingTables) -> dict[str, list[Region]]:
 
 
 def replay_of(model: RankingModel, batch: RankingBatch, threshold: float = 0.5) -> Replay:
-    """Judges faults of a ranking model by the side of a threshold on which its scores fall, computed in float32.
+    """Return a judge of faults: a fault matters if a score, computed in float32, crosses a threshold.
 
     Args:
-        model: In evaluation mode.
+        model: Model in evaluation mode.
         batch: Samples.
-        threshold: A probability in (0, 1).
+        threshold: Probability in (0, 1).
 
     Raises:
-        DataError: the threshold is no such probability.
-        NumericsError: no score of the intact model is a number.
+        DataError: If the threshold is out of range.
+        NumericsError: If no score of the intact model is a number.
     """
     if not 0 < threshold < 1:
         raise DataError(f"must lie between 0 and 1, got {threshold}", where="threshold")
@@ -223,20 +217,21 @@ def inject(
 ) -> InjectionOutcome:
     """Flip bits in the weights of a trained ranking model and count outputs that become wrong.
 
-    Writes ``injection.json`` and ``injection.html`` into the run's folder. Weights are hit as they are stored and used
-    in float32. Ctrl-C or SIGTERM ends the injections; what was found is written.
+    Weights are hit as they are stored and used in float32. The results go to ``injection.json`` and ``injection.html``
+    in the run's folder, also after Ctrl-C or SIGTERM.
 
     Args:
         run: The run or its folder.
-        config: What is injected.
-        on_round: Told how many faults a bit position are done, of how many.
-        say: Called with one line of text at each stage.
+        config: Settings of the injection; None for the defaults.
+        on_round: Function called with the number of faults done and the total, per bit position.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        RunError: it is not a run of a ranking model.
-        CheckpointError: there is no checkpoint, or it is corrupt.
-        DataError: the data cannot be had, there is no test split, or ``samples`` or ``threshold`` make no sense.
-        NumericsError: an unknown component, a fault wider than a number, or a half-width that is no share.
+        RunError: If it is not a run of a ranking model.
+        CheckpointError: If there is no checkpoint, or it is corrupt.
+        DataError: If the data is not available, there is no test split, or ``samples`` or ``threshold`` is out of
+            range.
+        NumericsError: If a component is unknown, a fault is wider than a number, or ``half_width`` is out of range.
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or InjectionConfig()
@@ -301,7 +296,7 @@ def _chosen(components: Sequence[Component], names: Sequence[str]) -> list[Compo
 
 
 def _rounds(campaign: Campaign, config: InjectionConfig) -> int:
-    """Faults a bit position, at least two: one has no spread."""
+    """Return the number of faults per bit position, at least two because one has no spread."""
     positions = max((len(result.strata) for result in campaign.found.values()), default=1) or 1
     injections = config.injections or (INJECTIONS if config.half_width is None else _MOST_INJECTIONS)
     return max(2, -(-injections // positions))

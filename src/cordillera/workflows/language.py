@@ -1,8 +1,7 @@
-"""What a person does with the recipe of a language model, as functions: train, evaluate.
+"""Training and evaluation of the recipe of a language model, as functions.
 
-The process that is called reads the recipe, checks all that can be checked, prepares text and folder, and starts the
-processes that train. Where a launcher has started them already (``torchrun``), each of them does so, and rank 0 alone
-writes.
+The calling process reads the recipe, checks all that can be checked, prepares text and folder, and starts the processes
+that train. If a launcher (``torchrun``) has already started them, each of them prepares, and rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ from cordillera.workflows._say import Say, silent
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of
 
-_BEGUN = "run"  # key of the launcher's store: the folder of the run that this job began
+_BEGUN = "run"  # key in the launcher's store of the folder of the run that this job began
 
 
 @dataclass
 class LanguageOutcome:
-    """What :func:`train` did.
+    """Result of :func:`train`.
 
     Attributes:
-        run: The run's folder.
+        run: The run.
         report: Report of training.
     """
 
@@ -73,14 +72,14 @@ class LanguageOutcome:
 
 
 def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
-    """A recipe whose mesh takes so many processes: ``parallel.shard`` takes what the other sizes leave.
+    """Return a recipe whose mesh has this number of processes: ``parallel.shard`` takes what the other sizes leave.
 
     Args:
         recipe: Recipe as written.
-        processes: None for as many as its sizes make.
+        processes: Number of processes; None for the product of its sizes.
 
     Raises:
-        PlanError: the other sizes do not divide the processes, or ``shard`` is another number already.
+        PlanError: If the other sizes do not divide the processes, or ``shard`` is set to another number.
     """
     parallel = recipe.parallel
     if processes is None or processes == parallel.world:
@@ -115,20 +114,20 @@ def train(
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
 
     Args:
-        recipe: Recipe to train. To resume, the recipe in the folder, of which ``parallel`` may differ.
-        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Continue the run in ``folder`` from its newest checkpoint.
-        processes: On this machine, where no launcher has started any; see :func:`with_processes`. Default: as many as
-            ``recipe.parallel`` makes.
-        on_step: Called on rank 0 after every step.
-        say: Called on rank 0 with one line of text at each stage.
+        recipe: Recipe to train. To resume, the recipe in the folder, possibly with another ``parallel``.
+        folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
+        resume: Whether to continue the run in ``folder`` from its newest checkpoint.
+        processes: Number of processes on this machine, if no launcher has started any; see :func:`with_processes`.
+            Default: the product of the sizes of ``recipe.parallel``.
+        on_step: Function called on rank 0 after every step.
+        say: Function called on rank 0 with one line of text at each stage.
 
     Raises:
-        RunError: the folder exists (without ``resume``) or does not (with it); a process died.
-        CheckpointError: the newest checkpoint is corrupt, or ``training.start`` is none.
-        DataError: the text cannot be had or is not acceptable.
-        PlanError: the mesh does not fit the model or the processes.
-        TrainingError: too many steps in a row were not finite.
+        RunError: If the folder exists (without ``resume``) or does not (with it), or a process died.
+        CheckpointError: If the newest checkpoint is corrupt, or ``training.start`` is not a checkpoint.
+        DataError: If the text is not available or not acceptable.
+        PlanError: If the mesh does not fit the model or the processes.
+        TrainingError: If too many steps in a row were not finite.
     """
     place = place_in_job()
     size = None if place is None else place.size
@@ -151,7 +150,7 @@ def train(
                 where="parallel",
                 remedy="start fewer processes, or set device=cpu",
             )
-        run = _prepare(recipe, folder, resume, say)  # in no job yet: Ctrl-C ends it at once
+        run = _prepare(recipe, folder, resume, say)  # outside a job, so that Ctrl-C ends it at once
         if recipe.threads is None:
             threads = threads_of(None, say, folder=run.folder if resume else None, processes=parallel.world)
             keep_threads(run, threads, parallel.world)
@@ -169,19 +168,21 @@ def train(
 def evaluate(
     run: Run, recipe: LanguageRecipe, split: str = "validation", tokens: int | None = None
 ) -> LanguageEvaluation:
-    """Evaluate the newest checkpoint of a run in this process, on whatever mesh it was trained, and write
-    ``evaluation.json``.
+    """Evaluate the newest checkpoint of a run in this process, and write ``evaluation.json``.
+
+    The run may have been trained on any mesh.
 
     Args:
         run: The run.
-        recipe: Recipe that stands in its folder.
+        recipe: Recipe in the run's folder.
         split: ``validation``: the documents that were held out.
-        tokens: Evaluate on about so many of them at most. Default: ``training.evaluation_tokens`` of the recipe.
+        tokens: Approximate largest number of tokens to evaluate on. Default: ``training.evaluation_tokens`` of the
+            recipe.
 
     Raises:
-        RunError: there is no such split, or nothing was held out.
-        CheckpointError: there is no checkpoint, or it is corrupt.
-        Interrupted: Ctrl-C or SIGTERM ended it; what ``evaluation.json`` held before is left.
+        RunError: If there is no such split, or nothing was held out.
+        CheckpointError: If there is no checkpoint, or it is corrupt.
+        Interrupted: If Ctrl-C or SIGTERM ended it; ``evaluation.json`` is then unchanged.
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
@@ -192,7 +193,7 @@ def evaluate(
     device = select_device(recipe.device).type
     if not steps(run.checkpoints):
         raise CheckpointError("holds no checkpoint", where=str(run.checkpoints), remedy="train first")
-    prepare_corpora(recipe.data)  # in no job yet: Ctrl-C ends it at once
+    prepare_corpora(recipe.data)  # outside a job, so that Ctrl-C ends it at once
     with join_job(device, alone.parallel.deadline_s) as job:
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -211,7 +212,7 @@ def evaluate(
 
 
 def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
-    """Refuse what does not fit, before any work; ``folder`` of a run that goes on."""
+    """Refuse an invalid recipe before any work; ``folder`` is that of a resumed run."""
     if ":" in recipe.device:
         remedy = "write device = 'cuda'; CUDA_VISIBLE_DEVICES chooses among GPUs"
         raise PlanError("each process of a language model takes the next GPU", where=recipe.device, remedy=remedy)
@@ -247,7 +248,6 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
 
 
 def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say) -> Run:
-    """Text into the cache, and the run's folder."""
     say(f"text: {recipe.data.label}")
     corpora = prepare_corpora(recipe.data)
     vocabulary = corpora.tokenizer.vocab_size
@@ -262,12 +262,12 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
     wanted, per_step = recipe.training.steps, recipe.packing.tokens
     passes = min(wanted * per_step / max(learnt, 1), recipe.data.epochs or math.inf)
     say(f"      {wanted:,} steps of {per_step:,} tokens go through it {passes:.2g} times")
-    batches_of(recipe, corpora)  # what does not fit is refused here, before there are processes and a folder
+    batches_of(recipe, corpora)  # refuses what does not fit before there are processes and a folder
     described = _describe(recipe, corpora)
     if resume:
         run = Run(folder or "")
         with run.lock():
-            # a run may have been ended before it wrote down its text
+            # a run may have ended before it recorded its text
             was = _text_of(run) if (run.folder / "model.json").is_file() else text_identity(corpora.facts)
             if was != text_identity(corpora.facts):
                 raise RunError(
@@ -294,7 +294,6 @@ def _prepare(recipe: LanguageRecipe, folder: Path | str | None, resume: bool, sa
 
 
 def _text_of(run: Run) -> list[Any]:
-    """Identity of the text with which a run began."""
     try:
         return text_identity(run.read_json("model.json")["data"])
     except (KeyError, TypeError) as error:
@@ -303,7 +302,7 @@ def _text_of(run: Run) -> list[Any]:
 
 
 def _check_resumed(run: Run, recipe: LanguageRecipe) -> None:
-    """Refuse to resume from the newest checkpoint, if there is one, with another recipe."""
+    """Check that the newest checkpoint, if there is one, was written with this recipe."""
     for step in steps(run.checkpoints)[-1:]:
         content = ShardedFolder(folder_of(run.checkpoints, step)).read_json(STATE)
         check_recipe(content["state"].get("recipe"), recipe, run.recipe_file)
@@ -312,10 +311,10 @@ def _check_resumed(run: Run, recipe: LanguageRecipe) -> None:
 def _prepare_together(
     job: Job, recipe: LanguageRecipe, folder: Path | str | None, resume: bool, say: Say
 ) -> tuple[Run, bool]:
-    """The same where processes were started by a launcher: rank 0 first, then one of each machine, then all go on.
+    """Prepare in processes that a launcher started: rank 0 first, then one process per machine, then all continue.
 
-    Preparing text may take longer than a collective is waited for. Processes that the launcher started anew go on with
-    the run that those before them began: the second value says whether a run goes on.
+    Preparing text may take longer than the time limit of a collective. Processes that the launcher restarted continue
+    the run that their predecessors began: the second value says whether a run is continued.
     """
     place: list[Any] = ["", resume]
     if job.rank == 0:
@@ -328,7 +327,7 @@ def _prepare_together(
         place = [str(run.folder), resume]
     job.watchdog.meet("run prepared")
     if os.environ.get("LOCAL_RANK") == "0":
-        prepare_corpora(recipe.data)  # where the cache is that of rank 0, this finds it there
+        prepare_corpora(recipe.data)  # finds the result of rank 0 in a common cache
     job.watchdog.meet("text prepared")
     if job.size > 1:
         dist.broadcast_object_list(place)
@@ -358,7 +357,7 @@ def _work(model: LlamaConfig) -> DocumentWork:
 
 
 def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
-    """What a recipe trains on.
+    """Return the batches that a recipe trains on.
 
     Args:
         recipe: The recipe.
@@ -376,7 +375,7 @@ def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
 
 
 class _Line:
-    """From rank 0 to the process that started it: what the person who waits is told."""
+    """Sends messages for the user from rank 0 to the process that started it."""
 
     def say(self, text: str) -> None:
         tell(("say", text))
@@ -388,7 +387,6 @@ class _Line:
 def _launch(
     recipe: LanguageRecipe, run: Run, resume: bool, device: Any, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
-    """Train in processes on this machine."""
     config = LaunchConfig(
         device_type=device,
         threads=recipe.threads,
@@ -415,7 +413,7 @@ def _launch(
 
 
 def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> dict[str, Any]:
-    """One of several processes on this machine; what it returns are plain values."""
+    """Train as one of several processes on this machine; return plain values."""
     with join_job() as job:
         line = _Line() if rank == 0 else None
         report = _train(job, recipe, Run(folder), resume, *((line.on_step, line.say) if line else (None, silent)))
@@ -425,7 +423,7 @@ def _launched(rank: int, recipe: LanguageRecipe, folder: str, resume: bool) -> d
 def _train(
     job: Job, recipe: LanguageRecipe, run: Run, resume: bool, on_step: LanguageStepCallback | None, say: Say
 ) -> LanguageReport:
-    """What each process does; the recipe's mesh has as many places as the job has processes."""
+    """Train in each process; the recipe's mesh has as many places as the job has processes."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     trainer = _trainer(job, recipe, run, on_step)
@@ -470,7 +468,7 @@ def _trainer(
 
 
 def _start_from(engine: LanguageEngine, source: Source) -> None:
-    """Give an engine the weights of a checkpoint; each rank reads what its stages hold."""
+    """Load the weights of a checkpoint into an engine; each rank reads those of its stages."""
 
     def read(name: str, shape: torch.Size) -> torch.Tensor:
         whole = torch.empty(shape)

@@ -1,4 +1,4 @@
-"""What ``cordillera plan`` does, for the command line and for Python: search and write, calibrate and write."""
+"""Functions behind ``cordillera plan``: search for plans or fit a calibration, and write the results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from cordillera.reports.ranking import plan as recommender_export
 
 
 def parse_change(text: str) -> tuple[str, float | str]:
-    """Read ``level.key=value``, ``level.key*=2`` or ``level.key/=2``.
+    """Parse ``level.key=value``, ``level.key*=2`` or ``level.key/=2`` into a path and a value.
 
     Raises:
-        PlanError: If it is none of these.
+        PlanError: If the text has none of these forms.
     """
     path, sign, value = text.partition("=")
     operator = path[-1:] if path[-1:] in ("*", "/") else ""
@@ -49,14 +49,14 @@ def parse_change(text: str) -> tuple[str, float | str]:
 
 @dataclass(frozen=True)
 class Planned:
-    """What was found and written.
+    """Results of planning a language model.
 
     Attributes:
-        explorer: With workload and cluster.
-        found: By the search.
+        explorer: Explorer with workload and cluster.
+        found: Result of the search.
         production: The production-like plan.
-        what_if: The best plan after each change of the cluster and on each bad day that was asked for.
-        files: Written, by kind.
+        what_if: Steps of the best plan after each requested change of the cluster and each requested fault.
+        files: Paths of the written files, by kind.
     """
 
     explorer: Explorer
@@ -68,14 +68,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedRecommender:
-    """What was found and written for a recommendation model.
+    """Results of planning a recommendation model.
 
     Attributes:
-        explorer: With workload and cluster.
-        found: By the search.
+        explorer: Explorer with workload and cluster.
+        found: Result of the search.
         production: The production-like plan.
-        what_if: The best plan after each change of the cluster that was asked for.
-        files: Written, by kind.
+        what_if: Steps of the best plan after each requested change of the cluster.
+        files: Paths of the written files, by kind.
     """
 
     explorer: RecommenderExplorer
@@ -115,27 +115,27 @@ def plan(
 ) -> Planned | PlannedRecommender:
     """Search for the best plan and write ``plan.json``, ``plan.html`` and ``trace.json``.
 
-    An interrupt (Ctrl-C) ends the search; what was found until then is written.
+    An interrupt (Ctrl-C) ends the search; the plans found so far are written.
 
     Args:
         workload: Shipped name or path of a TOML file.
         cluster: Shipped name or path of a TOML file.
         folder: Folder of the files.
         devices: Number of devices to use; None for all.
-        only: Dimensions that are searched.
-        changes: Changes of the cluster, before the search: ``region.distance_km=100``.
-        what_if: Changes of the cluster that the best plan is simulated again with.
+        only: Dimensions to search.
+        changes: Changes of the cluster before the search: ``region.distance_km=100``.
+        what_if: Changes of the cluster under which the best plan is simulated again.
         slow: Factor of the time that one device takes; see :func:`cordillera.planning.language.what_if.slow_device`.
         jitter: Jitter of latencies; see :func:`cordillera.planning.language.what_if.jittered`.
-        lose: Domains without which a plan is searched again: ``building``, ``building:1``.
-        calibration: A JSON file of constants; None for those that ship for the device.
-        products: A CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to
-            go by the constants alone.
-        compare: Search each dimension alone too, and show the plans beside.
-        progress: Called with a sentence now and then.
+        lose: Domains whose loss is planned for by another search: ``building``, ``building:1``.
+        calibration: JSON file of constants; None for those shipped for the device.
+        products: CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to use
+            the constants alone.
+        compare: Whether to search each dimension alone as well, and show the plans side by side.
+        progress: Function called with a sentence from time to time.
 
     Raises:
-        PlanError: For files that are wrong and jobs that are not possible.
+        PlanError: If a file is wrong or the job is impossible.
     """
     files = {name: Path(folder) / name for name in ("plan.json", "plan.html", "trace.json")}
     clusters.check_writable(*files.values())
@@ -144,7 +144,7 @@ def plan(
     faults.check(slow, jitter)
     domains = list(lose)
     for domain in domains:
-        faults.survivors(topology, domain)  # what is no domain is refused before the search
+        faults.survivors(topology, domain)  # an unknown domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     table = Products.read(products) if products is not None else None
     # both kinds of workload have an explorer, plans and a report with the same interface
@@ -185,7 +185,7 @@ def plan(
         if jitter is not None:
             cases.append(faults.jitter(explorer, best, jitter))
         changed = sensitivity(explorer, {"this plan": best, "production-like": base})
-        if not found.interrupted:  # who stops one search wants no other
+        if not found.interrupted:  # an interrupt also cancels the other searches
             for domain in domains:
                 cases.append(faults.lost(explorer, best, domain, only, progress))
             for one in ALL if compare else ():
@@ -215,15 +215,16 @@ def _no_products(option: str) -> PlanError:
 
 
 def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[ProductShape]:
-    """The matrix products to measure, on one of the cluster's devices, for ``products`` of :func:`plan`.
+    """Return the matrix products to measure on a device of the cluster, for ``products`` of :func:`plan`.
 
     Args:
         workload: Shipped name or path of a TOML file.
         cluster: Shipped name or path of a TOML file.
-        changes: Of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over eight.
+        changes: Changes of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over
+            eight.
 
     Raises:
-        PlanError: For files that are wrong, and for recommendation models.
+        PlanError: If a file is wrong, or the workload is a recommendation model.
     """
     work, topology = workloads.load(workload), _changed(cluster, changes)
     if isinstance(work, Recommender):
@@ -232,7 +233,7 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """Read a ``plan.json`` that :func:`plan` wrote; its ``plans`` are in order, the best first.
+    """Read a ``plan.json`` of :func:`plan`; its ``plans`` are in order, with the best first.
 
     Args:
         path: Path of the file.
@@ -244,26 +245,27 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read a calibration, written by :func:`calibrate` or without a checksum by hand.
+    """Read a calibration, written by :func:`calibrate` or by hand without a checksum.
 
     Args:
         path: Path of the file.
 
     Raises:
-        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; all of them are named.
+        PlanError: If the file does not exist, does not match its checksum, or holds mistakes; the message names all of
+            them.
     """
     return clusters.validate(Calibration, read_sealed(path, error=PlanError), str(path))
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Constants and how good they are.
+    """Fitted constants and their accuracy.
 
     Attributes:
-        constants: Fitted.
-        accuracy: On the rows that they were fitted to.
-        rows: Every measured step with its prediction in seconds.
-        file: File of the constants.
+        constants: The fitted constants.
+        accuracy: Accuracy on the rows that they were fitted to.
+        rows: Every measured step with its predicted seconds.
+        file: Path of the file of constants.
     """
 
     constants: Calibration
@@ -276,12 +278,12 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
     """Fit the constants to measured steps and write ``calibration.json``.
 
     Args:
-        measurements: A CSV file; see :func:`cordillera.planning.calibration.read`.
-        cluster: On which they were made.
+        measurements: CSV file; see :func:`cordillera.planning.calibration.read`.
+        cluster: Cluster on which they were made: shipped name or path of a TOML file.
         folder: Folder of the file.
 
     Raises:
-        PlanError: For files that are wrong.
+        PlanError: If a file is wrong.
     """
     file = Path(folder) / "calibration.json"
     clusters.check_writable(file)
@@ -304,5 +306,5 @@ def calibrate(measurements: str | Path, cluster: str | Path, folder: str | Path)
 
 
 def shipped() -> Mapping[str, Mapping[str, str]]:
-    """Workloads and clusters in the package, with their descriptions."""
+    """Return the names of the workloads and clusters in the package, with their descriptions."""
     return {"workloads": workloads.names(), "clusters": clusters.shipped()}

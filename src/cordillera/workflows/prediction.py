@@ -39,13 +39,13 @@ def predict(
     quantized: bool = False,
     planned: bool = False,
 ) -> tuple[Path, int]:
-    """Score a file of samples and write the scores beside the samples' ids.
+    """Score a file of samples and write the scores with the samples' ids.
 
     Args:
         run: The run or its folder.
         file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
         out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``. The
-            columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks), probabilities in
+            columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks): probabilities in
             float64. The file appears only when it is complete.
         batch_size: Number of samples scored at a time.
         quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
@@ -55,9 +55,9 @@ def predict(
         Path of the scores and the number of rows.
 
     Raises:
-        DataError: the file cannot be read, lacks a column, or holds a value that training would have refused.
-        NumericsError: a logit is NaN or infinite; the sample is named.
-        RunError: the scores cannot be written; no part of them remains.
+        DataError: If the file cannot be read, lacks a column, or holds a value that training would have refused.
+        NumericsError: If a logit is NaN or infinite; the message names the sample.
+        RunError: If the scores cannot be written; no part of them remains.
     """
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
@@ -120,14 +120,7 @@ def predict(
 
 
 class _Writer:
-    """Writes frames one after another to a file that appears only when it is complete.
-
-    Args:
-        target: Path of the file, ending in ``.csv`` or ``.parquet``.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Writes frames to a ``.csv`` or ``.parquet`` file that appears only when it is complete."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

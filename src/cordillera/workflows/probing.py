@@ -1,4 +1,4 @@
-"""Where a trained ranking model can be computed or trained in lower precision: probed, profiled, planned, checked."""
+"""Lower precision in trained ranking models: statistics of inputs, kernel plans, and checks of quality."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "trainin
 
 @dataclass(frozen=True)
 class Probing:
-    """What :func:`probe` found.
+    """Result of :func:`probe`.
 
     Attributes:
-        statistics: The file of what layers saw.
-        plan_file: The file of the plan.
-        profile: The plan with all that was tried for it.
-        change: Change of NE on the split that was searched on, of the plan that was written.
-        returned: Layers that went back to fp32 so that the budget is kept, in order.
+        statistics: Path of the statistics of the layers' inputs.
+        plan_file: Path of the plan.
+        profile: The plan with all kernels that were tried.
+        change: Change of NE under the plan, on the split of the search.
+        returned: Layers that returned to fp32 to keep the budget, in order.
     """
 
     statistics: Path
@@ -60,24 +60,25 @@ def probe(
     marginals: bool = False,
     say: Say = silent,
 ) -> Probing:
-    """Gather what a model's layers see, and choose the fastest kernel for each that is accurate enough.
+    """Gather statistics of the layers' inputs, and choose the fastest sufficiently accurate kernel for each layer.
 
-    A layer's kernels are judged on inputs drawn from its statistics. The whole plan is then scored on the validation
-    split; while NE rises by more than the budget, the layer of the least signal-to-noise ratio goes back to fp32.
+    Kernels are judged on inputs drawn from the statistics. The whole plan is then scored on the validation split; while
+    NE rises by more than the budget, the layer with the lowest signal-to-noise ratio returns to fp32.
 
     Args:
         run: A trained ranking run.
-        config: Bounds, sizes and counts.
+        config: Bounds, sizes and counts; None for the defaults.
         budget: Largest relative rise of NE.
-        samples: Of the training split that are probed, where training has gathered nothing (``training.probe_every``).
-        anew: Probe them although it has.
-        marginals: Draw inputs from a Gaussian copula with the quantiles of each feature, instead of from a normal
-            distribution; training must have gathered them (``training.probe_marginals``), or samples are probed.
-        say: Told of what is going on.
+        samples: Number of samples of the training split to probe, if training gathered nothing
+            (``training.probe_every``).
+        anew: Whether to probe them even if training gathered statistics.
+        marginals: Whether to draw inputs from a Gaussian copula with the quantiles of each feature, instead of a normal
+            distribution. Training must have gathered them (``training.probe_marginals``), or samples are probed.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        DependencyError: the run is of a device other than a CPU.
-        NumericsError: the budget is negative or no number, or a score or a weight is not finite.
+        DependencyError: If the run is of a device other than a CPU.
+        NumericsError: If the budget is negative or not a number, or a score or a weight is not finite.
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or DispatchConfig()
@@ -105,7 +106,7 @@ def probe(
         found = profile(products, config)
         say_skipped(found.skipped(), say)
         split = splits.validation if len(splits.validation) else splits.train
-        size = max(config.rows)  # more rows than the plan knows would be computed in fp32
+        size = max(config.rows)  # rows beyond those of the plan would be computed in fp32
         base = scored(model, split, splits, batch_size=size)
         plan, returned = found.plan, list[str]()
         while True:
@@ -118,7 +119,7 @@ def probe(
             worst = min(lowered, key=_ratio).site
             returned.append(worst)
             plan = plan.with_reference(worst, "costs more NE than the budget")
-        # Both at the end: whoever ends this earlier keeps the plan and the statistics that he had.
+        # Both at the end: an earlier interruption keeps the previous plan and statistics.
         if gathered is None:
             _copy(run.folder / TRAINING_PROBE, run.folder / PROBE_FILE)
         else:
@@ -130,12 +131,12 @@ def probe(
 
 @dataclass(frozen=True)
 class TrainingProbing:
-    """What :func:`probe_training` found.
+    """Result of :func:`probe_training`.
 
     Attributes:
-        statistics: The file of what layers saw, forwards and backwards.
-        plan_file: The file of the plan.
-        profile: The plan with all that was tried for it.
+        statistics: Path of the statistics of the layers' inputs and gradients.
+        plan_file: Path of the plan.
+        profile: The plan with all kernels that were tried.
     """
 
     statistics: Path
@@ -150,21 +151,21 @@ def probe_training(
     samples: int = 16_384,
     say: Say = silent,
 ) -> TrainingProbing:
-    """Choose the fastest kernels that are accurate enough for all three products of a training step.
+    """Choose the fastest sufficiently accurate kernels for all three products of a training step.
 
-    Gradients are those of the run's loss at its weights; no update is made. Every product keeps the bounds alone: what
-    a plan does to the quality of a training, only trainings tell. Packing is part of every time.
+    Gradients are those of the run's loss at its weights; no update is made. Only the bounds of each product are
+    checked: the effect of a plan on the quality of training can only be seen by training. Times include packing.
 
     Args:
         run: A trained ranking run.
-        config: Bounds, sizes and counts.
-        samples: Number of samples of the training split that are probed.
-        say: Told of what is going on.
+        config: Bounds, sizes and counts; None for the defaults.
+        samples: Number of samples of the training split to probe.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        DependencyError: the run is of a device other than a CPU.
-        NumericsError: a weight is not finite.
-        TrainingError: the loss is not finite.
+        DependencyError: If the run is of a device other than a CPU.
+        NumericsError: If a weight is not finite.
+        TrainingError: If the loss is not finite.
     """
     run = run if isinstance(run, Run) else Run(run)
     config = config or DispatchConfig()
@@ -198,7 +199,6 @@ def probe_training(
 
 
 def _gathered_by_training(run: Run, model: RankingModel, marginals: bool, say: Say) -> dict[str, RowStatistics] | None:
-    """What training has gathered of every layer, or None."""
     path = run.folder / TRAINING_PROBE
     if not path.is_file():
         return None
@@ -231,15 +231,15 @@ def _digest(path: Path) -> str:
 
 
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """Apply a run's plan to its model, and return the largest number of rows that the plan covers.
+    """Apply a run's plan to its model in place, and return the largest number of rows that the plan covers.
 
     Args:
         run: Run with a plan.
-        model: Model of the run, which is changed in place.
+        model: Model of the run.
         allow_stale: Whether to accept a plan that was made on another machine or with other libraries.
 
     Raises:
-        NumericsError: there is no plan, it is damaged, or it was made on another machine or for other weights.
+        NumericsError: If there is no plan, it is damaged, or it was made on another machine or for other weights.
     """
     path = run.folder / PLAN_FILE
     plan = PrecisionPlan.load(path, allow_stale=allow_stale)

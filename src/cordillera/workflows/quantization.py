@@ -1,4 +1,4 @@
-"""A trained ranking model in fewer bits: searched for, written, used, watched."""
+"""Quantisation of trained ranking models: search for formats, write the model, and confirm its quality."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _LAYER_KERNELS = ("int8 static", "int8 dynamic", "int8 dynamic onednn", "fp16 we
 _SMALLEST_KERNELS = ("int4 weights", *_LAYER_KERNELS)
 _REST = "rest of the model"
 _REPORT, _PAGE = "report.json", "report.html"
-_LEAST_WEIGHTS = 1024  # of a layer that is looked at: smaller ones save nothing
+_LEAST_WEIGHTS = 1024  # weights of the smallest layer that is considered; smaller ones save nothing
 _CALIBRATION_ROWS = 16_384
 _BATCH = 256
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer beside its twin in fp32.
+    """Comparison of one layer with its fp32 version.
 
     Attributes:
         name: Name of the layer.
         kernel: Kernel that computes the layer.
-        alone_db: Signal to noise of its output on the same inputs; NaN for fp32.
-        in_place_db: SQNR of the output in the quantised model, whose inputs are quantised too.
+        alone_db: Signal-to-noise ratio (dB) of its output on the same inputs; NaN for fp32.
+        in_place_db: Signal-to-noise ratio (dB) of its output in the quantised model, whose inputs are quantised too.
     """
 
     name: str
@@ -77,20 +77,20 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What :func:`quantize` did.
+    """Result of :func:`quantize`.
 
     Attributes:
         folder: Folder of the model.
         selection: Result of the search.
-        searched: Change of NE on the split that was searched on.
-        confirmed: Change of NE on the test split, which the search did not see; None without one.
-        ne: On the test split (the searched one without it): in fp32 and quantised, of the first task.
-        bytes: Bytes of the fp32 model and of the quantised one.
-        layers: Layer by layer.
-        seconds: Seconds of scoring a batch of 256, fp32 and quantised; medians of interleaved rounds.
-        sweep: Evaluations that a sweep over all options alone would have taken.
-        tables: Bytes of each table, in fp32 and as it is kept now.
-        page: The report to look at.
+        searched: Change of NE on the split of the search.
+        confirmed: Change of NE on the test split, which the search does not use; None without one.
+        ne: NE of the first task in fp32 and quantised, on the test split, or without one on the split of the search.
+        bytes: Bytes of the fp32 model and of the quantised model.
+        layers: Report of each layer.
+        seconds: Median seconds of scoring a batch of 256 in fp32 and quantised, over interleaved rounds.
+        sweep: Number of evaluations that a separate sweep over all options would have taken.
+        tables: Bytes of each table in fp32 and quantised.
+        page: Path of the report.
     """
 
     folder: Path
@@ -117,22 +117,22 @@ def quantize(
 ) -> Quantized:
     """Find the fewest bits of every table and layer under a budget of NE, and write the model.
 
-    The search looks at the validation split alone, ranges come from the training split, and the outcome is confirmed on
-    the test split. Where there is no validation split, the last quarter of the training split stands for it.
+    The search uses the validation split alone, ranges come from the training split, and the result is confirmed on the
+    test split. Without a validation split, the last quarter of the training split replaces it.
 
     Args:
         run: A trained ranking run.
-        budget: Largest relative change of NE, estimated on the split that is searched on.
+        budget: Largest relative change of NE, estimated on the split of the search.
         folder: Folder to write the model to; None for ``quantized`` in the run.
-        smallest: Weigh bytes alone, so that layers may get slower and tables may have rows of 2 bits; else time counts
-            as much as bytes do.
-        least_db: Signal-to-noise ratio below which a kernel is not considered for a layer.
-        say: Told of what is going on.
+        smallest: Whether to minimise bytes alone, so that layers may become slower and tables may have rows of 2 bits;
+            otherwise time counts as much as bytes.
+        least_db: Signal-to-noise ratio in dB below which a kernel is not considered for a layer.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        NumericsError: the budget is negative or no number, or the weights are not finite.
-        DependencyError: the run is of a device other than a CPU.
-        Interrupted: Ctrl-C came after the model was written and before it was confirmed.
+        NumericsError: If the budget is negative or not a number, or the weights are not finite.
+        DependencyError: If the run is of a device other than a CPU.
+        Interrupted: If Ctrl-C came after the model was written and before it was confirmed.
     """
     run = run if isinstance(run, Run) else Run(run)
     check_budget(budget)
@@ -171,14 +171,14 @@ def quantize(
         options = {name: option for name, option in selection.options.items() if option != "fp32"}
         quantized, precision = build(options), _precision(options)
         searched = next((e.change for e in selection.evaluated if e.options == options), Change(0.0, 0.0, 0.0))
-        # Of samples that the model was not trained on, as live ones are: on others it is surer of itself.
+        # Samples that the model was not trained on, like live ones; on others its scores are more confident.
         seen_now = Observer(quantized, splits.encoder).reference(some_batches(search, recipe, _CALIBRATION_ROWS))
         made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
         sizes = quantized_model.size_bytes(model) - _optimizer_bytes(model), quantized_model.size_bytes(quantized)
         target = folder or run.folder / quantized_model.FOLDER
         facts: dict[str, Any] = {"budget": budget, "searched": searched._asdict(), "bytes": sizes}
         for name in (_REPORT, _PAGE):
-            (target / name).unlink(missing_ok=True)  # it would speak of another model
+            (target / name).unlink(missing_ok=True)  # it would describe another model
         quantized_model.save(target, quantized, seen_now, made_of, facts, precision)
     with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
@@ -255,7 +255,7 @@ def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Say) -> None:
     """Report the kernels that cannot compute some layers, with the reasons.
 
     Args:
-        skipped: Reasons and the number of layers for each, by kernel.
+        skipped: Number of layers for each reason, by kernel.
         say: Function called with one line for each kernel and reason.
     """
     for kernel, reasons in skipped.items():
@@ -270,7 +270,7 @@ def _fastest(trials: list[Trial]) -> str:
 def _parts(
     model: RankingModel, trials: Mapping[str, list[Trial]], seen: _ProbedModel, batch: RankingBatch, smallest: bool
 ) -> list[Part]:
-    """What can be chosen: rows of tables by bytes, kernels of layers by bytes and time, the rest by time."""
+    """Return the choices: rows of tables by bytes, kernels of layers by bytes and time, the rest by time."""
     found: list[Part] = []
     tables = model.tables
     for name in tables.features.tables:
@@ -281,7 +281,7 @@ def _parts(
                 costs.append(float(encoded(whole, kind, name, "minmax").numel()))
                 options.append(kind)
         found.append(Part(f"table {name}", (*options, "fp32"), (*costs, 4.0 * whole.numel())))
-    # All tables weigh as much as the time of all layers, unless bytes alone count: then time decides between equals.
+    # All tables count as much as the time of all layers, unless bytes alone count: then time only breaks ties.
     times = sum(t.milliseconds for one in trials.values() for t in one if t.kernel == "fp32") or 1.0
     a_millisecond = (1e-6 if smallest else 1.0) * (sum(part.costs[-1] for part in found) or 1.0) / times
     linear = sites(model)
@@ -292,7 +292,7 @@ def _parts(
             for t in one
             if not t.refused
         }
-        kept: dict[torch.dtype, str] = {}  # of kernels of like weights only the cheapest is worth a try
+        kept: dict[torch.dtype, str] = {}  # only the cheapest of kernels with equal weight types is tried
         for kernel in sorted(costs_of, key=costs_of.__getitem__):
             if costs_of[kernel] < costs_of["fp32"]:
                 kept.setdefault(stored[kernel]["weight"].dtype, kernel)
@@ -307,7 +307,7 @@ def _parts(
 def _time_of_rest(
     model: RankingModel, trials: Mapping[str, list[Trial]], seen: _ProbedModel, batch: RankingBatch
 ) -> tuple[float, float]:
-    """Seconds of what follows the lookup, its layers by their fastest kernels, the rest in fp32 and in bf16."""
+    """Return the seconds after the lookup with the fastest kernels of layers, the rest in fp32 and in bf16."""
     cpu, linear = torch.device("cpu"), sites(model)
     layers = {name: StoredLinear.of(linear[name], _fastest(one), seen.rows[name]) for name, one in trials.items()}
     with torch.inference_mode(), replaced(model, dict(layers)):
@@ -322,12 +322,12 @@ def _time_of_rest(
 
 
 def _precision(options: Mapping[str, str]) -> Precision:
-    """Of what is neither a table nor a layer with a kernel of its own."""
+    """Return the precision of everything except tables and layers with a kernel of their own."""
     return "bf16" if options.get(_REST) == "bf16" else "fp32"
 
 
 def _optimizer_bytes(model: RankingModel) -> int:
-    """Of the tables' optimizer, which is saved with a model but not served."""
+    """Return the bytes of the tables' optimizer, which is saved with a model but not served."""
     return model.tables.memory_bytes().get("optimizer", 0)
 
 
@@ -369,7 +369,6 @@ def _layer_by_layer(
 def _timed(
     model: RankingModel, quantized: RankingModel, splits: Splits, precision: Precision, rounds: int = 15
 ) -> tuple[float, float]:
-    """Median seconds of a batch of 256, in turn."""
     batches = list(itertools.islice(Loader(splits.train, min(_BATCH, len(splits.train))).epoch(), 8))
     cpu = torch.device("cpu")
 
@@ -382,8 +381,6 @@ def _timed(
 
 
 def _plain(outcome: Quantized) -> dict[str, Any]:
-    """As JSON has it."""
-
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None
 

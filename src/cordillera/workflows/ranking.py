@@ -1,4 +1,4 @@
-"""What a person does with the recipe of a ranking model, as functions."""
+"""Training and evaluation of the recipe of a ranking model, as functions."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ from cordillera.workflows.trained import (
 )
 
 USED_PLAN_FILE = "used-training-plan.json"
-"""In a run's folder: the plan by which it is trained."""
+"""File in a run's folder with the plan of its training."""
 
 
 @dataclass
 class Outcome:
-    """What :func:`train` did.
+    """Result of :func:`train`.
 
     Attributes:
-        run: The run's folder.
+        run: The run.
         report: Report of training.
-        evaluation: The test split's evaluation; None if training was interrupted or there is no test split.
+        evaluation: Evaluation of the test split; None if training was interrupted or there is no test split.
     """
 
     run: Run
@@ -68,7 +68,7 @@ class Outcome:
 def _loader(recipe: RankingRecipe, dataset: ClickDataset, *, training: bool) -> Loader:
     data = recipe.data
     if training:
-        # A stream is trained on in its own order: shuffling would let the past learn from the future.
+        # A stream keeps its order, because shuffling would reveal the future to the past.
         shuffle = "none" if recipe.training.progressive else data.shuffle
         return Loader(dataset, data.batch_size, shuffle=shuffle, seed=recipe.seed)
     return Loader(dataset, data.evaluation_batch_size)
@@ -104,17 +104,17 @@ def train(
 
     Args:
         recipe: Recipe to train.
-        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Continue the run in ``folder`` from its newest checkpoint; the recipe is the one that stands in it.
-        on_step: Called after every step; see :class:`~cordillera.training.ranking.trainer.Trainer`.
-        say: Called with one line of text at each stage.
+        folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
+        resume: Whether to continue the run in ``folder`` from its newest checkpoint, with its own recipe.
+        on_step: Function called after every step; see :class:`~cordillera.training.ranking.trainer.Trainer`.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        RunError: the folder exists (without ``resume``) or does not (with it).
-        CheckpointError: the newest checkpoint is corrupt.
-        DataError: the data cannot be had or is not acceptable.
-        TrainingError: the loss is not finite.
-        NumericsError: the plan that the recipe names is not one of training, of this machine and of this model.
+        RunError: If the folder exists (without ``resume``) or does not (with it).
+        CheckpointError: If the newest checkpoint is corrupt.
+        DataError: If the data is not available or not acceptable.
+        TrainingError: If the loss is not finite.
+        NumericsError: If the recipe's plan is not a plan of training for this machine and this model.
     """
     device = select_device(recipe.device)
     require_cpu(recipe.tables, device)
@@ -132,7 +132,7 @@ def train(
         plan = None
         begins = not (resume and checkpoints.steps(run.checkpoints))
         if recipe.training.plan is not None:
-            # a run keeps the plan that it began with: another one would end in other bits
+            # a run keeps the plan that it began with, because another one would give other bits
             source = Path(recipe.training.plan) if begins else run.folder / USED_PLAN_FILE
             plan, applied = _with_plan(model, source, recipe)
             say(
@@ -201,7 +201,7 @@ def train(
 
 
 def _with_plan(model: RankingModel, file: Path, recipe: RankingRecipe) -> tuple[PrecisionPlan, Applied]:
-    """A model that is trained by a plan, with it."""
+    """Apply a plan of training to a model; return both."""
     plan = PrecisionPlan.load(file, select_device(recipe.device))
     most = max((choice.rows for choice in plan.choices), default=0)
     if most < recipe.data.batch_size:
@@ -246,8 +246,8 @@ def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
         split: ``train``, ``validation`` or ``test``.
 
     Raises:
-        RunError: it is not a run, or the split is not one of the three.
-        DataError: the data has changed since the run was trained.
+        RunError: If it is not a run, or the split is not one of the three.
+        DataError: If the data has changed since the run was trained.
     """
     run = run if isinstance(run, Run) else Run(run)
     if split not in ("train", "validation", "test"):

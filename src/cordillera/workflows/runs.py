@@ -41,22 +41,23 @@ def train(
     """Train a recipe into a run folder, evaluate it and write its report.
 
     Args:
-        recipe: What to train; with ``resume`` it may be the run.
-        folder: The run's folder. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Continue the run in ``folder`` from its newest checkpoint, with the recipe that stands in it.
-        processes: On this machine, for a language model; see :func:`cordillera.workflows.language.train`.
-        parallel: Texts ``parallel.key=value`` by which a language model's run goes on on another mesh.
-        on_step: Called after every step with the newest log record (empty at steps that log nothing), the progress and
-            the number of all steps.
-        say: Called with one line of text at each stage.
+        recipe: Recipe to train; with ``resume`` it may be the run.
+        folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
+        resume: Whether to continue the run in ``folder`` from its newest checkpoint, with its own recipe.
+        processes: Number of processes on this machine, for a language model; see
+            :func:`cordillera.workflows.language.train`.
+        parallel: Strings ``parallel.key=value`` with which a language model's run continues on another mesh.
+        on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
+            progress and the total number of steps.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        RunError: the folder exists (without ``resume``) or does not (with it).
-        CheckpointError: the newest checkpoint is corrupt.
-        DataError: the data cannot be had or is not acceptable.
-        PlanError: the mesh does not fit the model or the processes.
-        RecipeError: ``processes`` or ``parallel`` for a model that is trained in one process.
-        TrainingError: the loss is not finite.
+        RunError: If the folder exists (without ``resume``) or does not (with it).
+        CheckpointError: If the newest checkpoint is corrupt.
+        DataError: If the data is not available or not acceptable.
+        PlanError: If the mesh does not fit the model or the processes.
+        RecipeError: If ``processes`` or ``parallel`` is given for a model that is trained in one process.
+        TrainingError: If the loss is not finite.
     """
     if isinstance(recipe, Run):
         folder, resume = recipe.folder, True
@@ -80,13 +81,13 @@ def evaluate(
     Args:
         run: The run or its folder.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
-        tokens: At most about so many of held-out text, for a language model.
-            Default: ``training.evaluation_tokens`` of its recipe.
+        tokens: Approximate largest number of tokens of held-out text, for a language model. Default:
+            ``training.evaluation_tokens`` of its recipe.
 
     Raises:
-        RunError: it is not a run, has no such split, or ``tokens`` is given for a ranking model.
-        CheckpointError: there is no checkpoint, or it is corrupt.
-        Interrupted: Ctrl-C or SIGTERM ended it, of a language model.
+        RunError: If it is not a run, has no such split, or ``tokens`` is given for a ranking model.
+        CheckpointError: If there is no checkpoint, or it is corrupt.
+        Interrupted: If Ctrl-C or SIGTERM ended the evaluation of a language model.
     """
     run = run if isinstance(run, Run) else Run(run)
     recipe = recipes.load(run.recipe_file)
@@ -100,14 +101,14 @@ def evaluate(
 
 
 def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
-    """Put finished runs side by side; ranking runs of one recipe with several seeds become one row with intervals.
+    """Compare finished runs; ranking runs of one recipe with several seeds become one row with intervals.
 
     Args:
-        runs: Runs or their folders; the first one's recipe is what the others are compared with.
+        runs: Runs or their folders; the others are compared with the first.
 
     Raises:
-        RunError: one of them is not a run, or some are of ranking and some of language models.
-        DataError: one has no evaluation, or their splits differ.
+        RunError: If one of them is not a run, or some are of ranking and some of language models.
+        DataError: If one has no evaluation, or their splits differ.
     """
     opened = [run if isinstance(run, Run) else Run(run) for run in runs]
     kinds = [isinstance(recipes.load(run.recipe_file), LanguageRecipe) for run in opened]
@@ -120,7 +121,7 @@ def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison
 
 
 def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` anew and return its path.
+    """Write a run's ``report.html`` again and return its path.
 
     Args:
         run: The run or its folder.

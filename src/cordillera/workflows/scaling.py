@@ -1,4 +1,4 @@
-"""Which model, on how many tokens: an IsoFLOP study of a recipe, as a function (Grattafiori et al. 2024, 3.2.1)."""
+"""Studies of scale: IsoFLOP studies of language models (Grattafiori et al. 2024, 3.2.1), sweeps of ranking models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cordillera.workflows._say import Say, silent
 from cordillera.workflows.ranking import train
 from cordillera.workflows.trained import card_of
 
-_SAMPLE = 50  # iterations whose documents tell what attention costs
+_SAMPLE = 50  # iterations whose documents show the cost of attention
 
 
 def isoflop(
@@ -42,28 +42,28 @@ def isoflop(
     on_step: LanguageStepCallback | None = None,
     say: Say = lambda text: None,
 ) -> IsoFlopOutcome:
-    """Train a language model in several sizes for each budget and fit the best split into parameters and tokens.
+    """Train a language model in several sizes for each budget, and fit the best split into parameters and tokens.
 
-    Runs that are finished are not trained again and interrupted ones are resumed, so a study that was stopped goes on
-    where it was. No run sees more than the text holds, ``data.epochs`` times over.
+    Finished runs are not trained again and interrupted ones are resumed, so a stopped study can be continued. No run
+    sees more than ``data.epochs`` passes over the text.
 
     Args:
-        source: A shipped recipe's name or a path.
+        source: Name of a shipped recipe or a path.
         budgets: Training FLOPs of each run of one curve.
-        sizes: Models for each budget.
-        tokens_per_parameter: Where the optimum is expected.
-        target: FLOPs to foretell the best split of.
-        overrides: Applied to all runs.
-        folder: Where everything goes. Default: ``runs/NAME-isoflop``.
-        on_step: See :func:`cordillera.workflows.train`.
-        say: Called with one line of text at each stage.
+        sizes: Number of models for each budget.
+        tokens_per_parameter: Tokens per parameter at the expected optimum.
+        target: FLOPs for which to predict the best split; None for none.
+        overrides: Overrides ``section.key=value`` for all runs.
+        folder: Folder of the study. Default: ``runs/NAME-isoflop``.
+        on_step: Function called after every step; see :func:`cordillera.workflows.train`.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        RecipeError: it is not the recipe of a language model.
-        PlanError: budgets or sizes do not make a study, or a launcher has started this process.
-        RunError: a folder of the study holds another run.
-        Interrupted: training was; what was trained is saved.
-        DataError: the text cannot be had, or nothing could be trained.
+        RecipeError: If it is not the recipe of a language model.
+        PlanError: If budgets or sizes do not make a study, or a launcher has started this process.
+        RunError: If a folder of the study holds another run.
+        Interrupted: If training was interrupted; finished work is saved.
+        DataError: If the text is not available, or nothing could be trained.
     """
     if place_in_job() is not None:
         remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
@@ -106,12 +106,12 @@ def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRe
 
 @dataclass
 class Sweep:
-    """What :func:`sweep` found.
+    """Result of :func:`sweep`.
 
     Attributes:
-        folder: Where the runs, ``sweep.json`` and the plots are.
+        folder: Folder with the runs, ``sweep.json`` and the plots.
         study: Sizes, values and the fitted law.
-        plot: The drawing of NE against FLOPs.
+        plot: Path of the drawing of NE against FLOPs.
     """
 
     folder: Path
@@ -129,26 +129,25 @@ def sweep(
     on_step: StepCallback | None = None,
     say: Say = silent,
 ) -> Sweep:
-    """Train a recipe in several sizes and fit test NE against training FLOPs an example.
+    """Train a recipe in several sizes and fit test NE against training FLOPs per example.
 
-    Runs that are finished are not trained again and interrupted ones are resumed, so a sweep that was stopped goes on
-    where it was. The law is ``NE = floor + a * FLOPs ** b``; the floor is the Bayes-optimal NE where the data's is
-    known, else zero.
+    Finished runs are not trained again and interrupted ones are resumed, so a stopped sweep can be continued. The law
+    is ``NE = floor + a * FLOPs ** b``; the floor is the Bayes-optimal NE if it is known for the data, else zero.
 
     Args:
-        source: A shipped recipe's name or a path.
-        sizes: Each a text of ``section.key=value`` parts between blanks, smallest size first.
-        seeds: Repetitions of every size: the recipe's seed, and those after it.
-        overrides: Applied to all sizes.
-        folder: Where everything goes. Default: ``runs/NAME-sweep``.
-        on_step: See :func:`train`.
-        say: Called with one line of text at each stage.
+        source: Name of a shipped recipe or a path.
+        sizes: Sizes, smallest first; each is a string of ``section.key=value`` parts separated by blanks.
+        seeds: Number of repetitions of every size, with the recipe's seed and those after it.
+        overrides: Overrides ``section.key=value`` for all sizes.
+        folder: Folder of the sweep. Default: ``runs/NAME-sweep``.
+        on_step: Function called after every step; see :func:`cordillera.workflows.train`.
+        say: Function called with one line of text at each stage.
 
     Raises:
-        RecipeError: some size is not a valid recipe; nothing is trained then.
-        RunError: a folder of the sweep holds a run of another recipe.
-        Interrupted: training was; what was trained is saved.
-        DataError: there are fewer than three sizes.
+        RecipeError: If a size is not a valid recipe; then nothing is trained.
+        RunError: If a folder of the sweep holds a run of another recipe.
+        Interrupted: If training was interrupted; finished work is saved.
+        DataError: If there are fewer than three sizes.
     """
     if len(sizes) < 3:
         raise DataError(f"a law needs at least three sizes, got {len(sizes)}", where="--size")

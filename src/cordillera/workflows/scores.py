@@ -1,4 +1,4 @@
-"""Losses of a model's scores on a split, to lay two models side by side on the same samples."""
+"""Losses of a model's scores on a split, to compare two models on the same samples."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from cordillera.training.ranking.trainer import scorer
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of the samples of a split.
+    """Losses of the samples of a split.
 
     Attributes:
         losses: ``float64 [B]``, summed over tasks.
         labels: ``float64 [B]``, of the first task.
-        weights: Of samples, or None.
-        groups: Of samples, or None.
-        first: Samples of the split that were left out before these.
+        weights: ``float64 [B]``, or None for ones.
+        groups: ``int64 [B]``, or None.
+        first: Number of samples of the split that were left out before these.
     """
 
     losses: NDArray[np.float64]
@@ -43,30 +43,18 @@ class Losses:
     first: int = 0
 
     def tail(self, parts: int) -> Losses:
-        """The last of so many parts of equal size.
-
-        Args:
-            parts: How many.
-        """
+        """Return the last of ``parts`` equal parts of the samples."""
         first = len(self.losses) * (parts - 1) // parts
         weights = None if self.weights is None else self.weights[first:]
         groups = None if self.groups is None else self.groups[first:]
         return Losses(self.losses[first:], self.labels[first:], weights, groups, first)
 
     def beside(self, other: Losses) -> Change:
-        """The relative change of NE from these to others.
-
-        Args:
-            other: Of the same samples.
-        """
+        """Return the relative change of NE from these losses to ``other`` losses of the same samples."""
         return relative_change(other.losses, self.losses, self.weights, self.groups)
 
     def ne_beside(self, other: Losses) -> tuple[float, float]:
-        """Both NE, by the labels of the first task.
-
-        Args:
-            other: Of the same samples.
-        """
+        """Return the NE of these losses and of ``other`` losses, by the labels of the first task."""
         weights = np.ones_like(self.losses) if self.weights is None else self.weights
         share = float((weights * self.labels).sum() / weights.sum())
         entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
@@ -85,16 +73,16 @@ def scored(
     """Score a split.
 
     Args:
-        model: What scores.
+        model: Model that scores.
         dataset: The split.
-        splits: All splits; they know the tasks.
-        tail: Samples to leave out at the beginning.
-        batch_size: Samples scored at a time.
-        precision: ``fp32``, or ``bf16`` for what is not kept in a precision of its own.
+        splits: All splits, which define the tasks.
+        tail: Number of samples to leave out at the beginning.
+        batch_size: Number of samples scored at a time.
+        precision: ``fp32``, or ``bf16`` for everything without a precision of its own.
 
     Raises:
-        NumericsError: a score is not finite; the sample is named.
-        DataError: the split is empty.
+        NumericsError: If a score is not finite; the message names the sample.
+        DataError: If the split is empty.
     """
     score = scorer(model, torch.device("cpu"), precision)
     parts: dict[str, list[Any]] = {"losses": [], "labels": [], "weights": [], "groups": []}
@@ -123,25 +111,19 @@ def scored(
 
 
 def check_weights(model: RankingModel) -> None:
-    """Refuse a model whose weights hold NaN or infinity, before anything is made of it.
-
-    Args:
-        model: Trained.
+    """Check that the weights of a trained model are finite.
 
     Raises:
-        NumericsError: one does; weight and element are named.
+        NumericsError: If one is NaN or infinite; the message names weight and element.
     """
     for name, parameter in model.named_parameters():
         check_finite(parameter.detach(), name)
 
 
 def some_batches(dataset: ClickDataset, recipe: RankingRecipe, rows: int) -> list[RankingBatch]:
-    """The first batches of a shuffled split.
+    """Return the first batches of a shuffled split, with at least ``rows`` samples if there are as many.
 
-    Args:
-        dataset: The split.
-        recipe: Its seed is that of the order.
-        rows: Samples to give at least, if there are so many.
+    The order depends on the recipe's seed.
     """
     found, count = [], 0
     for batch in Loader(dataset, 1024, shuffle="global", seed=recipe.seed).epoch():

@@ -1,4 +1,4 @@
-"""Number of threads of a run: chosen when the run begins and kept when it is resumed, as results depend on it."""
+"""Number of threads of a run: chosen when the run begins and kept when it is resumed, because results depend on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "threads.json"
 
 
 def threads_of(wanted: int | None, say: Say, *, folder: Path | str | None = None, processes: int = 1) -> int:
-    """Number of threads that each process of a run computes with.
+    """Return the number of threads of each process of a run.
 
     Args:
         wanted: Value of ``threads`` in the recipe; None to choose a number.
@@ -36,13 +36,7 @@ def threads_of(wanted: int | None, say: Say, *, folder: Path | str | None = None
 
 
 def keep(run: Run, threads: int, processes: int = 1) -> None:
-    """Record the number of threads of a run in ``threads.json``.
-
-    Args:
-        run: The run.
-        threads: Number of threads of each process.
-        processes: Number of processes of the run.
-    """
+    """Record the number of threads of each of a run's processes in ``threads.json``."""
     content = {"threads": threads, "processes": processes}
     write_atomically(run.folder / FILE, json.dumps(content, indent=2) + "\n")
 

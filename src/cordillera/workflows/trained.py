@@ -1,4 +1,4 @@
-"""Models of finished runs."""
+"""Models and data of finished ranking runs."""
 
 from __future__ import annotations
 
@@ -26,23 +26,14 @@ from cordillera.training.ranking.trainer import (
 
 
 def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:
-    """Build the model of a recipe with weights that depend on the recipe's seed alone.
-
-    Args:
-        recipe: The recipe.
-        features: Names and sizes of the data's features.
-    """
+    """Build the model of a recipe with weights that depend on the recipe's seed alone."""
     torch.manual_seed(recipe.seed)
     return build(recipe.model, features, recipe.tables)
 
 
 @contextlib.contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """A region in which CPU kernels take so many threads.
-
-    Args:
-        count: How many; None for as many as before.
-    """
+    """Set the number of threads of CPU kernels within the region; None keeps it."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -53,13 +44,10 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 def card_of(run: Run) -> dict[str, Any]:
-    """Content of ``model.json`` of a ranking run.
-
-    Args:
-        run: The run.
+    """Return the content of ``model.json`` of a ranking run.
 
     Raises:
-        RunError: the file is missing or damaged, or belongs to another kind of run.
+        RunError: If the file is missing or damaged, or belongs to another kind of run.
     """
     card = run.read_json("model.json")
     tasks, data = card.get("tasks"), card.get("data")
@@ -80,13 +68,10 @@ def card_of(run: Run) -> dict[str, Any]:
 
 
 def recipe_of(run: Run) -> RankingRecipe:
-    """The recipe that stands in a run's folder.
-
-    Args:
-        run: Run of a ranking model.
+    """Return the recipe in a run's folder.
 
     Raises:
-        RunError: it is one of a language model.
+        RunError: If it is the recipe of a language model.
     """
     recipe = recipes.load(run.recipe_file)
     if not isinstance(recipe, RankingRecipe):
@@ -99,14 +84,14 @@ def recipe_of(run: Run) -> RankingRecipe:
 
 
 def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
-    """The prepared data of a run, encoded as its model was trained.
+    """Return the prepared data of a run, encoded as for training.
 
     Args:
         run: The run.
-        recipe: That stands in its folder.
+        recipe: Recipe in its folder.
 
     Raises:
-        DataError: the data has changed, so that its ids or numbers are encoded otherwise than the model knows them.
+        DataError: If the data has changed, so that ids or numbers are encoded differently.
     """
     splits = prepare(recipe.data)
     if card_of(run)["data"]["fingerprint"] == splits.folder.name:
@@ -123,14 +108,9 @@ def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:
     """Load the recipe of a run and its model, ready to score.
 
-    Args:
-        run: The run.
-        features: Names and sizes of the features of the run's data.
-        device: Device of the model.
-
     Raises:
-        CheckpointError: there is no checkpoint, or it is corrupt.
-        RunError: the recipe has changed since the checkpoint was written.
+        CheckpointError: If there is no checkpoint, or it is corrupt.
+        RunError: If the recipe has changed since the checkpoint was written.
     """
     recipe, model, _ = load_model_with_checkpoint(run, features, device)
     return recipe, model
@@ -139,13 +119,7 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 def load_model_with_checkpoint(
     run: Run, features: FeatureSpec, device: torch.device
 ) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
-    """Load the recipe of a run, its model and the checkpoint that it came from; see :func:`load_model`.
-
-    Args:
-        run: The run.
-        features: Names and sizes of the features of the run's data.
-        device: Device of the model.
-    """
+    """Load the recipe of a run, its model and its checkpoint; see :func:`load_model`."""
     recipe = recipe_of(run)
     model = model_of(recipe, features)
     checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)

@@ -1,8 +1,8 @@
 """The search for the best plan: placement, schedule and network settings, together or one of them alone.
 
-Source of the question: ScaleAcross Explorer (arXiv 2605.24326), of which only the abstract and summaries were to be
-had; the search is our own. Layouts are enumerated, those that cannot be or do not fit are dropped with the reason, the
-rest is ranked by the analytic estimate, and the best are simulated under every schedule that fits the memory.
+The problem is that of ScaleAcross Explorer (arXiv 2605.24326), of which only the abstract and summaries were available;
+the search is our own. Layouts are enumerated. Those that are impossible or do not fit are dropped with the reason, the
+rest are ranked by the analytic estimate, and the best are simulated under every schedule that fits the memory.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from cordillera.topology import Topology
 SearchDimension = Literal["placement", "scheduling", "network"]
 ALL: tuple[SearchDimension, ...] = ("placement", "scheduling", "network")
 
-# Dimensions on the cluster, innermost first; the last crosses the outermost links.
+# Order of the dimensions on the cluster, innermost first; the last crosses the outermost links.
 PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
 ORDERS = (PRODUCTION_ORDER, ("tensor", "context", "data", "pipeline"), ("tensor", "pipeline", "context", "data"))
-_FIXED = {"interleaved", "1f1b"}  # schedules where scheduling is not searched
+_FIXED = {"interleaved", "1f1b"}  # schedules if scheduling is not searched
 _DEGREES = {"tensor", "context", "pipeline", "data"}
-_DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # of the degrees
-MICROBATCHES = (1, 2, 4, 8)  # sequences of one
-_NEIGHBOURS = 4  # of a plan in each respect that the local search tries
-_SHORTEST_PART = 2048  # tokens of a sequence on a device, where sequences are cut
-_EFFORT = 0.25  # of that with which a schedule is made where nothing else is searched
-_LITTLE = 0.005  # of a step: what is nearer to its bound keeps its schedule
+_DEPENDENT = {"shards", "chunks", "sequence_parallel"}  # fields that depend on the degrees
+MICROBATCHES = (1, 2, 4, 8)  # sequences per microbatch
+_NEIGHBOURS = 4  # neighbours of a plan in each respect that the local search tries
+_SHORTEST_PART = 2048  # least tokens of a sequence on a device if sequences are cut
+_EFFORT = 0.25  # effort for making a schedule, relative to a search of schedules alone
+_LITTLE = 0.005  # part of a step: a plan nearer to its bound keeps its schedule
 _MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
-_FREELY = 64  # layouts that are simulated for a baseline where none follows the rules
-_USABLE = 0.94  # of a device's memory; the rest is the runtime's
+_FREELY = 64  # layouts simulated for a baseline if none follows the rules
+_USABLE = 0.94  # usable part of a device's memory; the runtime takes the rest
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run a job, and what it is predicted to take.
+    """One way to run a job, with its predicted step.
 
     Attributes:
-        layout: Degrees.
+        layout: Degrees of parallelism.
         order: Order of the dimensions on the cluster, innermost first.
-        network: Settings by level.
+        network: Network settings by level.
         schedule: Schedule of the pipeline.
-        step: Simulated.
+        step: The simulated step.
         flops: FLOPs of the model's own arithmetic in a step.
         peak: FLOPs per second of all devices' matrix engines.
     """
@@ -73,22 +73,22 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Time of a step in seconds."""
         return self.step.seconds
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs over what the devices could have done (MFU)."""
+        """Model FLOPs as a fraction of the peak of all devices (MFU)."""
         return self.flops / (self.seconds * self.peak)
 
     @property
     def across(self) -> str:
-        """The dimension that crosses the outermost links."""
+        """Name of the dimension that crosses the outermost links."""
         sizes = {name: getattr(self.layout, name) for name in self.order}
         return next((name for name in reversed(self.order) if sizes[name] > 1), "none")
 
     def to_json(self) -> dict[str, Any]:
-        """All that a training run needs to take the plan, and the prediction."""
+        """Return the prediction and all that a training run needs to follow the plan."""
         return {
             "layout": asdict(self.layout),
             "mesh": {"names": list(reversed(self.order)), "sizes": [getattr(self.layout, n) for n in self.order][::-1]},
@@ -104,19 +104,19 @@ class Plan:
 
 @dataclass
 class Exploration:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        plans: Simulated, best first, at most one for each layout and order.
-        searched: Which dimensions were free.
-        estimated: Layouts that were ranked.
-        simulated: Steps that were simulated.
-        dropped: Reasons, with how many layouts each dropped.
-        seconds: Seconds that the search took.
-        interrupted: Whether it was stopped before its end.
-        alone: The best plan of each dimension searched alone, where more than one were searched.
-        least_memory: Bytes on the fullest device of the layout that needed least of those that did not fit.
-        enough: Devices of the cluster that could be planned instead, where those that were asked for cannot.
+        plans: Simulated plans, best first, at most one for each layout and order.
+        searched: Dimensions that were searched.
+        estimated: Number of layouts that were ranked by estimate.
+        simulated: Number of steps that were simulated.
+        dropped: Number of layouts dropped for each reason.
+        seconds: Duration of the search in seconds.
+        interrupted: Whether the search was stopped before its end.
+        alone: Best plan of each dimension searched alone, if more than one was searched.
+        least_memory: Bytes on the fullest device of the layout that needed least, among those that did not fit.
+        enough: Number of devices that can be planned instead, if the requested number cannot.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -131,11 +131,11 @@ class Exploration:
     alone: dict[SearchDimension, Plan] = field(default_factory=dict)
 
     def take(self, dimension: SearchDimension, smaller: Exploration) -> None:
-        """Take over what a search of one dimension found.
+        """Add the results of a search of one dimension.
 
         Args:
-            dimension: Dimension that was free.
-            smaller: What it found, the plan that it began with included.
+            dimension: Dimension that was searched.
+            smaller: Results of that search, including the plan that it began with.
         """
         self.plans += smaller.plans
         self.alone[dimension] = min(smaller.plans, key=lambda plan: plan.seconds)
@@ -146,10 +146,10 @@ class Exploration:
 
     @property
     def best(self) -> Plan:
-        """The fastest.
+        """The fastest plan.
 
         Raises:
-            PlanError: If nothing fits, with the reasons and the change that would be least.
+            PlanError: If no plan fits, with the reasons and the smallest change that would help.
         """
         if not self.plans:
             reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
@@ -167,12 +167,12 @@ class Exploration:
 
 
 def _lengthy(layout: Layout, order: Sequence[str]) -> tuple[str, ...]:
-    """An order without the dimensions that are one long: orders that are alike in this put the ranks alike."""
+    """Return an order without the dimensions of size 1; equal results place the ranks equally."""
     return tuple(name for name in order if getattr(layout, name) > 1)
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:
-    """Best first, and of those that put the ranks alike and cut the job alike the best only."""
+    """Return the best plan of those that place the ranks and cut the job equally, best first."""
     found: dict[tuple[Layout, tuple[str, ...]], Plan] = {}
     for plan in sorted(plans, key=lambda plan: plan.seconds):
         found.setdefault((plan.layout, _lengthy(plan.layout, plan.order)), plan)
@@ -180,7 +180,10 @@ def _distinct(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def _respect(plan: Plan, job: PlannedJob) -> str | None:
-    """In what a job differs from a plan, if it is one respect: two degrees, with what depends on them, count as one."""
+    """Return the one respect in which a job differs from a plan, or None.
+
+    Two degrees, with what depends on them, count as one respect.
+    """
     one, other = vars(plan.layout), vars(job.layout)
     differing = {name for name in one if one[name] != other[name]}
     if plan.order != job.mesh.order:
@@ -202,22 +205,24 @@ def _divisors(number: int, limit: int) -> list[int]:
 
 
 def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
-    """Degrees of tensor and context parallelism that are tried, which say what a device computes for a layer.
+    """Return the pairs of tensor and context degrees to try, which determine what a device computes for a layer.
 
     Args:
         workload: Workload to train.
-        host: Devices of a host, within which tensor parallelism stays.
+        host: Number of devices of a host, within which tensor parallelism stays.
     """
     return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
 
 
 def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
-    """Every layout of some devices: tensor, context and expert degrees of powers of two, pipelines of any length.
+    """Iterate over the layouts of a number of devices.
+
+    Tensor, context and expert degrees are powers of two; pipelines may have any length.
 
     Args:
         workload: Workload to train.
-        topology: For the size of a host, within which tensor parallelism stays.
-        devices: How many are used.
+        topology: Cluster, whose hosts limit tensor parallelism.
+        devices: Number of devices in use.
     """
     model = workload.model
     experts = _powers(model.experts.count) if model.experts is not None else [1]
@@ -257,7 +262,7 @@ def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[La
 
 
 def _shards(topology: Topology, layout: Layout) -> list[int]:
-    """Over how many copies weights may be cut: all of them, or those within a domain of some level (HSDP)."""
+    """Return the numbers of copies over which weights may be cut: all, or those in a domain of some level (HSDP)."""
     inside = layout.tensor * layout.context
     found = {layout.data} - {1}
     for sizes in topology.sizes[:-1]:
@@ -269,11 +274,11 @@ def _shards(topology: Topology, layout: Layout) -> list[int]:
 
 
 def divisible(workload: Workload, topology: Topology) -> set[int]:
-    """Numbers of a cluster's devices that a batch and a model's layers can be divided over.
+    """Return the numbers of devices of a cluster over which the batch and the layers can be divided.
 
     Args:
         workload: Workload to train.
-        topology: For how many there are, and for the size of a host.
+        topology: The cluster.
     """
     powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
     copies = _divisors(workload.batch, topology.devices)
@@ -282,16 +287,16 @@ def divisible(workload: Workload, topology: Topology) -> set[int]:
 
 
 def production_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Settings as a library brings them: few connections, hashing, copies.
+    """Return the default settings of a communication library: few connections, hashing, copies.
 
     Args:
-        topology: For the names of its levels.
+        topology: Cluster with the names of the levels.
     """
     return {level.name: NetworkSettings() for level in topology.levels[1:]}
 
 
 def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """The best settings of every level for its latency, losses and a device's share of it.
+    """Return the best settings of every level for its latency, its losses and a device's share of it.
 
     Args:
         topology: The cluster.
@@ -308,11 +313,11 @@ class Explorer:
 
     Args:
         workload: Workload to train.
-        topology: On what.
-        calibration: Constants of the cost model; None for those that ship for the device.
-        products: Matrix products measured on the device; None to go by the constants alone.
-        devices: How many are used; None for all.
-        progress: Called with a sentence now and then.
+        topology: The cluster.
+        calibration: Constants of the cost model; None for those shipped for the device.
+        products: Matrix products measured on the device; None to use the constants alone.
+        devices: Number of devices in use; None for all.
+        progress: Function called with a sentence from time to time.
     """
 
     def __init__(
@@ -345,23 +350,24 @@ class Explorer:
         network: Mapping[str, NetworkSettings],
         shared: dict[Any, Any] | None = None,
     ) -> PlannedJob:
-        """A layout on the cluster.
+        """Return the job of a layout on the cluster.
 
         Args:
-            layout: Degrees.
+            layout: Degrees of parallelism.
             order: Order of the dimensions, innermost first.
-            network: Settings by level.
-            shared: Filled with what jobs with the same settings have in common.
+            network: Network settings by level.
+            shared: Cache of what jobs with the same settings have in common; it is filled.
         """
         return PlannedJob(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
 
     def production(self) -> Plan:
-        """The baseline: what large jobs in one building do, taken to several.
+        """Return the baseline: the practice of large jobs in one building, applied to several.
 
-        Copies of the model across buildings (data parallelism outermost), tensor parallelism that fills a host, one
-        sequence a microbatch, four chunks a pipeline rank where layers allow, interleaved 1F1B, the library's own
-        network settings. The length of the pipeline and what is recomputed are the best under these rules, as an
-        engineer would find them. Where nothing fits under the rules for degrees and chunks, these are given up.
+        Data parallelism is outermost, with copies of the model across buildings; tensor parallelism fills a host; a
+        microbatch is one sequence; a pipeline rank has four chunks if the layers allow it; the schedule is interleaved
+        1F1B; the network settings are the library's own. The length of the pipeline and the recomputation are the best
+        under these rules, as an engineer would choose them. If nothing fits, the rules for degrees and chunks are
+        dropped.
 
         Raises:
             PlanError: If nothing fits.
@@ -376,7 +382,10 @@ class Explorer:
         return self._production
 
     def _enough(self, more: bool) -> int | None:
-        """The number of devices nearest to what was asked for that can be planned; doubled where there must be more."""
+        """Return the number of devices nearest to the requested one that can be planned, or None.
+
+        If more are needed, the number is doubled.
+        """
         if more:
             numbers = [self.devices << i for i in range(1, 32) if self.devices << i <= self.topology.devices]
         else:
@@ -390,7 +399,7 @@ class Explorer:
         return None
 
     def _baselines(self, by_the_rules: bool = True) -> Exploration:
-        """The layouts that follow the rules of the production-like plan, with their schedule, best first."""
+        """Return the layouts that follow the rules of the baseline, with their schedule, best first."""
         found = Exploration()
         network, shared = production_network(self.topology), {}  # type: ignore[var-annotated]
         tensor = _largest(gcd(self.workload.model.heads, self.devices), min(self.topology.sizes[0]))
@@ -419,11 +428,11 @@ class Explorer:
         return max(one for one in (1, 2, 4) if one * layout.pipeline <= self.workload.model.layers)
 
     def again(self, plan: Plan, topology: Topology) -> SimulatedStep:
-        """A plan as it is, on another cluster: what a change of the network would do to it.
+        """Simulate an unchanged plan on another cluster, to see the effect of a changed network.
 
         Args:
-            plan: Degrees, order, schedule and settings stay.
-            topology: With as many devices at least.
+            plan: Plan with degrees, order, schedule and settings.
+            topology: Cluster with at least as many devices.
         """
         mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
         if topology.device != self.topology.device:  # no products were measured on that device
@@ -439,7 +448,7 @@ class Explorer:
                 yield layout
 
     def _simulated(self, job: PlannedJob, only: set[str] | None, found: Exploration) -> Plan | None:
-        """The best schedule of a layout that fits the memory."""
+        """Return the plan with the best schedule of a layout that fits the memory, or None."""
         best: Plan | None = None
         if job.busiest >= min((plan.seconds for plan in found.plans), default=float("inf")):
             found.dropped["computes for longer than a plan that was found"] += 1
@@ -464,7 +473,7 @@ class Explorer:
         return best
 
     def _with_its_own(self, plan: Plan) -> Plan | None:
-        """A plan with a schedule made for it; None where there is nothing to gain."""
+        """Return a plan with a schedule made for it, or None if there is nothing to gain."""
         job = self.job(plan.layout, plan.order, plan.network)
         schedule = plan.schedule
         limits = []
@@ -485,16 +494,16 @@ class Explorer:
         return replace(plan, schedule=own, step=simulate_step(job, own))
 
     def explore(self, only: Iterable[SearchDimension] = ALL, *, keep: int = 16, improve: int = 2) -> Exploration:
-        """Search; what is not searched is as in :meth:`production`.
+        """Search for the best plan; dimensions that are not searched are as in :meth:`production`.
 
-        More than one dimension are searched each alone first, so that a search is never worse than a smaller one. An
-        interrupt (Ctrl-C) ends the search with what was found until then.
+        If more than one dimension is free, each is searched alone first, so that a search is never worse than a smaller
+        one. An interrupt (Ctrl-C) ends the search and keeps what was found.
 
         Args:
-            only: Dimensions that are free. Placement: degrees and which dimension crosses which links; scheduling:
-                order of microbatches, chunks, microbatch size, recomputation; network: settings of every level.
-            keep: Layouts of each order that are simulated.
-            improve: The best plans for which schedules of their own are made, where scheduling is free.
+            only: Dimensions to search. Placement: degrees and which dimension crosses which links; scheduling: order of
+                microbatches, chunks, microbatch size, recomputation; network: settings of every level.
+            keep: Number of layouts of each order that are simulated.
+            improve: Number of the best plans that get schedules of their own, if scheduling is searched.
         """
         begin = time.perf_counter()
         free = tuple(one for one in ALL if one in set(only))
@@ -539,7 +548,7 @@ class Explorer:
                 seen.add(way)
                 job = self.job(layout, order, network, shared)
                 if not self._holds(job, found):
-                    break  # whatever the order
+                    break  # for every order
                 found.estimated += 1
                 ranked[order].append((job.estimate().seconds, len(ranked[order]), job))
                 if found.estimated % 500 == 0:
@@ -572,10 +581,12 @@ class Explorer:
                 found.plans.append(own)
 
     def outlook(self, chunks: Collection[int]) -> float:
-        """Estimated seconds of the fastest among few layouts that fit, one sequence a microbatch; infinite for none.
+        """Return the estimated seconds of the fastest of a few layouts that fit, or infinity if none does.
+
+        The layouts have one sequence per microbatch and do not shard weights.
 
         Args:
-            chunks: Number of chunks that a pipeline rank may have.
+            chunks: Allowed numbers of chunks of a pipeline rank.
         """
         best, network, shared = math.inf, tuned_network(self.topology), {}  # type: ignore[var-annotated]
         for layout in self._possible(Exploration()):
@@ -588,15 +599,15 @@ class Explorer:
     def _climb(
         self, jobs: Sequence[PlannedJob], simulated: Callable[[PlannedJob], Plan | None], begin: Sequence[Plan]
     ) -> None:
-        """From the best plan to a better neighbour, as long as there is one.
+        """Move from the best plan to a better neighbour, as long as there is one.
 
-        Neighbours differ in one respect. The estimate, by which the first plans were chosen, knows no latencies and
-        one schedule only; this corrects it where they matter.
+        Neighbours differ in one respect. The estimate that chose the first plans ignores latencies and knows one
+        schedule only; this search corrects it.
 
         Args:
-            jobs: By their estimates.
-            simulated: Gives a job's plan.
-            begin: Plans that were found.
+            jobs: Jobs in the order of their estimates.
+            simulated: Function that returns the plan of a job.
+            begin: Plans found so far.
         """
         best = min(begin, key=lambda plan: plan.seconds, default=None)
         better = best
@@ -613,7 +624,7 @@ class Explorer:
                     better = plan
 
     def _holds(self, job: PlannedJob, found: Exploration) -> bool:
-        """Whether devices have the memory under some schedule; if not, that is noted."""
+        """Return whether devices have the memory under some schedule; if not, record it."""
         needed = self._least_memory(job)
         if needed > self._limit:
             found.dropped["needs more memory than a device has"] += 1
@@ -621,7 +632,9 @@ class Explorer:
         return needed <= self._limit
 
     def _least_memory(self, job: PlannedJob) -> float:
-        """Bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else 1F1B."""
+        """Return the bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else
+        1F1B.
+        """
         part = 2 / 3 if job.layout.chunks == 2 else 1.0
         return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
 

@@ -1,7 +1,7 @@
-"""The analytic stage: a step's time and memory from formulas, fast enough to try thousands of layouts a second.
+"""Analytic costs of a step: time and memory from formulas, fast enough for thousands of layouts a second.
 
-What it leaves out (latencies that a schedule hides or not, shared links over time) is what the simulation of a schedule
-adds; what both share is the cost of layers, stages and collectives.
+The simulation of a schedule adds what the formulas leave out: latencies that a schedule may hide, and links shared over
+time. Both use the same costs of layers, stages and collectives.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ISSUE_S = 2e-6  # seconds that a device takes to send one more message at the s
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout is predicted to take.
+    """Predicted time and memory of a layout.
 
     Attributes:
         layout: Sizes of the dimensions of parallelism.
         order: Order of the dimensions on the cluster, innermost first.
-        parts: Seconds of a step by cause; their sum is the step.
+        parts: Seconds of a step by cause; their sum is the time of the step.
         memory: Bytes on a device of each pipeline rank: weights, gradients, optimizer state, activations.
         flops: FLOPs of the model's own arithmetic in a step, over all devices.
         peak: FLOPs per second of all devices' matrix engines.
@@ -52,21 +52,21 @@ class Estimate:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Time of a step in seconds."""
         return sum(self.parts.values())
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs over what the devices could have done (MFU)."""
+        """Model FLOPs as a fraction of the peak of all devices (MFU)."""
         return self.flops / (self.seconds * self.peak)
 
     @property
     def memory_bytes(self) -> float:
-        """On the device that needs most."""
+        """Bytes on the fullest device."""
         return max(sum(rank.values()) for rank in self.memory)
 
 
-_Line = tuple[float, float]  # seconds, and seconds a byte
+_Line = tuple[float, float]  # seconds, and seconds per byte
 _Ways = tuple[_Line, tuple[tuple[_Line, ...], ...]]
 
 
@@ -77,26 +77,26 @@ _direct_seconds = partial(direct_seconds, overhead=_ISSUE_S)
 def _by_bytes(
     seconds: Callable[[int, float, float, float], float], n: int, ranks: int, edges: Edges, rate: float
 ) -> _Line:
-    """What a collective takes whatever its size, and for each byte, of which every rank of a part has its share."""
-    many = 1e18  # so that the difference is as exact as the formula
+    """Return the fixed seconds of a collective and its seconds per byte; every rank of a part has a share of it."""
+    many = 1e18  # large, so that the difference is as exact as the formula
     of_bytes = seconds(n, many / ranks, 0.0, rate) - seconds(n, 0.0, 0.0, rate)
     return seconds(n, 0.0, edges.latency, rate), of_bytes / many
 
 
 class Fabric:
-    """What pairs of devices of a mesh really get of their links.
+    """Rates that pairs of devices of a mesh attain.
 
     Args:
-        mesh: Where a job's ranks lie.
+        mesh: Placement of a job's ranks.
         cost: Cost model of the devices.
-        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
+        network: Settings of each level above hosts, by name; None for links without losses or waiting.
     """
 
     def __init__(self, mesh: Mesh, cost: CostModel, network: Mapping[str, NetworkSettings] | None = None) -> None:
         self.mesh, self.cost, self.network = mesh, cost, network
 
     def rate(self, edges: Edges) -> float:
-        """Bytes per second that pairs of devices really get."""
+        """Return the rate that pairs of devices attain, bytes/s."""
         if edges.level == 0:
             return edges.bytes_per_s * self.cost.calibration.port
         rate, settings = edges.bytes_per_s * self.cost.calibration.network, self.settings(edges)
@@ -106,27 +106,27 @@ class Fabric:
         return settings.rate(rate, edges.latency, level.loss_rate, level.planes)
 
     def settings(self, edges: Edges) -> NetworkSettings | None:
-        """Of the level that some pairs cross; None within hosts and where nothing was said of the network."""
+        """Return the settings of the level that pairs cross; None within hosts and without network settings."""
         if self.network is None or edges.level < 1:
             return None
         return self.network[self.mesh.topology.levels[edges.level].name]
 
     def copied(self, edges: Edges) -> float:
-        """Part of a device's processors that messages between some pairs take while they are on the way."""
+        """Return the part of a device's processors that messages between pairs occupy while they are sent."""
         settings = self.settings(edges)
         return 0.0 if settings is None else settings.processors
 
 
 class PlannedJob(Fabric):
-    """A workload cut over a cluster: stages, messages and collectives with their costs, for estimate and simulation.
+    """A workload cut over a cluster: stages, messages and collectives with their costs.
 
     Args:
         workload: Workload to train.
-        mesh: Where its ranks lie.
+        mesh: Placement of the ranks.
         layout: Sizes of the dimensions of parallelism.
         cost: Cost model of the devices.
-        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
-        shared: Filled with what jobs of as many devices with the same cluster, cost and network have in common.
+        network: Settings of each level above hosts, by name; None for links without losses or waiting.
+        shared: Cache for jobs with the same number of devices, cluster, cost and network; it is filled.
     """
 
     def __init__(
@@ -141,21 +141,21 @@ class PlannedJob(Fabric):
         super().__init__(mesh, cost, network)
         self._shared = {} if shared is None else shared
         self.workload, self.layout = workload, layout
-        self.tokens = layout.microbatch * workload.sequence / layout.context  # of a microbatch on a device
+        self.tokens = layout.microbatch * workload.sequence / layout.context  # tokens of a microbatch on a device
         self.microbatches = layout.microbatches(workload)
         self._states: dict[tuple[int, int], dict[str, float]] = {}
         self._meetings: dict[Edges, tuple[float, float]] = {}
 
     def gather(self, size: float, count: int, stride: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
+        """Return the seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
 
-        :attr:`cordillera.cost.Calibration.one_ring` leaves only the ring to groups with several devices of a host that
-        are not neighbours, as data parallelism has around tensor parallelism over less than a host.
+        With :attr:`cordillera.cost.Calibration.one_ring`, only the ring is considered for groups with several devices
+        of a host that are not neighbours, as in data parallelism around tensor parallelism over less than a host.
 
         Args:
             size: Bytes of the whole.
-            count: Devices of a group.
-            stride: Devices from one of a group to the next.
+            count: Number of devices of a group.
+            stride: Distance between consecutive devices of a group.
         """
         if count == 1:
             return 0.0
@@ -169,7 +169,7 @@ class PlannedJob(Fabric):
         return min(fixed + by_byte * size, by_level) if tiers else fixed + by_byte * size
 
     def _ways_to_gather(self, count: int, stride: int) -> _Ways:
-        """Seconds of a gather by its bytes: around one ring, and in each tier by what the network's settings allow."""
+        """Return the seconds of a gather by its bytes: around one ring, and in each tier by the network settings."""
         edges, tiers = self.mesh.group(count, stride)
         ring = _by_bytes(ring_seconds, count, 1, edges, self.rate(edges))
         if self.cost.calibration.one_ring and tiers[0].edges.level == 0 and stride > 1:
@@ -185,24 +185,24 @@ class PlannedJob(Fabric):
         return ring, tuple(found) if tuple(found) != ((ring,),) else ()
 
     def all_reduce(self, dimension: str, size: float) -> float:
-        """Seconds of an all-reduce over a dimension.
+        """Return the seconds of an all-reduce over a dimension.
 
         Args:
             dimension: Dimension of the mesh.
-            size: Bytes that each device has and receives.
+            size: Bytes that each device contributes and receives.
         """
         return 2 * self.gather(size, self.mesh.size(dimension), self.mesh.stride(dimension))
 
     def among_copies(self, size: float, count: int, apart: int = 1) -> float:
-        """Seconds of an all-gather or a reduce-scatter of weights or their gradients.
+        """Return the seconds of an all-gather or a reduce-scatter of weights or their gradients.
 
-        The devices over which sequences are cut are copies as well: what each of them has is gathered over the other
-        copies first, then over these.
+        The context-parallel devices hold copies as well: the share of each is gathered over the other copies first,
+        then over the context-parallel devices.
 
         Args:
             size: Bytes of the whole.
-            count: Copies of a group.
-            apart: Copies from one of a group to the next.
+            count: Number of copies of a group.
+            apart: Distance between consecutive copies of a group.
         """
         context, seconds = self.layout.context, 0.0
         if context > 1:
@@ -219,20 +219,20 @@ class PlannedJob(Fabric):
 
     @cached_property
     def exchange(self) -> float:
-        """Seconds of one exchange of tokens between the devices that share a layer's experts, balanced routing."""
+        """Seconds of one exchange of tokens between the devices that share a layer's experts, with balanced routing."""
         experts, n = self.workload.model.experts, self.layout.expert
         if experts is None or n == 1:
             return 0.0
         size = BYTES * self.tokens * experts.active * self.workload.model.hidden / self.layout.tensor
         slowest, latency = 0.0, 0.0
         for tier in self.mesh.group(n, self.mesh.stride("data"))[1]:
-            slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # what leaves a part
+            slowest = max(slowest, size * (1 - tier.ranks / n) / self.rate(tier.edges))  # bytes that leave a part
             latency = max(latency, tier.edges.latency)
         return slowest + latency + self.cost.calibration.collective_s
 
     @cached_property
     def layer(self) -> LayerSeconds:
-        """One layer and one microbatch, a mean over layers where some have experts."""
+        """Seconds of one layer for one microbatch, as a mean over layers if some have experts."""
         one = layer_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         experts = self.workload.model.experts
         if experts is not None and self.layout.expert > 1:
@@ -246,7 +246,7 @@ class PlannedJob(Fabric):
                 one.tensor,
             )
         if self.layout.context > 1:
-            # keys and values are gathered in the forward, and again where it is; their gradients are scattered back
+            # keys and values are gathered in every forward, recomputed ones too; their gradients are scattered back
             size = 2 * BYTES * self.tokens * self.layout.context * self.workload.model.keys / self.layout.tensor
             gather = self.gather(size, self.layout.context, self.mesh.stride("context"))
             one = LayerSeconds(
@@ -259,15 +259,15 @@ class PlannedJob(Fabric):
         return self._with_gathered(one, *self.layer_parameters)
 
     def _with_gathered(self, one: LayerSeconds, plain: float, mixed: float = 0.0) -> LayerSeconds:
-        """A part of the model whose weights, where they are sharded, are gathered while the part before it is computed.
+        """Return a part of the model with sharded weights gathered during the computation of the part before it.
 
-        Once in the forward and once in the backward, which scatters the gradients besides (Zhao et al. 2023, section
-        3.3); what takes longer than the computation is waited for.
+        Weights are gathered once in the forward and once in the backward, which also scatters the gradients (Zhao et
+        al. 2023, section 3.3); time beyond the computation is waited for.
 
         Args:
-            one: With all weights at hand.
-            plain: Its parameters on a device.
-            mixed: Those of experts.
+            one: Seconds with all weights at hand.
+            plain: Number of parameters on a device.
+            mixed: Number of parameters of experts on a device.
         """
         layout = self.layout
         if not layout.shard_weights:
@@ -290,12 +290,12 @@ class PlannedJob(Fabric):
 
     @cached_property
     def stage_layers(self) -> list[int]:
-        """Layers of every stage."""
+        """Number of layers of every stage."""
         return layers_of_stages(self.workload.model.layers, self.layout.stages)
 
     @cached_property
     def stages(self) -> list[LayerSeconds]:
-        """Every stage and one microbatch."""
+        """Seconds of every stage for one microbatch."""
         one, last = self.layer, self.layout.stages - 1
         first_part = embedding_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
         last_part = head_seconds(self.workload, self.layout, self.cost, self.tensor_reduce)
@@ -307,7 +307,10 @@ class PlannedJob(Fabric):
 
     @property
     def busiest(self) -> float:
-        """Seconds that the busiest rank computes at least, under any schedule, chunks dealt out in turn or like a V."""
+        """Lower bound on the seconds that the busiest rank computes under any schedule.
+
+        Chunks may be dealt out in turn or like a V.
+        """
         p, stages = self.layout.pipeline, self.stages
         most = max(sum(stage.total for stage in stages[rank::p]) for rank in range(p))
         if self.layout.chunks == 2:
@@ -316,11 +319,11 @@ class PlannedJob(Fabric):
 
     @cached_property
     def message_bytes(self) -> float:
-        """Of one microbatch between two stages, from one device: tensor-parallel devices send a part each."""
+        """Bytes that one device sends between two stages for a microbatch; tensor-parallel devices send a part each."""
         return BYTES * self.tokens * self.workload.model.hidden / self.layout.tensor
 
     def message_seconds(self, boundary: int) -> float:
-        """That a message occupies the way after a pipeline rank, latency left out."""
+        """Return the seconds that a message occupies the link after a pipeline rank, without latency."""
         return self._messages[boundary % len(self._messages)]
 
     @cached_property
@@ -330,16 +333,16 @@ class PlannedJob(Fabric):
         return [seconds[edges] for edges in boundaries]
 
     def meeting(self, boundary: int) -> tuple[float, float]:
-        """What messages after a pipeline rank and the reduction of gradients beside them do to one another.
+        """Return how messages after a pipeline rank and the concurrent reduction of gradients slow each other.
 
-        On every link that both cross, pairs that send as equals have max-min fair shares; where messages go first, the
-        reduction has what they leave.
+        On every link that both use, pairs that send as equals have max-min fair shares; if messages have priority, the
+        reduction gets the rest.
 
         Args:
             boundary: Boundary of the pipeline.
 
         Returns:
-            How many times as long the message takes, and the part of its rate that the reduction loses meanwhile.
+            Factor by which the message takes longer, and the part of its rate that the reduction loses meanwhile.
         """
         edges = self.mesh.boundary(boundary)
         if edges not in self._meetings:
@@ -364,7 +367,7 @@ class PlannedJob(Fabric):
 
     @cached_property
     def layer_parameters(self) -> tuple[float, float]:
-        """Parameters of one layer on one device, a mean over layers: those that all copies share, and experts'."""
+        """Mean number of parameters of a layer on one device: those that all copies share, and those of experts."""
         model, experts = self.workload.model, self.workload.model.experts
         plain = float(model.matrices * model.hidden * (model.ffn or 4 * model.hidden))
         if experts is None:
@@ -376,11 +379,11 @@ class PlannedJob(Fabric):
         return own / self.layout.tensor, share * mixed / self.layout.tensor / self.layout.expert
 
     def parameters(self, stages: Sequence[int]) -> tuple[float, float]:
-        """On one device of a rank that holds these stages: those that all copies share, and experts'."""
+        """Return the parameters on one device of a rank with these stages: those of all copies, and experts'."""
         return self._parameters(*self._counted(stages))
 
     def _counted(self, stages: Sequence[int]) -> tuple[int, int]:
-        """Layers and embedding tables of a rank that holds these stages."""
+        """Return the number of layers and of embedding tables of a rank with these stages."""
         first, last = 0 in stages, self.layout.stages - 1 in stages
         tables = max(first, last) if self.workload.model.tied else first + last
         return sum(map(self.stage_layers.__getitem__, stages)), tables
@@ -391,13 +394,13 @@ class PlannedJob(Fabric):
 
     @cached_property
     def table(self) -> float:
-        """Parameters of an embedding matrix on one device."""
+        """Number of parameters of an embedding matrix on one device."""
         return self.workload.model.vocabulary * self.workload.model.hidden / self.layout.tensor
 
     def updated(self, stages: Sequence[int]) -> float:
-        """Parameters of a rank's stages whose optimizer state one device holds: its part of those of all copies.
+        """Return the number of parameters of a rank's stages whose optimizer state one device holds.
 
-        The devices over which sequences are cut share it too.
+        The state is shared by copies and by the context-parallel devices.
         """
         return self._updated(*self.parameters(stages))
 
@@ -406,16 +409,16 @@ class PlannedJob(Fabric):
         return (plain / layout.shards + mixed / max(1, layout.shards // layout.expert)) / layout.context
 
     def reduce(self, stages: Sequence[int]) -> float:
-        """Seconds to reduce a rank's gradients of these stages over all copies of the model.
+        """Return the seconds to reduce a rank's gradients of these stages over all copies of the model.
 
-        Where weights are sharded, gradients are scattered in every backward and only their parts remain to be reduced,
-        over groups of copies. Experts have fewer copies.
+        If weights are sharded, every backward scatters the gradients, and only the parts remain to be reduced over
+        groups of copies. Experts have fewer copies.
         """
         return self._reduced(*self.parameters(stages))
 
     @cached_property
     def reduce_latency(self) -> float:
-        """Seconds of :meth:`reduce` that no byte is to blame for."""
+        """Seconds of :meth:`reduce` that do not depend on bytes."""
         return self._reduced(0.0, 0.0)
 
     def _reduced(self, plain: float, mixed: float) -> float:
@@ -431,28 +434,28 @@ class PlannedJob(Fabric):
 
     @cached_property
     def dealt_out(self) -> list[range]:
-        """The stages of every pipeline rank, dealt out in turn."""
+        """Stages of every pipeline rank, dealt out in turn."""
         p = self.layout.pipeline
         return [range(rank, self.layout.stages, p) for rank in range(p)]
 
     def held(self, stages: Sequence[int], live: int) -> dict[str, float]:
-        """Bytes on a device, by cause.
+        """Return the bytes on a device, by cause.
 
         Args:
-            stages: That its rank holds.
-            live: Microbatches of a stage whose activations it holds at a time.
+            stages: Stages that its rank holds.
+            live: Number of microbatches of a stage whose activations it holds at a time.
         """
         activations = live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations
         return {**self._state(*self._counted(stages)), "activations": activations}
 
     def _state(self, layers: int, tables: int) -> dict[str, float]:
-        """Bytes of a rank's weights, gradients and optimizer state on a device."""
+        """Return the bytes of a rank's weights, gradients and optimizer state on a device."""
         found = self._states.get((layers, tables))
         if found is None:
             work, parameters = self.workload, self._parameters(layers, tables)
             weights, updated = sum(parameters), self._updated(*parameters)
             if self.layout.shard_weights:
-                weights = updated + 2.0 * sum(self.layer_parameters)  # and the layer at work and the next
+                weights = updated + 2.0 * sum(self.layer_parameters)  # plus the present layer and the next
             found = self._states[layers, tables] = {
                 "weights": weights * work.weight_bytes,
                 "gradients": weights * work.gradient_bytes,
@@ -462,18 +465,18 @@ class PlannedJob(Fabric):
 
     @cached_property
     def layer_activations(self) -> float:
-        """Bytes of one layer for one microbatch."""
+        """Bytes of activations of one layer for one microbatch."""
         return activation_bytes(self.workload, self.layout)
 
     @cached_property
     def tied_seconds(self) -> float:
-        """To add up the gradients of input and output embeddings that are one matrix on two ranks."""
+        """Seconds to sum the gradients of tied input and output embeddings on two ranks."""
         if not self.workload.model.tied or self.layout.pipeline == 1:
             return 0.0
         return BYTES * self.table / self.rate(self.mesh.boundary(self.layout.pipeline - 1))
 
     def live_chunks(self, rank: int) -> int:
-        """Microbatches of a chunk whose activations a rank of (interleaved) 1F1B holds."""
+        """Return the number of microbatches of a chunk whose activations a rank of (interleaved) 1F1B holds."""
         p, v, m = self.layout.pipeline, self.layout.chunks, self.microbatches
         if v == 1:
             return min(m, p - rank)
@@ -485,17 +488,17 @@ class PlannedJob(Fabric):
         return tuple(self.held(stages, self.live_chunks(rank)) for rank, stages in enumerate(self.dealt_out))
 
     def estimate(self) -> Estimate:
-        """The step of (interleaved) 1F1B.
+        """Estimate the step of (interleaved) 1F1B.
 
-        The slowest rank's slot for every microbatch, the other ranks' slots once to fill and drain the pipeline, then
-        what is not hidden of gradient reduction, and the optimizer.
+        The step is the sum of the slowest rank's slot for every microbatch, the other ranks' slots once to fill and
+        drain the pipeline, the exposed part of gradient reduction, and the optimizer.
         """
         layout = self.layout
         p, v, m = layout.pipeline, layout.chunks, self.microbatches
         send = [0.0] * p
         if p > 1:
             ways = [self.message_seconds(i) for i in range(p - 1)]
-            # a slot sends and receives once each way, for every chunk
+            # a slot sends and receives once in each direction for every chunk
             send = [2 * v * ways[min(rank, p - 2)] for rank in range(p)]
         slots = [sum(stage.total for stage in self.stages[rank::p]) + send[rank] for rank in range(p)]
         slow = max(slots)
@@ -513,7 +516,7 @@ class PlannedJob(Fabric):
             "tensor parallel": m * tensor,
             "sharded weights": m * gather,
             "pipeline messages": m * send[at],
-            # chunks come round once a pass of all ranks, however few microbatches there are
+            # chunks recur once per pass over all ranks, even with few microbatches
             "pipeline bubble": (sum(slots) - slow) / v + max(0, p - m) * slow * (1 - 1 / v),
             "gradient reduction": reduce + self.tied_seconds,
             "optimizer": self.cost.optimizer(self.updated(heaviest)),

@@ -1,4 +1,4 @@
-"""Which matrix products a workload needs, to be measured, and how much of a plan rests on measured ones."""
+"""Matrix products that a workload needs, to be measured, and the share of a plan that rests on measured ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cordillera.topology import Device
 
 
 class _Listing(CostModel):
-    """A cost model that lists the products that it is asked for."""
+    """A cost model that lists the requested products."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device, Calibration())
@@ -23,7 +23,7 @@ class _Listing(CostModel):
 
 
 class _ProductsAlone(CostModel):
-    """A cost model in which nothing but matrix products takes time: all of them, or those that were measured."""
+    """A cost model in which only matrix products take time: all of them, or the measured ones."""
 
     def __init__(self, cost: CostModel, counted: set[ProductShape] | None) -> None:
         super().__init__(cost.device, cost.calibration.model_copy(update={"layer_s": 0.0}), cost.products)
@@ -42,15 +42,16 @@ class _ProductsAlone(CostModel):
 
 
 def shapes(workload: Workload, device: Device, host: int) -> list[ProductShape]:
-    """The products of one device, over the degrees and the microbatches that a search tries.
+    """Return the products of one device, over the degrees and the microbatches that a search tries.
 
     Args:
-        workload: What is trained.
-        device: On what; its figures do not matter.
-        host: Devices of a host, within which tensor parallelism stays.
+        workload: Workload to train.
+        device: Device, whose figures do not matter.
+        host: Number of devices of a host, within which tensor parallelism stays.
 
     Returns:
-        ``(rows, columns, inner, count)`` of each, see :meth:`cordillera.cost.CostModel.product`; the smallest first.
+        ``(rows, columns, inner, count)`` of each product in ascending order; see
+        :meth:`cordillera.cost.CostModel.product`.
     """
     listing = _Listing(device)
     for (tensor, context), microbatch in product(inner_degrees(workload, host), MICROBATCHES):
@@ -62,17 +63,17 @@ def shapes(workload: Workload, device: Device, host: int) -> list[ProductShape]:
 
 
 def measured_share(workload: Workload, layout: Layout, cost: CostModel) -> float:
-    """How much of the time of a step's matrix products, over all devices, rests on shapes that were measured.
+    """Return the share of the time of a step's matrix products, over all devices, that rests on measured shapes.
 
-    Fused attention is not a matrix product here, nor are collectives.
+    Fused attention and collectives do not count as matrix products.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         layout: How it is cut.
-        cost: With the measured products, or none.
+        cost: Cost model, possibly with measured products.
 
     Returns:
-        From 0 to 1.
+        Share from 0 to 1.
     """
 
     def seconds(counted: set[ProductShape] | None) -> float:

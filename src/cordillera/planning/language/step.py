@@ -1,4 +1,4 @@
-"""A whole training step in time: a pipeline schedule on its cluster, then gradients, then the optimizer."""
+"""Simulation of a whole training step: a pipeline schedule on its cluster, then gradients, then the optimizer."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from cordillera.planning.pipeline.schedules import (
 )
 from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, simulate
 
-_SHORT = 0.02  # of a microbatch's slot: messages that take less are not hidden by running further ahead
+_SHORT = 0.02  # part of a microbatch's slot: shorter messages are not hidden by running further ahead
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step as simulated.
+    """A simulated step.
 
     Attributes:
         timeline: Timeline of the pipeline.
-        parts: Seconds by cause on the rank that ends last; their sum is the step.
+        parts: Seconds by cause on the rank that ends last; their sum is the time of the step.
         memory: Bytes on a device of each pipeline rank, by cause.
     """
 
@@ -46,26 +46,26 @@ class SimulatedStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Time of the step in seconds."""
         return sum(self.parts.values())
 
     @property
     def memory_bytes(self) -> float:
-        """On the device that needs most."""
+        """Bytes on the fullest device."""
         return max(sum(rank.values()) for rank in self.memory)
 
 
 def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float] | None = None) -> StageSeconds:
-    """A job's stages as the simulator takes them; what is recomputed comes before the input's gradient.
+    """Return a job's stages in the form of the simulator; recomputation comes before the input gradient.
 
-    Messages that kernels copy take processors: an action that receives or sends one takes as much longer as these do
-    not compute while it is on the way.
+    Messages that kernels copy take processors: an action that receives or sends one takes longer by the computation
+    that those processors miss while it is in transit.
 
     Args:
-        job: With as many stages as the schedule.
-        schedule: Whose rank has which stage.
-        slow: How many times as long pipeline ranks compute. Their tensor-parallel collectives take what they take,
-            and are part of all actions of a stage alike.
+        job: Job with as many stages as the schedule.
+        schedule: Schedule, which assigns stages to ranks.
+        slow: Factors by which pipeline ranks compute longer; None for none. Tensor-parallel collectives keep their
+            time, and are part of all actions of a stage alike.
     """
     if len(job.stages) != schedule.stages:
         raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
@@ -91,7 +91,7 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
 
 
 def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
-    """Between neighbouring pipeline ranks, and from the last to the first, in both directions."""
+    """Return the ways between neighbouring pipeline ranks, and the last and the first, in both directions."""
     p, found = job.layout.pipeline, {}
     for rank in range(p if p > 1 else 0):
         other = (rank + 1) % p
@@ -103,18 +103,18 @@ def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
 
 
 def held(job: PlannedJob, schedule: Schedule) -> tuple[dict[str, float], ...]:
-    """Bytes on a device of each pipeline rank under a schedule, by cause.
+    """Return the bytes on a device of each pipeline rank under a schedule, by cause.
 
     Args:
         job: Workload and its layout.
-        schedule: Whose live microbatches count.
+        schedule: Schedule, which determines the live microbatches.
     """
     ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
 
 
 def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
-    """Where in a rank's actions the last backward of each of its stages is, in order of these positions.
+    """Return the position of the last backward of each stage of a rank, in ascending order.
 
     Args:
         schedule: Schedule of the pipeline.
@@ -132,31 +132,31 @@ def reduced(
     reduce: Callable[[int], float],
     delayed: Mapping[tuple[int, int], float] | None = None,
 ) -> Any:
-    """When a rank has reduced its gradients; an array where times are arrays.
+    """Return when a rank has reduced its gradients; an array if times are arrays.
 
-    It does so when its last backward is done, or, where the layout overlaps them, layer by layer as the last
-    microbatch's backward does them, one after the other and beside what it still computes.
+    Reduction begins when the last backward is done. If the layout overlaps gradients, it runs layer by layer during the
+    backward of the last microbatch, one layer after the other and beside the remaining computation.
 
     Args:
         job: Workload and its layout.
         schedule: Schedule of the pipeline.
         rank: Rank in the pipeline.
-        times: Start and end of the rank's action at a position, seconds.
-        reduce: Seconds to reduce the gradients of a stage over the copies of the model.
-        delayed: Seconds that messages took from that, by rank and position of the action.
+        times: Function that returns start and end of the rank's action at a position, seconds.
+        reduce: Function that returns the seconds to reduce the gradients of a stage over the copies of the model.
+        delayed: Seconds by which messages delay that, by rank and position of the action; None for none.
     """
     delayed = delayed or {}
     last, clock, begun = times(len(schedule.actions[rank]) - 1)[1], 0.0, math.inf
     for stage, i in last_backwards(schedule, rank).items():
         layers, seconds = job.stage_layers[stage], reduce(stage)
-        if job.layout.overlap_gradients:  # layer by layer as they are done; the last layer's cannot be hidden
+        if job.layout.overlap_gradients:  # layer by layer as they finish; the last layer cannot be hidden
             start, end = times(i)
             begun = np.minimum(begun, start)
             clock = np.maximum(clock, start) + seconds + delayed.get((rank, i), 0.0)
             clock = np.maximum(clock, end + seconds / max(layers, 1))
         else:
             clock = np.maximum(clock, last) + seconds
-    # what copying takes from the last backward
+    # copying slows the last backward
     last = last + job.copied(job.mesh.ring("data")) * np.maximum(0.0, np.minimum(last, clock) - begun)
     first, end_rank = schedule.rank_of[0], schedule.rank_of[-1]
     tied = job.tied_seconds if first != end_rank and rank in (first, end_rank) else 0.0
@@ -164,11 +164,11 @@ def reduced(
 
 
 def optimizer_seconds(job: PlannedJob, schedule: Schedule, rank: int) -> float:
-    """Of a rank's optimizer.
+    """Return the seconds of a rank's optimizer.
 
     Args:
         job: Workload and its layout.
-        schedule: For the rank's stages.
+        schedule: Schedule, which assigns stages to ranks.
         rank: Rank in the pipeline.
     """
     return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
@@ -180,8 +180,8 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
     Args:
         job: Workload and its layout.
         schedule: Schedule of the pipeline.
-        slow: How many times as long pipeline ranks compute, where one has a slow device. The copy with it is the one
-            that is simulated, as all others wait for it to reduce their gradients.
+        slow: Factors by which pipeline ranks compute longer because of a slow device; None for none. The copy with the
+            slow device is simulated, because all others wait for it to reduce their gradients.
     """
     slow = slow or {}
     ranks = range(schedule.ranks)
@@ -216,10 +216,10 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
 
 
 def families(job: PlannedJob) -> dict[str, Callable[[], Schedule]]:
-    """The schedules that a layout can run, by name.
+    """Return the schedules that a layout can run, by name.
 
     Args:
-        job: Its number of chunks decides which.
+        job: Job, whose number of chunks determines the schedules.
     """
     p, m, v = job.layout.pipeline, job.microbatches, job.layout.chunks
     if p == 1:
@@ -233,9 +233,9 @@ def families(job: PlannedJob) -> dict[str, Callable[[], Schedule]]:
         slots = [stage.total for stage in job.stages]
         forward = max(stage.forward for stage in job.stages)
         lag = [job.mesh.boundary(i).latency + job.message_seconds(i) for i in range(p - 1)]
-        slow = [one if one > _SHORT * max(slots) else 0.0 for one in lag]  # a whole forward more would hide little
+        slow = [one if one > _SHORT * max(slots) else 0.0 for one in lag]  # another forward would hide little
         extra = warmup_for_latency(slow, forward, max(slots) - forward)
-        for part in (1, 2, 4) if any(extra) else ():  # less where memory does not last for all
+        for part in (1, 2, 4) if any(extra) else ():  # fewer if memory is too small for all
             more = [min(-(-w // part), m) for w in extra]
             found[f"1f1b ahead by {more[0]}"] = partial(one_forward_one_backward, p, m, more)
             found[f"zero bubble ahead by {more[0]}"] = partial(zero_bubble, p, m, 1, more)

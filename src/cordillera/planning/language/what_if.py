@@ -1,7 +1,7 @@
-"""What a bad day does to a plan: a slow device, latencies that vary, a lost domain.
+"""Effects of faults on a plan: a slow device, varying latencies, a lost domain.
 
-Lost planes, narrower links and losses of packets are changes of the cluster
-(:meth:`cordillera.topology.Topology.changed`), under which the plan is simulated as it is.
+Lost planes, narrower links and packet losses are changes of the cluster (:meth:`cordillera.topology.Topology.changed`),
+under which the unchanged plan is simulated.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _MEANS = {
     "--slow": "how many times as long a device computes",
     "--jitter": "what is added to a latency on average, as a part of it",
 }
-_AS_GOOD = 0.95  # of what all devices' seconds were before: a number of devices with as little needs no smaller rival
+_AS_GOOD = 0.95  # least part of the device seconds before that a smaller number of devices is assumed to need
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that is not as planned, and the step then.
+    """A departure from the plan, and the resulting step.
 
     Attributes:
-        what: In words.
+        what: The departure, in words.
         seconds: Seconds of a step.
         devices: Number of devices that take part in the step.
-        note: More, in words.
-        figures: The same for programs.
+        note: Further remarks, in words.
+        figures: The same facts for programs.
     """
 
     what: str
@@ -57,27 +57,27 @@ class Case:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, before: float) -> float:
-        """Steps a second more (below 0: fewer) than before, as a part, to the hundredth of a percent.
+        """Return the relative change of steps per second, rounded to the hundredth of a percent; negative if slower.
 
         Args:
-            before: Seconds of a step.
+            before: Seconds of a step before.
         """
         return round(before / self.seconds - 1, 4) + 0.0  # never -0.0
 
     def to_json(self) -> dict[str, Any]:
-        """For ``plan.json``."""
+        """Return the values for ``plan.json``."""
         return asdict(self)
 
 
 def check(slow: float | None = None, jitter: float | None = None) -> None:
-    """Refuse what is not a factor or not a jitter.
+    """Check that a factor and a jitter are in range.
 
     Args:
-        slow: Result of :func:`slow_device`.
-        jitter: Result of :func:`jittered`.
+        slow: Factor of :func:`slow_device`, or None.
+        jitter: Jitter of :func:`jittered`, or None.
 
     Raises:
-        PlanError: For what is too small or not finite.
+        PlanError: If a value is too small, too large or not finite.
     """
     for name, value, least in (("--slow", slow, 1), ("--jitter", jitter, 0)):
         if value is not None and not least <= value <= _MOST:
@@ -85,13 +85,13 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
 
 
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
-    """A plan as it is, on a cluster that was changed.
+    """Simulate an unchanged plan on a changed cluster.
 
     Args:
         explorer: Explorer that found the plan.
-        plan: Stays as it is.
-        change: In words.
-        topology: Changed.
+        plan: The plan.
+        change: The change, in words.
+        topology: The changed cluster.
     """
     step, room = explorer.again(plan, topology), topology.device.memory_bytes
     over = step.memory_bytes > room
@@ -100,19 +100,19 @@ def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Ca
 
 
 def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
-    """One device takes longer to compute, wherever it does most harm.
+    """Simulate one device that computes more slowly, at the place where it does most harm.
 
     The tensor-parallel devices beside it wait in their collectives, so its whole pipeline rank is slow; other ranks
-    wait for messages; other copies of the model wait to reduce gradients. So the step is that of the copy that holds
-    the device, and lies between the plan's step and ``factor`` times that.
+    wait for messages; other copies of the model wait to reduce gradients. The step is therefore that of the copy that
+    holds the device, and lies between the plan's step and ``factor`` times that.
 
     Args:
         explorer: Explorer that found the plan.
-        plan: Stays as it is.
-        factor: How many times as long it computes.
+        plan: The plan.
+        factor: Factor by which the device computes longer.
 
     Raises:
-        PlanError: For a factor below 1.
+        PlanError: If the factor is below 1 or too large.
     """
     check(slow=factor)
     job = explorer.job(plan.layout, plan.order, plan.network)
@@ -134,23 +134,23 @@ def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
 
 
 def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
-    """Steps of one copy of the model with latencies that vary, seconds: ``[draws]``, sorted.
+    """Simulate steps of one copy of the model with varying latencies; return their sorted seconds: ``[draws]``.
 
-    Every message arrives later than the network's latency by an exponentially distributed time (as a queue of random
-    arrivals makes packets wait) whose mean is ``jitter`` times the latency. A message of several tensor- and
-    context-parallel devices is there when the last of their parts is. The many hops of a gradient reduction add up, so
-    each takes the mean; collectives inside a stage keep their time. Messages and reductions hold one another up in the
-    plan's step but not here, so only differences between steps so computed count.
+    Every message is later than the network's latency by an exponentially distributed time with mean ``jitter`` times
+    the latency, as a queue of random arrivals delays packets. A message of several tensor- and context-parallel devices
+    arrives with the last of their parts. The many hops of a gradient reduction average out, so each takes the mean;
+    collectives inside a stage keep their time. Messages and reductions slow each other in the plan's step but not here,
+    so only differences between steps from this function are meaningful.
 
     Args:
         explorer: Explorer that found the plan.
-        plan: Stays as it is.
-        jitter: Mean of what is added to a latency, as a part of it.
-        draws: How many steps.
+        plan: The plan.
+        jitter: Mean addition to a latency, as a part of the latency.
+        draws: Number of steps.
         seed: Seed of the draws.
 
     Raises:
-        PlanError: For a jitter that is negative or not finite.
+        PlanError: If the jitter is negative, too large or not finite.
     """
     check(jitter=jitter)
     job, schedule = explorer.job(plan.layout, plan.order, plan.network), plan.schedule
@@ -160,7 +160,7 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
     def late(way: Way) -> NDArray[np.float64]:
         if jitter * way.latency == 0:
             return np.zeros(draws)
-        last = generator.random(draws) ** (1.0 / parts)  # the largest of as many uniform draws
+        last = generator.random(draws) ** (1.0 / parts)  # distributed like the largest of ``parts`` uniform draws
         return -jitter * way.latency * np.log1p(-last)
 
     def reduce(stage: int) -> float:
@@ -178,20 +178,20 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
 
 
 def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed: int = 0) -> Case:
-    """The median and the 99th percentile of a step whose latencies vary: see :func:`jittered`.
+    """Return the median and the 99th percentile of a step with varying latencies; see :func:`jittered`.
 
-    All copies of the model wait for the last of them, so a quantile ``q`` of a step with ``D`` copies is the quantile
+    All copies of the model wait for the last of them, so the quantile ``q`` of a step with ``D`` copies is the quantile
     ``q ** (1 / D)`` of one copy.
 
     Args:
         explorer: Explorer that found the plan.
-        plan: Stays as it is.
-        part: Mean of what is added to a latency, as a part of it.
-        draws: Steps of one copy.
+        plan: The plan.
+        part: Mean addition to a latency, as a part of the latency.
+        draws: Number of steps of one copy.
         seed: Seed of the draws.
 
     Raises:
-        PlanError: For a jitter that is negative or not finite.
+        PlanError: If ``part`` is negative, too large or not finite.
     """
     steps = jittered(explorer, plan, part, draws, seed)
     steady = float(jittered(explorer, plan, 0.0, 1)[0])
@@ -215,21 +215,21 @@ def replan(
     only: Iterable[SearchDimension] = ALL,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Explorer, Exploration]:
-    """Search again on what is left of a cluster, with as many devices as can be used well.
+    """Search again on the rest of a cluster, with as many devices as can be used well.
 
-    Where the batch and the layers cannot be divided over all that are left, or only into a pipeline of awkward length,
+    If the batch and the layers cannot be divided over all remaining devices, or only into a pipeline of awkward length,
     fewer are used: the number whose best layout is estimated to be the fastest. Numbers are tried from the largest down
-    until none that is smaller could be faster with each device as productive as before.
+    until no smaller one could be faster with each device as productive as before.
 
     Args:
         explorer: Explorer that found the plan.
-        plan: Before.
-        topology: What is left.
-        only: Dimensions that are searched.
-        progress: Called with a sentence now and then.
+        plan: The plan before.
+        topology: The remaining cluster.
+        only: Dimensions to search.
+        progress: Function called with a sentence from time to time.
 
     Raises:
-        PlanError: If no number of them can be planned.
+        PlanError: If no number of devices can be planned.
     """
     chunks = {1, plan.layout.chunks}
     before = explorer.outlook(chunks) * explorer.devices
@@ -249,13 +249,13 @@ def replan(
     for _, _, one in sorted(ranked, key=lambda entry: entry[:2]):
         try:
             return one, one.explore(only)
-        except PlanError:  # no production-like plan to begin with
+        except PlanError:  # there is no production-like plan to start from
             continue
     raise PlanError(f"{most:,} devices are left, no plan is possible on them", where=topology.name)
 
 
 def survivors(topology: Topology, domain: str) -> Topology:
-    """What is left of a cluster without a domain.
+    """Return a cluster without one domain.
 
     Args:
         topology: The cluster.
@@ -277,14 +277,14 @@ def lost(
     only: Iterable[SearchDimension] = ALL,
     progress: Callable[[str], None] | None = None,
 ) -> Case:
-    """A domain is gone; the plan cannot run, and another is searched on the rest.
+    """Search for a new plan after a domain is lost.
 
     Args:
         explorer: Explorer that found the plan.
-        plan: Before.
-        domain: As for :func:`survivors`.
-        only: Dimensions that are searched.
-        progress: Called with a sentence now and then.
+        plan: The plan before.
+        domain: Domain in the notation of :func:`survivors`.
+        only: Dimensions to search.
+        progress: Function called with a sentence from time to time.
 
     Raises:
         PlanError: If there is no such domain, or no plan without it.
@@ -293,7 +293,7 @@ def lost(
     left = survivors(explorer.topology, domain)
     after, found = replan(explorer, plan, left, only, progress)
     if found.interrupted:
-        raise KeyboardInterrupt  # half of a search would pass for what can be had
+        raise KeyboardInterrupt  # the result of half a search would pass for the best plan
     best, before = found.best, explorer.topology.devices
     note = f"by a new search on {after.devices:,} devices ({best.layout}, {best.schedule.name})"
     if after.devices < min(explorer.devices, left.devices):

@@ -1,7 +1,7 @@
-"""What is trained: a model's shapes, its batch, and how both are cut over devices.
+"""The workload: a model's shapes, its batch, and how both are cut over devices.
 
-Everything here is counted, nothing is fitted: parameters, FLOPs, bytes of activations and of state, and the seconds
-that :class:`cordillera.cost.CostModel` gives for the shapes that one device sees.
+All figures are counted, none is fitted: parameters, FLOPs, bytes of activations and of state, and the seconds that
+:class:`cordillera.cost.CostModel` gives for the shapes on one device.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.topology import Label, Numeric, Words
 
-# Limits that keep the cost of a prediction and its results finite: layers and experts are visited one by one, and
+# Limits that keep the cost and the results of a prediction finite: layers and experts are visited in turn, and
 # products of sizes are floats.
 Layers = Annotated[int, Numeric, Field(ge=1, le=4096)]
 WorkloadCount = Annotated[int, Numeric, Field(ge=1, le=1 << 32)]
 Bytes = Annotated[float, Numeric, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Recompute = Literal["none", "selective", "full"]
 
-BYTES = 2  # of a weight, an activation and its gradient in 16 bits
-_GRADIENT_TRAFFIC = 6  # bytes a weight and microbatch: a gradient read, added to the sum and written, in 16 bits each
-_FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of so many score matrices
-_UNFUSED_SOFTMAX = 104  # bytes a score, over all passes, where that kernel cannot be used
-_LOGIT_TRAFFIC = 52  # bytes a logit: cross entropy in 32 bits, forwards and backwards
+BYTES = 2  # bytes of a weight, an activation and its gradient in 16 bits
+_GRADIENT_TRAFFIC = 6  # bytes per weight and microbatch: read gradient, read sum, write sum, in 16 bits each
+_FUSED_SOFTMAX = 4  # Megatron-LM's masked softmax kernel takes a multiple of this number of score matrices
+_UNFUSED_SOFTMAX = 104  # bytes per score, over all passes, if that kernel cannot be used
+_LOGIT_TRAFFIC = 52  # bytes per logit: cross entropy in 32 bits, forwards and backwards
 
 
 class Experts(BaseModel):
     """A mixture of experts in place of the feed-forward net.
 
     Attributes:
-        count: Experts of a layer.
-        active: Experts that a token goes to.
+        count: Number of experts of a layer.
+        active: Number of experts that a token is sent to.
         ffn: Width of an expert.
-        shared_ffn: Width of the one that all tokens go to; 0 for none.
-        every: Each so many layers have experts, the others a plain feed-forward net.
+        shared_ffn: Width of the expert that all tokens are sent to; 0 for none.
+        every: Period in layers: one of this many layers has experts, the others a plain feed-forward net.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,21 +58,21 @@ class Experts(BaseModel):
 
 
 class Transformer(BaseModel):
-    """A decoder's shapes.
+    """Shapes of a decoder.
 
     Attributes:
-        layers: ``L``.
-        hidden: ``h``.
+        layers: ``L``, number of layers.
+        hidden: ``h``, width of the model.
         heads: Number of query heads.
         kv_heads: Number of key and value heads; None for as many as ``heads``.
-        head_dim: None for ``h / heads``.
+        head_dim: Width of a head; None for ``h / heads``.
         ffn: Width of the feed-forward net; None for ``4 h``.
-        gated: Whether it has a gate (SwiGLU), a third matrix.
-        vocabulary: ``V``.
+        gated: Whether the feed-forward net has a gate (SwiGLU), a third matrix.
+        vocabulary: ``V``, number of tokens.
         tied: Whether output and input embeddings are one matrix.
-        fused_attention: One kernel that keeps no scores and skips what is masked; otherwise matrix products with a
-            masked softmax between them, as Megatron-LM had them in 2021.
-        experts: None for a dense model.
+        fused_attention: Whether attention is one kernel that keeps no scores and skips masked ones; otherwise it is
+            matrix products with a masked softmax in between, as in Megatron-LM in 2021.
+        experts: Mixture of experts; None for a dense model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,16 +114,16 @@ class Transformer(BaseModel):
 
     @property
     def matrices(self) -> int:
-        """Matrices of a feed-forward net."""
+        """Number of matrices of a feed-forward net."""
         return 3 if self.gated else 2
 
     @property
     def attention_weights(self) -> int:
-        """Parameters of a layer's attention."""
+        """Number of parameters of a layer's attention."""
         return self.hidden * (2 * self.queries + 2 * self.keys)
 
     def feed_forward_weights(self, layer: int) -> int:
-        """Parameters of a layer's feed-forward net, all experts and the router included."""
+        """Return the number of parameters of a layer's feed-forward net, with all experts and the router."""
         e = self.experts
         if e is None or (layer + 1) % e.every:
             return self.matrices * self.hidden * (self.ffn or 4 * self.hidden)
@@ -131,13 +131,13 @@ class Transformer(BaseModel):
 
     @cached_property
     def parameters(self) -> int:
-        """All of them but norms' and biases'."""
+        """Number of parameters, without norms and biases."""
         layers = sum(self.attention_weights + self.feed_forward_weights(layer) for layer in range(self.layers))
         return layers + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those that one token passes, embeddings' lookup left out."""
+        """Number of parameters that one token uses, without the lookup of the input embedding."""
         e, total = self.experts, self.vocabulary * self.hidden
         for layer in range(self.layers):
             total += self.attention_weights + self.feed_forward_weights(layer)
@@ -146,10 +146,10 @@ class Transformer(BaseModel):
         return total
 
     def flops_per_token(self, sequence: int) -> float:
-        """Of a forward and a backward without recomputation; scores that causal attention masks are not counted.
+        """Return the FLOPs of a forward and a backward without recomputation; masked scores are not counted.
 
         Args:
-            sequence: Tokens of a sequence.
+            sequence: Number of tokens of a sequence.
         """
         return 6.0 * self.active_parameters + 6.0 * self.layers * sequence * self.queries
 
@@ -158,15 +158,15 @@ class Workload(BaseModel):
     """A training job.
 
     Attributes:
-        name: For people.
-        description: One sentence.
+        name: Display name.
+        description: Description in one sentence.
         source: Origin of the figures.
-        model: Model that is trained.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a step, over all devices.
-        weight_bytes: Bytes of a parameter in use.
+        model: Model to train.
+        sequence: Number of tokens of a sequence.
+        batch: Sequences per step, over all devices.
+        weight_bytes: Bytes of a parameter in computation.
         gradient_bytes: Bytes of a parameter's gradient.
-        optimizer_bytes: Bytes of a parameter's optimizer state, including a master copy.
+        optimizer_bytes: Bytes of the optimizer state of a parameter, including a master copy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -183,7 +183,7 @@ class Workload(BaseModel):
 
     @property
     def flops(self) -> float:
-        """Of a step, by the model's own arithmetic."""
+        """FLOPs of the model's own arithmetic in a step."""
         return self.batch * self.sequence * self.model.flops_per_token(self.sequence)
 
 
@@ -194,16 +194,17 @@ class Layout:
     Attributes:
         tensor: Devices over which every layer's matrices are cut (TP).
         context: Devices over which every sequence is cut (CP).
-        expert: Devices over which a layer's experts are spread (EP); taken out of the data-parallel ones.
+        expert: Devices over which the experts of a layer are spread (EP), which are part of the data-parallel ones.
         pipeline: Devices over which layers are spread (PP).
-        data: Copies of the model, sharded or not (DP).
-        shards: Of these copies, over how many consecutive ones weights, gradients and optimizer state are cut.
-        shard_weights: Whether weights are gathered layer by layer (FSDP); else only optimizer state is cut (ZeRO-1).
-        chunks: Stages that one pipeline rank holds (``v``).
-        microbatch: Sequences of a microbatch on one copy.
-        sequence_parallel: Whether norms and dropouts are cut over the tensor-parallel devices too.
-        recompute: Parts of the forward that the backward computes again.
-        overlap_gradients: Whether gradients are reduced while the last microbatch's backward runs.
+        data: Number of copies of the model, sharded or not (DP).
+        shards: Number of consecutive copies over which weights, gradients and optimizer state are cut.
+        shard_weights: Whether weights are gathered layer by layer (FSDP); otherwise only optimizer state is cut
+            (ZeRO-1).
+        chunks: ``v``, number of stages of one pipeline rank.
+        microbatch: Number of sequences of a microbatch on one copy.
+        sequence_parallel: Whether norms and dropouts are also cut over the tensor-parallel devices.
+        recompute: Parts of the forward that are computed again in the backward.
+        overlap_gradients: Whether gradients are reduced during the backward of the last microbatch.
     """
 
     tensor: int = 1
@@ -221,20 +222,20 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Number of devices."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of stages of the pipeline."""
         return self.pipeline * self.chunks
 
     def microbatches(self, workload: Workload) -> int:
-        """Of a step, on one copy."""
+        """Return the number of microbatches of a step on one copy."""
         return workload.batch // (self.data * self.microbatch)
 
     def problems(self, workload: Workload) -> list[str]:
-        """Why the layout cannot be, each with the number that would do; empty if it can."""
+        """Return the reasons why the layout is impossible, each with a possible number; empty if it is possible."""
         model, found = workload.model, []
         for name in ("tensor", "context", "expert", "pipeline", "data", "shards", "chunks", "microbatch"):
             if getattr(self, name) < 1:
@@ -279,10 +280,10 @@ class Layout:
         return found
 
     def check(self, workload: Workload) -> None:
-        """Refuse a layout that cannot be.
+        """Check that the layout is possible.
 
         Raises:
-            PlanError: With every reason.
+            PlanError: If it is not; the message lists every reason.
         """
         problems = self.problems(workload)
         if problems:
@@ -302,9 +303,9 @@ def _nearest(value: int, of: int) -> str:
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Layers of every stage, as equal as can be; where some are left over, first and last stages have the fewest.
+    """Return the number of layers of every stage, as equal as possible, with the fewest on the first and last stages.
 
-    Both ends carry an embedding besides (Llama 3, section 3.3.2, takes a layer from each).
+    Both ends also carry an embedding (Llama 3, section 3.3.2, takes a layer from each).
 
     Args:
         layers: Number of layers of the model.
@@ -322,15 +323,15 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One layer, or a part of the model, and one microbatch on one device.
+    """Seconds of one layer, or a part of the model, for one microbatch on one device.
 
     Attributes:
         forward: Seconds of the forward.
         again: Seconds of recomputing the forward.
-        input_gradient: Seconds of the input's gradient.
-        weight_gradient: Seconds of the weights' gradient and of its accumulation.
-        tensor: Part of these seconds that is spent in collectives over the tensor-parallel devices.
-        gather: Part of these seconds that is spent waiting for weights and gradients that are cut over copies.
+        input_gradient: Seconds of the gradient of the input.
+        weight_gradient: Seconds of the gradient of the weights and its accumulation.
+        tensor: Part of these seconds spent in collectives over the tensor-parallel devices.
+        gather: Part of these seconds spent waiting for weights and gradients that are cut over copies.
     """
 
     forward: float = 0.0
@@ -342,11 +343,11 @@ class LayerSeconds:
 
     @property
     def total(self) -> float:
-        """Of forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.again + self.input_gradient + self.weight_gradient
 
     def times(self, count: float) -> LayerSeconds:
-        """As often one after the other."""
+        """Return the seconds of ``count`` executions one after the other."""
         return LayerSeconds(
             self.forward * count,
             self.again * count,
@@ -357,7 +358,7 @@ class LayerSeconds:
         )
 
     def plus(self, other: LayerSeconds) -> LayerSeconds:
-        """Both, one after the other."""
+        """Return the seconds of both, one after the other."""
         return LayerSeconds(
             self.forward + other.forward,
             self.again + other.again,
@@ -368,7 +369,7 @@ class LayerSeconds:
         )
 
     def at_least(self, floor: float) -> LayerSeconds:
-        """In proportion longer, where they are shorter than the host needs."""
+        """Scale all seconds up to a total of ``floor``, the time that the host needs, if they are shorter."""
         if self.total >= floor or self.total == 0:
             return self
         by = floor / self.total
@@ -378,14 +379,14 @@ class LayerSeconds:
 
 
 def activation_bytes(workload: Workload, layout: Layout) -> float:
-    """Of one layer for one microbatch on one device.
+    """Return the bytes of activations of one layer for one microbatch on one device.
 
     Source: Korthikanti et al. 2022, table 2; with fused attention no scores are kept, and a gated feed-forward net
     keeps two more tensors of its width.
 
     Args:
-        workload: Shapes.
-        layout: Degrees and what is recomputed.
+        workload: Workload with the shapes.
+        layout: Degrees of parallelism, and the recomputation.
     """
     model, t = workload.model, layout.tensor
     tokens = workload.sequence / layout.context * layout.microbatch
@@ -402,7 +403,7 @@ def activation_bytes(workload: Workload, layout: Layout) -> float:
 
 
 def _tokens_width(model: Transformer) -> float:
-    """Width of the feed-forward nets that a token passes, a mean over layers."""
+    """Return the width of the feed-forward nets that a token passes, as a mean over layers."""
     plain = float(model.ffn or 4 * model.hidden)
     e = model.experts
     if e is None:
@@ -412,15 +413,15 @@ def _tokens_width(model: Transformer) -> float:
 
 
 def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """One layer and one microbatch on one device.
+    """Return the seconds of one layer for one microbatch on one device.
 
-    Matrix products by their shapes, attention, what streams through memory (norms, biases, activations, residuals,
+    They include matrix products by their shapes, attention, memory traffic (norms, biases, activations, residuals,
     dropouts, in bytes counted from Megatron-LM's kernels), gradient accumulation, and the collectives of tensor
     parallelism: two in the forward, two in the backward.
 
     Args:
-        workload: Shapes.
-        layout: Degrees.
+        workload: Workload with the shapes.
+        layout: Degrees of parallelism.
         cost: Cost model of the device.
         reduce: Seconds of one all-reduce of a microbatch's activations over the tensor-parallel devices.
     """
@@ -444,7 +445,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
         both = cost.product(workload.sequence, workload.sequence, model.head, count)
         both += cost.product(workload.sequence, model.head, workload.sequence, count)
         scores = BYTES * count * workload.sequence**2
-        core = both + cost.stream(4.0 * scores)  # softmax that reads what is not masked, dropout
+        core = both + cost.stream(4.0 * scores)  # softmax over unmasked scores, dropout
         core_back = 2.0 * both + cost.stream(4.5 * scores)
         if layout.microbatch * model.heads // layout.tensor % _FUSED_SOFTMAX:
             core_back += cost.stream(_UNFUSED_SOFTMAX * count * workload.sequence**2)
@@ -470,26 +471,26 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
 
 
 def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """The input embedding and one microbatch on the first stage.
+    """Return the seconds of the input embedding for one microbatch on the first stage.
 
     Args:
-        workload: Shapes.
-        layout: Degrees.
+        workload: Workload with the shapes.
+        layout: Degrees of parallelism.
         cost: Cost model of the device.
-        reduce: As in :func:`layer_seconds`.
+        reduce: Seconds of one all-reduce, as in :func:`layer_seconds`.
     """
     x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
     return LayerSeconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
 
 
 def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """The output embedding, the loss and one microbatch on the last stage.
+    """Return the seconds of the output embedding and the loss for one microbatch on the last stage.
 
     Args:
-        workload: Shapes.
-        layout: Degrees.
+        workload: Workload with the shapes.
+        layout: Degrees of parallelism.
         cost: Cost model of the device.
-        reduce: As in :func:`layer_seconds`.
+        reduce: Seconds of one all-reduce, as in :func:`layer_seconds`.
     """
     rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor
     forward, of_input, of_weight = cost.linear(rows, own, workload.model.hidden)

@@ -1,8 +1,8 @@
-"""What a collective costs in seconds: closed forms, the cost of any plan on any network, and the cheapest algorithm.
+"""Cost of collectives in seconds: closed forms, the cost of any plan on any network, and the cheapest algorithm.
 
-The closed forms are those of the alpha-beta model (Hockney 1994; Thakur et al. 2005): a step costs a latency and the
-bytes over a rate. They need no list of transfers, so they price a ring over a hundred thousand ranks at once; for few
-ranks :func:`plan_seconds` gives the same numbers from the transfers themselves.
+The closed forms follow the alpha-beta model (Hockney 1994; Thakur et al. 2005): a step costs a latency plus its bytes
+divided by a rate. They need no list of transfers, so they price a ring over a hundred thousand ranks immediately. For
+few ranks, :func:`plan_seconds` computes the same numbers from the transfers themselves.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from cordillera.errors import PlanError
 from cordillera.planning.network.collective_plans import CollectivePlan, PlanStep, check_domains, tree_broadcast
 from cordillera.planning.network.flows import Flow, FlowLink, finish_times
 
-_ROUNDING = 1e-12  # relative; costs that rounding may part are equal
+_ROUNDING = 1e-12  # relative difference below which two costs are equal
 
 
 class Network(Protocol):
-    """What a plan is priced on."""
+    """The network on which a plan is priced."""
 
     @property
     def capacities(self) -> NDArray[np.float64]:
-        """Bytes/s of each resource: ``[R]``."""
+        """Capacity of each resource, bytes/s: ``[R]``."""
 
     def route(self, source: int, target: int) -> tuple[tuple[int, ...], float]:
-        """The resources that a transfer crosses, and its one-way latency in seconds.
+        """Return the indices of the resources that a transfer uses, and its one-way latency in seconds.
 
         Args:
-            source: Rank.
-            target: Rank.
+            source: Rank that sends.
+            target: Rank that receives.
         """
 
 
 @dataclass(frozen=True)
 class DomainNetwork:
-    """Ranks in domains, such as buildings, that share uplinks.
+    """Ranks grouped in domains, such as buildings, whose ranks share an uplink and a downlink.
 
-    Every rank sends at ``inner.rate`` in all and receives as much at the same time. A domain's uplink and downlink each
-    carry ``cross.rate`` for each of its ranks: a rank gets that much when all of them send across, and up to
-    ``inner.rate`` when few do.
+    Every rank sends at ``inner.rate`` in total and receives as much at the same time. The uplink and the downlink of a
+    domain each carry ``cross.rate`` for each of its ranks: a rank gets that rate when all of them send across, and up
+    to ``inner.rate`` when few do.
 
     Attributes:
-        sizes: Ranks of each domain; ranks are numbered through the domains.
-        inner: Between ranks of one domain.
-        cross: Between ranks of different domains; not needed with one domain.
+        sizes: Number of ranks of each domain; ranks are numbered domain after domain.
+        inner: Link between ranks of one domain.
+        cross: Link between ranks of different domains; None is allowed with one domain only.
     """
 
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ class DomainNetwork:
 
     @cached_property
     def capacities(self) -> NDArray[np.float64]:
-        """Bytes/s: egress of each rank, ingress of each rank, uplink of each domain, downlink of each domain."""
+        """Egress and ingress of each rank, then uplink and downlink of each domain, bytes/s: ``[R]``."""
         cards = [self.inner.rate] * (2 * sum(self.sizes))
         uplinks = [size * (self.cross or self.inner).rate for size in self.sizes]
         return np.array([*cards, *uplinks, *uplinks], dtype=np.float64)
@@ -72,11 +72,13 @@ class DomainNetwork:
         return [k for k, size in enumerate(self.sizes) for _ in range(size)]
 
     def route(self, source: int, target: int) -> tuple[tuple[int, ...], float]:
-        """Two network cards, and two uplinks if the ranks are in different domains.
+        """Return the resources on the way from one rank to another, and the one-way latency in seconds.
+
+        The resources are two network cards and, between domains, an uplink and a downlink.
 
         Args:
-            source: Rank.
-            target: Rank.
+            source: Rank that sends.
+            target: Rank that receives.
         """
         ranks, domains = len(self._domain), len(self.sizes)
         cards = source, ranks + target
@@ -88,11 +90,11 @@ class DomainNetwork:
 
 
 class AlgorithmChoice(NamedTuple):
-    """The cheapest algorithm.
+    """The cheapest algorithm and its cost.
 
     Attributes:
-        algorithm: Its name.
-        seconds: Its cost.
+        algorithm: Name of the algorithm.
+        seconds: Cost in seconds.
     """
 
     algorithm: str
@@ -126,41 +128,43 @@ def _check_network(sizes: Sequence[int], inner: FlowLink, cross: FlowLink | None
 
 
 def ring_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
-    """All-gather or reduce-scatter around a ring, or pairwise all-to-all: ``(n - 1) (a + S / (n B))``.
+    """Price an all-gather or reduce-scatter around a ring, or a pairwise all-to-all.
+
+    The cost is ``(n - 1) (a + S / (n B))``.
 
     Args:
-        n: Ranks.
-        num_bytes: ``S``: the gathered result, the vector to be scattered, or all blocks of one rank.
-        latency: ``a``, seconds: of the slowest edge of the ring, because every step waits for it.
-        rate: ``B``, bytes/s that a rank sends and, at once, receives.
+        n: Number of ranks.
+        num_bytes: ``S``, bytes: the gathered result, the vector to be scattered, or all blocks of one rank.
+        latency: ``a``, seconds, of the slowest edge of the ring, because every step waits for it.
+        rate: ``B``, bytes/s that a rank sends and receives at the same time.
 
     Returns:
         Seconds.
 
     Raises:
-        ValueError: An argument is negative or NaN, ``n`` is below 1 or ``rate`` 0.
+        ValueError: If an argument is negative or NaN, ``n`` is below 1 or ``rate`` is 0.
     """
     _check(n, num_bytes, latency, rate)
     return (n - 1) * (latency + num_bytes / n / rate)
 
 
 def bidirectional_ring_seconds(n: int, num_bytes: float, latency: float, rate: float, overhead: float = 0.0) -> float:
-    """All-gather or reduce-scatter both ways round: ``ceil((n - 1) / 2) a + (n - 1) / n S / B``.
+    """Price an all-gather or reduce-scatter in both directions of a ring.
 
-    Half of the steps of a ring, each with twice its bytes.
+    The cost is ``ceil((n - 1) / 2) a + (n - 1) / n S / B``: half of the steps of a ring, each with twice the bytes.
 
     Args:
-        n: Ranks.
-        num_bytes: ``S``, as in :func:`ring_seconds`.
-        latency: ``a``, as there.
-        rate: ``B``, bytes/s that a rank sends, both ways together.
-        overhead: Seconds to issue a step's second message.
+        n: Number of ranks.
+        num_bytes: ``S``, bytes, as in :func:`ring_seconds`.
+        latency: ``a``, seconds, as in :func:`ring_seconds`.
+        rate: ``B``, bytes/s that a rank sends in both directions together.
+        overhead: Seconds to issue the second message of a step.
 
     Returns:
         Seconds.
 
     Raises:
-        ValueError: As :func:`ring_seconds`.
+        ValueError: If an argument is out of range, as in :func:`ring_seconds`.
     """
     _check(n, num_bytes, latency, rate)
     _check_amounts(overhead=overhead)
@@ -168,11 +172,13 @@ def bidirectional_ring_seconds(n: int, num_bytes: float, latency: float, rate: f
 
 
 def doubling_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
-    """All-gather by doubling or reduce-scatter by halving: ``ceil(log2 n) a + (n - 1) / n S / B``.
+    """Price an all-gather by doubling or a reduce-scatter by halving.
+
+    The cost is ``ceil(log2 n) a + (n - 1) / n S / B``.
 
     Args:
-        n: Ranks, any number.
-        num_bytes: ``S``, as in :func:`ring_seconds`.
+        n: Number of ranks, which need not be a power of two.
+        num_bytes: ``S``, bytes, as in :func:`ring_seconds`.
         latency: ``a``, seconds.
         rate: ``B``, bytes/s that a rank sends and receives.
 
@@ -180,28 +186,30 @@ def doubling_seconds(n: int, num_bytes: float, latency: float, rate: float) -> f
         Seconds.
 
     Raises:
-        ValueError: As :func:`ring_seconds`.
+        ValueError: If an argument is out of range, as in :func:`ring_seconds`.
     """
     _check(n, num_bytes, latency, rate)
     return (n - 1).bit_length() * latency + (n - 1) / n * num_bytes / rate
 
 
 def direct_seconds(n: int, num_bytes: float, latency: float, rate: float, overhead: float = 0.0) -> float:
-    """All-gather, reduce-scatter or all-to-all in one step: ``a + (n - 2) o + (n - 1) / n S / B``.
+    """Price an all-gather, reduce-scatter or all-to-all in one step.
+
+    The cost is ``a + (n - 2) o + (n - 1) / n S / B``.
 
     Args:
-        n: Ranks.
-        num_bytes: ``S``, as in :func:`ring_seconds`.
+        n: Number of ranks.
+        num_bytes: ``S``, bytes, as in :func:`ring_seconds`.
         latency: ``a``, seconds.
-        rate: ``B``, bytes/s that a rank sends and receives in all.
-        overhead: ``o``, seconds to issue each message after the first. With 0 no other algorithm is cheaper on a
+        rate: ``B``, bytes/s that a rank sends, and receives, to and from all others together.
+        overhead: ``o``, seconds to issue each message after the first. With 0, no other algorithm is cheaper on a
             uniform network; real network cards and their software are slower.
 
     Returns:
         Seconds.
 
     Raises:
-        ValueError: As :func:`ring_seconds`.
+        ValueError: If an argument is out of range, as in :func:`ring_seconds`.
     """
     _check(n, num_bytes, latency, rate)
     _check_amounts(overhead=overhead)
@@ -209,11 +217,11 @@ def direct_seconds(n: int, num_bytes: float, latency: float, rate: float, overhe
 
 
 def tree_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
-    """Broadcast or reduction over a binomial tree: ``ceil(log2 n) (a + S / B)``.
+    """Price a broadcast or reduction over a binomial tree: ``ceil(log2 n) (a + S / B)``.
 
     Args:
-        n: Ranks.
-        num_bytes: ``S``, the message.
+        n: Number of ranks.
+        num_bytes: ``S``, bytes of the message.
         latency: ``a``, seconds.
         rate: ``B``, bytes/s.
 
@@ -221,27 +229,28 @@ def tree_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float
         Seconds.
 
     Raises:
-        ValueError: As :func:`ring_seconds`.
+        ValueError: If an argument is out of range, as in :func:`ring_seconds`.
     """
     _check(n, num_bytes, latency, rate)
     return (n - 1).bit_length() * (latency + num_bytes / rate)
 
 
 def chain_seconds(n: int, num_bytes: float, latency: float, rate: float, chunks: int | None = None) -> float:
-    """Broadcast along a chain in ``m`` pipelined chunks: ``(n - 2 + m) (a + S / (m B))``.
+    """Price a broadcast along a chain in ``m`` pipelined chunks: ``(n - 2 + m) (a + S / (m B))``.
 
     Args:
-        n: Ranks.
-        num_bytes: ``S``, the message.
+        n: Number of ranks.
+        num_bytes: ``S``, bytes of the message.
         latency: ``a``, seconds, of the slowest edge.
         rate: ``B``, bytes/s.
-        chunks: ``m``. Default: the best, near ``sqrt((n - 2) S / (a B))``, of at least one byte each.
+        chunks: ``m``, number of chunks. Default: the best number, near ``sqrt((n - 2) S / (a B))``, with chunks of at
+            least one byte.
 
     Returns:
         Seconds.
 
     Raises:
-        ValueError: As :func:`ring_seconds`, or ``chunks`` is below 1.
+        ValueError: If an argument is out of range, as in :func:`ring_seconds`, or ``chunks`` is below 1.
     """
     _check(n, num_bytes, latency, rate)
     if n == 1:
@@ -264,25 +273,26 @@ _HALVES: dict[str, _Pass] = {"ring": ring_seconds, "halving-doubling": doubling_
 def hierarchical_all_reduce_seconds(
     sizes: Sequence[int], num_bytes: float, inner: FlowLink, cross: FlowLink, algorithm: str = "ring"
 ) -> float:
-    """All-reduce over ``K`` domains: reduce-scatter inside, all-reduce of each rank's share across, all-gather inside.
+    """Price an all-reduce over ``K`` domains.
 
-    With rings: ``2 (n - 1) (a + S / (n B)) + 2 (K - 1) (a' + S / (n K B'))``. Domains of unequal sizes run their inner
-    parts at the same time; across, the ranks of the smallest have the most to carry. With equal sizes that is what
-    :func:`plan_seconds` gives. With unequal ones it may be 1 % below, where messages of unequal length meet in a
-    network card, and with many different sizes up to a fifth above, where ranks need not wait for the slowest domain.
+    It is a reduce-scatter inside, an all-reduce of each rank's share across, and an all-gather inside. With rings, the
+    cost is ``2 (n - 1) (a + S / (n B)) + 2 (K - 1) (a' + S / (n K B'))``. Domains of unequal sizes run their inner
+    parts at the same time; across domains, the ranks of the smallest domain carry the most. With equal sizes the result
+    equals :func:`plan_seconds`. With unequal sizes it may be 1 % lower, where messages of unequal length meet in a
+    network card, and with many different sizes up to a fifth higher, where ranks need not wait for the slowest domain.
 
     Args:
-        sizes: Ranks of each domain.
-        num_bytes: ``S``, the vector on every rank.
-        inner: ``a`` and ``B``, inside a domain.
-        cross: ``a'`` and ``B'``: what each rank gets when all ranks send across at once.
-        algorithm: Of all its parts: ``ring``, ``halving-doubling`` or ``direct``.
+        sizes: Number of ranks of each domain.
+        num_bytes: ``S``, bytes of the vector on every rank.
+        inner: Latency ``a`` and rate ``B`` inside a domain.
+        cross: Latency ``a'`` and rate ``B'`` of each rank while all ranks send across at once.
+        algorithm: Algorithm of all parts: ``ring``, ``halving-doubling`` or ``direct``.
 
     Returns:
         Seconds.
 
     Raises:
-        ValueError: An argument is not possible.
+        ValueError: If a domain has no rank, a link is out of range, or the algorithm is unknown.
     """
     _check_network(sizes, inner, cross)
     if algorithm not in _HALVES:
@@ -294,26 +304,26 @@ def hierarchical_all_reduce_seconds(
 
 
 def plan_seconds(plan: CollectivePlan, num_bytes: float, network: Network, *, message_overhead: float = 0.0) -> float:
-    """What a plan costs on a network.
+    """Price a plan on a network.
 
-    All transfers of a step share the network's resources max-min fairly; a transfer takes latency plus the time for
-    its bytes. A rank begins a step when its own transfers of the steps before are done, both those that it sent and
-    those that it received: parts of the network that have nothing to do with one another do not wait for one another,
-    and a plan in which everyone takes part in every step costs the sum of its steps' slowest transfers.
+    All transfers of a step share the resources of the network max-min fairly; a transfer takes its latency plus the
+    time for its bytes. A rank begins a step when all transfers of earlier steps that it sends or receives are done.
+    Ranks that exchange nothing do not wait for one another, and a plan in which every rank takes part in every step
+    costs the sum of the slowest transfers of its steps.
 
     Args:
         plan: A verified plan.
-        num_bytes: Of the largest buffer of a rank: the vector of an all-reduce, the result of an all-gather, all
-            blocks of one rank in an all-to-all.
-        network: Its ranks are those of the plan.
+        num_bytes: Bytes of the largest buffer of a rank: the vector of an all-reduce, the result of an all-gather, or
+            all blocks of one rank in an all-to-all.
+        network: Network with the ranks of the plan.
         message_overhead: Seconds to issue each message that a rank sends in a step after the first.
 
     Returns:
         Seconds until the last rank is done.
 
     Raises:
-        PlanError: A transfer has no capacity on its way.
-        ValueError: ``num_bytes`` or ``message_overhead`` is negative or not finite.
+        PlanError: If a transfer crosses a resource without capacity.
+        ValueError: If ``num_bytes`` or ``message_overhead`` is negative or not finite.
     """
     _check_amounts(num_bytes=num_bytes, message_overhead=message_overhead)
     unit = num_bytes / plan.buffer_size
@@ -365,7 +375,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all-to-all": ("direct", "pairwise"),
     "broadcast": ("tree", "chain", "hierarchical"),
 }
-"""What :func:`cheapest` knows for each collective."""
+"""Algorithms that :func:`cheapest` knows for each collective."""
 
 
 def cheapest(
@@ -378,27 +388,28 @@ def cheapest(
     algorithms: Collection[str] | None = None,
     message_overhead: float = 0.0,
 ) -> AlgorithmChoice:
-    """The algorithm with the lowest cost on a :class:`DomainNetwork`, by closed forms.
+    """Return the algorithm with the lowest cost on a :class:`DomainNetwork`, by closed forms.
 
-    One domain has no hierarchical algorithms. Over several, halving-doubling and trees are considered in their
-    hierarchical form only, in which each byte crosses as seldom as it can; hierarchical all-gathers and reduce-scatters
-    need domains of one size.
+    One domain has no hierarchical algorithms. Over several domains, halving-doubling and trees are considered only in
+    their hierarchical form, in which each byte crosses as seldom as possible; hierarchical all-gathers and
+    reduce-scatters need domains of one size.
 
     Args:
-        collective: One of :data:`ALGORITHMS`.
-        groups: Ranks, or the ranks of each domain.
-        num_bytes: As in :func:`plan_seconds`.
-        inner: Latency, and the rate of a rank.
-        cross: Latency, and the rate that each rank gets when all ranks of its domain send across at once. A ring, which
+        collective: A key of :data:`ALGORITHMS`.
+        groups: Number of ranks, or the number of ranks of each domain.
+        num_bytes: Bytes of the largest buffer of a rank, as in :func:`plan_seconds`.
+        inner: Latency and rate of a rank inside a domain.
+        cross: Latency and rate that each rank gets while all ranks of its domain send across at once. A ring, which
             crosses on one rank of each domain, gets more: up to ``inner.rate``.
-        algorithms: Which to consider. Default: all of :data:`ALGORITHMS`.
-        message_overhead: As in :func:`plan_seconds`; with 0 ``direct`` is hard to beat on one domain.
+        algorithms: Algorithms to consider. Default: all of :data:`ALGORITHMS`.
+        message_overhead: Seconds to issue each message after the first; with 0, ``direct`` is hard to beat on one
+            domain.
 
     Returns:
-        Its name and seconds. Of equals, the first in :data:`ALGORITHMS`.
+        The cheapest algorithm and its seconds; among equals, the first in :data:`ALGORITHMS`.
 
     Raises:
-        ValueError: A name is unknown, an argument not possible, or nothing that may be considered fits.
+        ValueError: If a name is unknown, an argument is out of range, or no allowed algorithm fits the domains.
     """
     sizes = (int(groups),) if isinstance(groups, int | np.integer) else tuple(groups)
     _check_network(sizes, inner, cross)
@@ -431,7 +442,7 @@ def _seconds(
     cross: FlowLink | None,
     overhead: float,
 ) -> float | None:
-    """None where the algorithm does not fit the domains."""
+    """Return the cost of an algorithm, or None if it does not fit the domains."""
     n = sum(sizes)
     flat = len(sizes) == 1
     passes = 2 if collective == "all-reduce" else 1
@@ -463,7 +474,7 @@ def _seconds(
 
 
 def _hierarchical_broadcast(sizes: Sequence[int], num_bytes: float, inner: FlowLink, outer: FlowLink) -> float:
-    """Each domain's own tree begins when its first rank has received and passed on the data."""
+    """Return the cost of a tree across domains, each of which starts its own tree once its first rank is done."""
     ready = [0.0] * len(sizes)
     for step in tree_broadcast(len(sizes)).steps:
         for home, away, *_ in step:
@@ -476,7 +487,7 @@ def _hierarchical_broadcast(sizes: Sequence[int], num_bytes: float, inner: FlowL
 def _direct(
     sizes: Sequence[int], num_bytes: float, latency: float, inner: float, outer: float, overhead: float
 ) -> float:
-    """Everyone to everyone at once: the busier of a network card and an uplink decides."""
+    """Return the cost of one step of all to all, which the busier of a network card and an uplink determines."""
     n = sum(sizes)
     if len(sizes) == 1:
         return direct_seconds(n, num_bytes, latency, inner, overhead)
@@ -485,7 +496,7 @@ def _direct(
 
 
 def _pairwise(sizes: Sequence[int], num_bytes: float, latency: float, inner: float, outer: float) -> float:
-    """A shift a step: as many ranks leave a domain as the shift carries over its border."""
+    """Return the cost of one shift a step: as many ranks leave a domain as the shift carries over its border."""
     n = sum(sizes)
     if len(sizes) == 1:
         return ring_seconds(n, num_bytes, latency, inner)

@@ -1,8 +1,8 @@
-"""Collectives as plans: which rank sends which chunk to which rank in which step.
+"""Collectives as plans: which rank sends which chunks to which rank in each step.
 
-A plan is data. It is made by the functions below, proved by :func:`verify`, run on arrays by :func:`execute` and priced
-by :mod:`cordillera.planning.network.collective_cost`. Only gathers and trees are written out: a reduce-scatter is an
-all-gather run backwards, and an all-reduce is the one after the other.
+A plan is data. The functions below build plans, :func:`verify` proves them, :func:`execute` runs them on arrays and
+:mod:`cordillera.planning.network.collective_cost` prices them. Only gathers and trees are written out: a reduce-scatter
+is an all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cordillera.planning.network.flows import FlowLink
 
 
 class Chunk(NamedTuple):
-    """A part of the data that travels as one.
+    """A part of the data that is always sent as a whole.
 
     Attributes:
-        size: Relative to the other chunks.
-        origin: The rank that has it at the start; None if every rank has its own contribution to it.
-        destination: The rank that has it at the end; None if every rank has.
+        size: Size relative to the other chunks.
+        origin: Rank that has the chunk at the start; None if every rank has its own contribution to it.
+        destination: Rank that has the chunk at the end; None if every rank has it.
     """
 
     size: int = 1
@@ -37,13 +37,13 @@ class Chunk(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one rank sends to another in one step.
+    """The chunks that one rank sends to another in one step.
 
     Attributes:
-        source: Rank.
-        target: Rank.
-        chunks: Indices of chunks.
-        reduces: Whether the target adds what arrives to what it has; else what arrives takes its place.
+        source: Rank that sends.
+        target: Rank that receives.
+        chunks: Indices of the chunks.
+        reduces: Whether the target adds the data to its own; otherwise the data replaces it.
     """
 
     source: int
@@ -57,16 +57,16 @@ PlanStep: TypeAlias = tuple[Transfer, ...]
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """A collective, step by step.
+    """A collective operation as a sequence of steps.
 
-    All transfers of a step read what their sources had before it.
+    All transfers of a step read the data that their sources held before the step.
 
     Attributes:
-        collective: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast``, ``reduce``.
-        algorithm: How.
-        ranks: Numbered from 0.
-        chunks: In the order in which they lie in a buffer.
-        steps: In order.
+        collective: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast`` or ``reduce``.
+        algorithm: Name of the algorithm.
+        ranks: Number of ranks, which are numbered from 0.
+        chunks: Chunks in the order in which they lie in a buffer.
+        steps: Steps in the order in which they run.
     """
 
     collective: str
@@ -77,20 +77,20 @@ class CollectivePlan:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the plan for messages."""
         return f"{self.algorithm} {self.collective} over {self.ranks} ranks"
 
     def held_at_start(self, rank: int) -> list[int]:
-        """Chunks in a rank's buffer before the first step."""
+        """Return the indices of the chunks in a rank's buffer before the first step."""
         return [i for i, chunk in enumerate(self.chunks) if chunk.origin in (None, rank)]
 
     def held_at_end(self, rank: int) -> list[int]:
-        """Chunks in a rank's buffer after the last step."""
+        """Return the indices of the chunks in a rank's buffer after the last step."""
         return [i for i, chunk in enumerate(self.chunks) if chunk.destination in (None, rank)]
 
     @property
     def buffer_size(self) -> int:
-        """Size of the largest buffer of any rank at the start or the end, in units of the chunks' sizes."""
+        """Size of the largest buffer of any rank at the start or the end, in units of the chunk sizes."""
         start, end = [0] * self.ranks, [0] * self.ranks
         everywhere = [0, 0]
         for chunk in self.chunks:
@@ -103,14 +103,14 @@ class CollectivePlan:
 
 
 def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
-    """The plan run backwards: an all-gather becomes a reduce-scatter, a broadcast a reduction.
+    """Run a plan backwards: an all-gather becomes a reduce-scatter, a broadcast a reduction.
 
     Args:
-        plan: One in which every chunk has an origin or a destination.
-        collective: What the result is.
+        plan: Plan in which every chunk has an origin or a destination.
+        collective: Name of the resulting collective.
 
     Raises:
-        PlanError: A chunk has neither, so that it is already an all-reduce.
+        PlanError: If a chunk has neither, as in an all-reduce.
     """
     if any(chunk.origin is None and chunk.destination is None for chunk in plan.chunks):
         raise PlanError("an all-reduce cannot be run backwards", where=plan.name)
@@ -126,15 +126,15 @@ def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
 
 
 def compose(first: CollectivePlan, second: CollectivePlan, collective: str) -> CollectivePlan:
-    """One plan after the other: a reduce-scatter and an all-gather make an all-reduce.
+    """Append one plan to another: a reduce-scatter and an all-gather make an all-reduce.
 
     Args:
-        first: Plan.
-        second: One whose chunks start where those of the first end.
-        collective: What the two make.
+        first: Plan that runs first.
+        second: Plan whose chunks start where those of the first end.
+        collective: Name of the resulting collective.
 
     Raises:
-        PlanError: The second starts from something else than the first ends with.
+        PlanError: If the plans differ in ranks or chunks, or a chunk starts elsewhere than the first plan leaves it.
     """
     if first.ranks != second.ranks or len(first.chunks) != len(second.chunks):
         raise PlanError(
@@ -178,16 +178,16 @@ def _ring_order(n: int, order: Sequence[int] | None) -> list[int]:
 
 
 def ring_all_gather(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
-    """All-gather around a ring; chunk ``r`` is rank ``r``'s.
+    """Make an all-gather around a ring; rank ``r`` starts with chunk ``r``.
 
     Args:
-        n: Ranks.
-        order: The ring, as ranks in order. Default: 0 to n - 1.
-        bidirectional: Half of the chunks go the other way round at the same time: ``ceil((n - 1) / 2)`` steps instead
-            of ``n - 1``.
+        n: Number of ranks.
+        order: Ranks in the order of the ring. Default: 0 to n - 1.
+        bidirectional: Whether half of the chunks travel in the other direction at the same time, which takes ``ceil((n
+            - 1) / 2)`` steps instead of ``n - 1``.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``order`` is not an order of the ranks.
+        ValueError: If ``n`` is below 1 or ``order`` is not an order of the ranks.
     """
     ring = _ring_order(n, order)
     forward = n // 2 if bidirectional else n - 1
@@ -209,47 +209,50 @@ def _one_each(n: int) -> tuple[Chunk, ...]:
 
 
 def ring_reduce_scatter(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
-    """Reduce-scatter around a ring, in the same direction as :func:`ring_all_gather`; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter around a ring, in the same direction as :func:`ring_all_gather`.
+
+    Rank ``r`` ends with chunk ``r``.
 
     Args:
-        n: Ranks.
-        order: The ring, as ranks in order. Default: 0 to n - 1.
-        bidirectional: As in :func:`ring_all_gather`.
+        n: Number of ranks.
+        order: Ranks in the order of the ring. Default: 0 to n - 1.
+        bidirectional: Whether half of the chunks travel in the other direction at the same time.
 
     Raises:
-        ValueError: As there.
+        ValueError: If ``n`` is below 1 or ``order`` is not an order of the ranks.
     """
     ring = _ring_order(n, order)
     return _scattered(ring_all_gather(n, order=ring[::-1], bidirectional=bidirectional))
 
 
 def ring_all_reduce(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
-    """All-reduce around a ring: reduce-scatter, then all-gather (Patarasuk and Yuan 2009).
+    """Make an all-reduce around a ring: reduce-scatter, then all-gather (Patarasuk and Yuan 2009).
 
     Args:
-        n: Ranks.
-        order: The ring, as ranks in order. Default: 0 to n - 1.
-        bidirectional: As in :func:`ring_all_gather`.
+        n: Number of ranks.
+        order: Ranks in the order of the ring. Default: 0 to n - 1.
+        bidirectional: Whether half of the chunks travel in the other direction at the same time.
 
     Raises:
-        ValueError: As there.
+        ValueError: If ``n`` is below 1 or ``order`` is not an order of the ranks.
     """
     scatter = ring_reduce_scatter(n, order=order, bidirectional=bidirectional)
     return compose(scatter, ring_all_gather(n, order=order, bidirectional=bidirectional), "all-reduce")
 
 
 def doubling_all_gather(n: int) -> CollectivePlan:
-    """All-gather in ``ceil(log2 n)`` steps, each of which doubles what a rank has; chunk ``r`` is rank ``r``'s.
+    """Make an all-gather in ``ceil(log2 n)`` steps, each of which doubles the chunks that a rank has.
 
-    With a power of two, ranks exchange with the rank whose number differs in one bit, far ranks first, so that what
-    travels far is small (Thakur et al. 2005). Otherwise each sends around the circle over distances 1, 2, 4, ... and in
-    the last step only what is missing (Bruck et al. 1997), which moves as few bytes for any ``n``.
+    Rank ``r`` starts with chunk ``r``. If ``n`` is a power of two, ranks exchange with the rank whose number differs in
+    one bit, distant ranks first, while messages are small (Thakur et al. 2005). Otherwise each rank sends around the
+    circle over distances 1, 2, 4, ..., and in the last step only the missing chunks (Bruck et al. 1997), which moves as
+    few bytes for any ``n``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     _check_ranks(n)
     steps: list[PlanStep] = []
@@ -279,25 +282,25 @@ def doubling_all_gather(n: int) -> CollectivePlan:
 
 
 def halving_reduce_scatter(n: int) -> CollectivePlan:
-    """:func:`doubling_all_gather` backwards; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter as :func:`doubling_all_gather` run backwards; rank ``r`` ends with chunk ``r``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     return _scattered(doubling_all_gather(n))
 
 
 def halving_doubling_all_reduce(n: int) -> CollectivePlan:
-    """All-reduce in ``2 ceil(log2 n)`` steps that moves no more bytes than a ring, for any ``n``.
+    """Make an all-reduce in ``2 ceil(log2 n)`` steps that moves no more bytes than a ring, for any ``n``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     return _all_reduced(doubling_all_gather(n))
 
@@ -311,14 +314,14 @@ def _check_root(n: int, root: int, chunks: int) -> None:
 
 
 def tree_broadcast(n: int, root: int = 0) -> CollectivePlan:
-    """Broadcast over a binomial tree in ``ceil(log2 n)`` steps, far ranks first.
+    """Make a broadcast over a binomial tree in ``ceil(log2 n)`` steps, distant ranks first.
 
     Args:
-        n: Ranks.
-        root: The rank that has the data.
+        n: Number of ranks.
+        root: Rank that has the data.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``root`` is no rank.
+        ValueError: If ``n`` is below 1 or ``root`` is not one of the ranks.
     """
     _check_root(n, root, 1)
 
@@ -331,28 +334,28 @@ def tree_broadcast(n: int, root: int = 0) -> CollectivePlan:
 
 
 def tree_all_reduce(n: int) -> CollectivePlan:
-    """All-reduce up and down a binomial tree; every message is the whole vector.
+    """Make an all-reduce up and down a binomial tree, in which every message is the whole vector.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     down = tree_broadcast(n)
     return compose(reverse(down, "reduce"), down, "all-reduce")
 
 
 def chain_broadcast(n: int, root: int = 0, *, chunks: int = 1) -> CollectivePlan:
-    """Broadcast along a chain, pipelined: each rank passes on a chunk while it receives the next.
+    """Make a pipelined broadcast along a chain: each rank passes on a chunk while it receives the next.
 
     Args:
-        n: Ranks.
-        root: The rank that has the data.
-        chunks: Into how many equal parts it is cut.
+        n: Number of ranks.
+        root: Rank that has the data.
+        chunks: Number of equal parts into which the data is cut.
 
     Raises:
-        ValueError: ``n`` or ``chunks`` is below 1, or ``root`` is no rank.
+        ValueError: If ``n`` or ``chunks`` is below 1, or ``root`` is not one of the ranks.
     """
     _check_root(n, root, chunks)
 
@@ -365,13 +368,13 @@ def chain_broadcast(n: int, root: int = 0, *, chunks: int = 1) -> CollectivePlan
 
 
 def direct_all_gather(n: int) -> CollectivePlan:
-    """All-gather in one step, everyone to everyone; chunk ``r`` is rank ``r``'s.
+    """Make an all-gather in one step, from every rank to every other; rank ``r`` starts with chunk ``r``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     _check_ranks(n)
     step = (Transfer(a, (a + s) % n, (a,), False) for s in range(1, n) for a in range(n))
@@ -379,25 +382,25 @@ def direct_all_gather(n: int) -> CollectivePlan:
 
 
 def direct_reduce_scatter(n: int) -> CollectivePlan:
-    """Reduce-scatter in one step, everyone to everyone; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter in one step, from every rank to every other; rank ``r`` ends with chunk ``r``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     return _scattered(direct_all_gather(n))
 
 
 def direct_all_reduce(n: int) -> CollectivePlan:
-    """All-reduce in two steps, everyone to everyone.
+    """Make an all-reduce in two steps in which every rank sends to every other.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     return _all_reduced(direct_all_gather(n))
 
@@ -408,13 +411,13 @@ def _all_to_all(n: int, algorithm: str, steps: Iterable[Iterable[Transfer]]) -> 
 
 
 def direct_all_to_all(n: int) -> CollectivePlan:
-    """All-to-all in one step; chunk ``a * n + b`` goes from rank ``a`` to rank ``b``.
+    """Make an all-to-all in one step; chunk ``a * n + b`` goes from rank ``a`` to rank ``b``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     _check_ranks(n)
     step = (_block(n, a, (a + s) % n) for s in range(1, n) for a in range(n))
@@ -422,13 +425,13 @@ def direct_all_to_all(n: int) -> CollectivePlan:
 
 
 def pairwise_all_to_all(n: int) -> CollectivePlan:
-    """All-to-all in ``n - 1`` steps: in step ``s`` everyone sends to the rank ``s`` further on.
+    """Make an all-to-all in ``n - 1`` steps: in step ``s`` rank ``r`` sends to rank ``(r + s) % n``.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
 
     Raises:
-        ValueError: ``n`` is below 1.
+        ValueError: If ``n`` is below 1.
     """
     _check_ranks(n)
     return _all_to_all(n, "pairwise", ((_block(n, a, (a + s) % n) for a in range(n)) for s in range(1, n)))
@@ -439,13 +442,13 @@ def _block(n: int, source: int, target: int) -> Transfer:
 
 
 def check_domains(sizes: Sequence[int]) -> None:
-    """Refuse a list of domains that is empty or has one without ranks.
+    """Check that there is at least one domain and that every domain has ranks.
 
     Args:
-        sizes: Ranks of each domain.
+        sizes: Number of ranks of each domain.
 
     Raises:
-        ValueError: It names the domain.
+        ValueError: If ``sizes`` is empty or a domain has fewer than 1 rank; the message names the domain.
     """
     if not sizes:
         raise ValueError("sizes is empty; there must be at least one domain")
@@ -457,18 +460,18 @@ def check_domains(sizes: Sequence[int]) -> None:
 def hierarchical_all_reduce(
     sizes: Sequence[int], gather: Callable[[int], CollectivePlan] = ring_all_gather
 ) -> CollectivePlan:
-    """All-reduce over domains: reduce-scatter inside each, all-reduce across, all-gather inside.
+    """Make an all-reduce over domains: reduce-scatter inside, all-reduce across, all-gather inside.
 
-    The domains may differ in size. The data is cut where any domain's shares meet, so that each piece has one owner in
-    each domain; what two ranks exchange in a step is one transfer of one or more pieces.
+    The domains may differ in size. The data is cut wherever the shares of any domain meet, so that each piece has one
+    owner in each domain. A transfer carries all pieces that two ranks exchange in a step.
 
     Args:
-        sizes: Ranks of each domain; ranks are numbered through the domains.
-        gather: Makes the all-gather that is used inside and across, backwards for the reduction;
-            :func:`ring_all_gather`, :func:`doubling_all_gather` or :func:`direct_all_gather`.
+        sizes: Number of ranks of each domain; ranks are numbered domain after domain.
+        gather: Function that makes the all-gather used inside and across domains, which is run backwards for the
+            reduction: :func:`ring_all_gather`, :func:`doubling_all_gather` or :func:`direct_all_gather`.
 
     Raises:
-        ValueError: A domain has no rank.
+        ValueError: If there is no domain or a domain has no rank.
     """
     return _all_reduced(_hierarchical(sizes, gather))
 
@@ -476,14 +479,14 @@ def hierarchical_all_reduce(
 def hierarchical_all_gather(
     sizes: Sequence[int], gather: Callable[[int], CollectivePlan] = ring_all_gather
 ) -> CollectivePlan:
-    """All-gather across domains, then inside each; chunk ``r`` is rank ``r``'s.
+    """Make an all-gather across domains, then inside each; rank ``r`` starts with chunk ``r``.
 
     Args:
-        sizes: Ranks of each domain, all the same: with unequal ones, ranks would own unequal shares.
-        gather: As in :func:`hierarchical_all_reduce`.
+        sizes: Number of ranks of each domain, equal for all: with unequal sizes, ranks would own unequal shares.
+        gather: Function that makes the all-gathers, as in :func:`hierarchical_all_reduce`.
 
     Raises:
-        ValueError: A domain has no rank, or the domains differ in size.
+        ValueError: If a domain has no rank, or the domains differ in size.
     """
     _check_equal(sizes)
     return _hierarchical(sizes, gather)
@@ -492,14 +495,14 @@ def hierarchical_all_gather(
 def hierarchical_reduce_scatter(
     sizes: Sequence[int], gather: Callable[[int], CollectivePlan] = ring_all_gather
 ) -> CollectivePlan:
-    """Reduce-scatter inside each domain, then across; rank ``r`` ends with chunk ``r``.
+    """Make a reduce-scatter inside each domain, then across; rank ``r`` ends with chunk ``r``.
 
     Args:
-        sizes: As in :func:`hierarchical_all_gather`.
-        gather: As in :func:`hierarchical_all_reduce`.
+        sizes: Number of ranks of each domain, equal for all.
+        gather: Function that makes the all-gathers, as in :func:`hierarchical_all_reduce`.
 
     Raises:
-        ValueError: As :func:`hierarchical_all_gather`.
+        ValueError: If a domain has no rank, or the domains differ in size.
     """
     _check_equal(sizes)
     return _scattered(_hierarchical(sizes, gather))
@@ -512,7 +515,7 @@ def _check_equal(sizes: Sequence[int]) -> None:
 
 
 def _hierarchical(sizes: Sequence[int], gather: Callable[[int], CollectivePlan]) -> CollectivePlan:
-    """An all-gather, across and then inside, in which each domain owns an equal part of every piece."""
+    """Return an all-gather across, then inside domains, in which each domain owns an equal part of every piece."""
     check_domains(sizes)
     domains, ranks = len(sizes), sum(sizes)
     base = [sum(sizes[:k]) for k in range(domains)]
@@ -550,13 +553,13 @@ def _hierarchical(sizes: Sequence[int], gather: Callable[[int], CollectivePlan])
 
 
 def hierarchical_broadcast(sizes: Sequence[int]) -> CollectivePlan:
-    """Broadcast from rank 0 over a tree of the domains' first ranks, then over a tree inside each domain.
+    """Make a broadcast from rank 0 over a tree of the domains' first ranks, then a tree inside each domain.
 
     Args:
-        sizes: Ranks of each domain; ranks are numbered through the domains.
+        sizes: Number of ranks of each domain; ranks are numbered domain after domain.
 
     Raises:
-        ValueError: A domain has no rank.
+        ValueError: If there is no domain or a domain has no rank.
     """
     check_domains(sizes)
     base = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -574,24 +577,25 @@ def hierarchical_broadcast(sizes: Sequence[int]) -> CollectivePlan:
 def synthesise_all_gather(
     links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
 ) -> tuple[CollectivePlan, float]:
-    """An all-gather made for a network: links are matched over time with chunks that their targets lack.
+    """Make an all-gather for a given network by matching links over time with chunks that their targets lack.
 
-    Greedy and time-expanded, after TACOS (Won et al. 2024). Matches are made in order of arrival, so that a slow link
-    never carries what a fast one would have delivered before it; among the chunks that a link could carry it takes the
-    one that the fewest ranks have. Every rank receives every chunk once. Not optimal in general.
+    The method is greedy and time-expanded, after TACOS (Won et al. 2024). Matches are made in order of arrival, so that
+    a slow link never carries a chunk that a fast link would deliver earlier. Among the chunks that a link could carry,
+    it takes the one that the fewest ranks have. Every rank receives every chunk once. The plan is not optimal in
+    general.
 
     Args:
-        links: Latency and rate of each directed link ``(source, target)``; a link is busy for the transmission only.
-        n: Ranks.
-        chunk_bytes: Bytes of each rank's chunk.
+        links: Latency and rate of each directed link ``(source, target)``; a link is busy only during the transmission.
+        n: Number of ranks.
+        chunk_bytes: Size of each rank's chunk, bytes.
 
     Returns:
-        The plan, whose steps keep the order of the matches on each link and the order of receiving before sending, and
-        the seconds that it takes when no rank waits for a step to end.
+        The plan and the seconds that it takes when no rank waits for a step to end. The steps of the plan keep the
+        order of the matches on each link and put receiving a chunk before sending it on.
 
     Raises:
-        PlanError: A rank cannot be reached.
-        ValueError: ``n`` is below 1, or a link or a size is not possible.
+        PlanError: If no path leads from one rank to another.
+        ValueError: If ``n`` is below 1, a link does not join two ranks, or a latency, rate or size is out of range.
     """
     _check_ranks(n)
     _check_links(links, n, chunk_bytes)
@@ -608,19 +612,19 @@ def synthesise_all_gather(
 def synthesise_reduce_scatter(
     links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
 ) -> tuple[CollectivePlan, float]:
-    """A reduce-scatter made for a network: the all-gather of the network with all links turned round, backwards.
+    """Make a reduce-scatter for a given network: the all-gather of the network with all links reversed, run backwards.
 
     Args:
-        links: As in :func:`synthesise_all_gather`.
-        n: Ranks.
-        chunk_bytes: Bytes of each rank's chunk.
+        links: Latency and rate of each directed link ``(source, target)``, as in :func:`synthesise_all_gather`.
+        n: Number of ranks.
+        chunk_bytes: Size of each rank's chunk, bytes.
 
     Returns:
-        As there.
+        The plan and its seconds, as :func:`synthesise_all_gather` returns them.
 
     Raises:
-        PlanError: As there; there the links are named turned round.
-        ValueError: As there.
+        PlanError: If no path leads from one rank to another; the message names the ranks of the reversed network.
+        ValueError: If ``n`` is below 1, a link does not join two ranks, or a latency, rate or size is out of range.
     """
     turned = {(target, source): link for (source, target), link in links.items()}
     plan, seconds = synthesise_all_gather(turned, n, chunk_bytes)
@@ -658,14 +662,14 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
         outgoing[pair[0]].append(pair)
     busy = {pair: chunk_bytes / link.rate for pair, link in links.items()}
     took = {pair: link.latency + busy[pair] for pair, link in links.items()}
-    here = [{rank: 0.0} for rank in range(n)]  # when each chunk is at a rank
+    here = [{rank: 0.0} for rank in range(n)]  # time at which each chunk is at a rank
     level = [{rank: 0} for rank in range(n)]  # the first step in which a rank can send a chunk on
     copies = [1] * n
     next_step = dict.fromkeys(links, 0)
     free = dict.fromkeys(links, 0.0)
     idle: set[tuple[int, int]] = set()
     steps: list[dict[tuple[int, int], int]] = []
-    # By arrival, so that what is matched first arrives first.
+    # Ordered by arrival, so that earlier matches arrive earlier.
     queue = [(took[pair], pair, 0.0) for pair in sorted(links)]
     heapq.heapify(queue)
     makespan = 0.0
@@ -708,25 +712,24 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
 
 
 def _named(ranks: int) -> list[int]:
-    """The ranks whose bits are set."""
     return [rank for rank in range(ranks.bit_length()) if ranks >> rank & 1]
 
 
 def verify(plan: CollectivePlan, n: int | None = None) -> None:
-    """Prove a plan: every rank ends with every contribution that it must have, each exactly once.
+    """Prove that a plan leaves every rank with every contribution that it must have, each exactly once.
 
     Args:
-        plan: Any; nothing about it is trusted.
-        n: How many ranks it must be over. Default: as many as it says.
+        plan: Plan to check; nothing about it is trusted.
+        n: Number of ranks that the plan must have. Default: ``plan.ranks``.
 
     Raises:
-        PlanError: The plan is not over ``n`` ranks, a transfer names a rank or chunk that does not exist or sends what
-            its source does not have yet, two transfers of a step write the same place, or a rank ends without a
-            contribution or with one twice. The step, rank, chunk and contributions are named.
+        PlanError: If the plan is not over ``n`` ranks, a transfer names a rank or chunk that does not exist or sends a
+            chunk that its source does not have yet, two transfers of a step write the same chunk of a rank, or a rank
+            ends without a contribution or with one twice. The message names the step, rank, chunk and contributions.
     """
     if n is not None and plan.ranks != n:
         raise PlanError(f"it is not over {n} ranks", where=plan.name)
-    # For every rank and chunk two sets of ranks, as bits: whose contribution is in it, and whose more than once.
+    # For every rank and chunk, two sets of ranks as bits: those that contribute to it, and those that do so twice.
     once, twice = _contributions(plan)
     for s, step in enumerate(plan.steps):
         arriving = []
@@ -788,16 +791,16 @@ def execute(plan: CollectivePlan, inputs: Sequence[NDArray[Any]]) -> list[NDArra
 
     Args:
         plan: A verified plan.
-        inputs: For each rank the chunks that it has at the start, one after the other: ``[L_r]``. For an all-reduce or
-            a reduce-scatter that is its whole vector, for an all-gather its share, for an all-to-all its blocks in
-            order of targets, and for a broadcast the root's message (those of other ranks are not read). A vector is
-            cut in proportion to the chunks' sizes.
+        inputs: Chunks of each rank at the start, concatenated: ``[L_r]``. This is the whole vector for an all-reduce or
+            a reduce-scatter, the rank's share for an all-gather, its blocks in order of targets for an all-to-all, and
+            the root's message for a broadcast (arrays of other ranks are not read). A vector is cut in proportion to
+            the sizes of the chunks.
 
     Returns:
-        For each rank the chunks that it has at the end, one after the other. Reductions add in the order of the plan.
+        Chunks of each rank at the end, concatenated. Reductions add in the order of the plan.
 
     Raises:
-        ValueError: There is not one flat array for each rank, or vectors that are to be added differ in length.
+        ValueError: If there is not one flat array for each rank, or arrays that are to be added differ in length.
     """
     if len(inputs) != plan.ranks:
         raise ValueError(f"{len(inputs)} inputs for {plan.ranks} ranks")

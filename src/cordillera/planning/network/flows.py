@@ -1,7 +1,8 @@
-"""Transfers that share resources: max-min fair rates, when flows arrive, and links that serve first in, first out.
+"""Transfers that share resources: max-min fair rates, arrival times of flows, and first-in first-out links.
 
-A resource is anything with a capacity in bytes/s that transfers share: a network card's egress, an uplink, a fibre.
-A flow is held back by the resources on its path and by a limit of its own. Capacity is shared, never given to each.
+A resource is anything with a capacity in bytes/s that transfers share: the egress of a network card, an uplink, a
+fibre. A flow is limited by the resources on its path and by a limit of its own. Flows share a capacity; none has a
+fixed part of it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from cordillera.errors import PlanError
 _Floats: TypeAlias = NDArray[np.float64]
 _Integers: TypeAlias = NDArray[np.int64]
 
-_ROUNDING = 1e-12  # relative; what rounding may part is taken as equal
+_ROUNDING = 1e-12  # relative difference below which two values are equal
 
 
 class FlowLink(NamedTuple):
-    """What one link, or one kind of link, costs.
+    """Latency and rate of one link, or one kind of link.
 
     Attributes:
-        latency: One-way, seconds.
-        rate: Bytes/s.
+        latency: One-way latency, seconds.
+        rate: Rate, bytes/s.
     """
 
     latency: float
@@ -38,16 +39,16 @@ class FlowLink(NamedTuple):
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that travel together.
+    """Bytes that are sent together.
 
     Attributes:
-        bytes: How many, at least 0.
-        path: The resources that it crosses, all at once.
-        start: When transmission may begin, seconds.
-        latency: From the end of transmission to the arrival, seconds.
-        limit: The most that it can use, bytes/s.
-        weight: Its share where it competes; flows of weight 2 get twice the rate of flows of weight 1.
-        count: How many flows exactly like it there are; all of them load the resources.
+        bytes: Number of bytes, at least 0.
+        path: Resources that the flow uses, all at the same time.
+        start: Time at which transmission may begin, seconds.
+        latency: Time from the end of transmission to the arrival, seconds.
+        limit: Highest rate that the flow can use, bytes/s.
+        weight: Weight of its share: flows of weight 2 get twice the rate of flows of weight 1.
+        count: Number of identical flows that this one stands for; all of them load the resources.
     """
 
     bytes: float
@@ -60,13 +61,13 @@ class Flow:
 
 
 class RateInterval(NamedTuple):
-    """A span of time in which no rate changes; empty if it is shorter than the clock can tell.
+    """A span of time in which no rate changes; empty if shorter than the resolution of the clock.
 
     Attributes:
-        begin: Seconds.
-        end: Seconds.
-        flows: Which flows transmit: ``[A]``.
-        rates: Bytes/s of one flow of each: ``[A]``.
+        begin: Start, seconds.
+        end: End, seconds.
+        flows: Indices of the flows that transmit: ``[A]``.
+        rates: Rate of one flow of each, bytes/s: ``[A]``.
     """
 
     begin: float
@@ -138,24 +139,25 @@ def max_min_rates(
     weights: ArrayLike | None = None,
     counts: ArrayLike | None = None,
 ) -> _Floats:
-    """Max-min fair rates: nobody's rate can rise without lowering that of someone who has no more.
+    """Compute max-min fair rates: no rate can rise without lowering one that is not higher.
 
-    Progressive filling (Bertsekas and Gallager, Data Networks, section 6.5.2), where all resources whose flows have no
-    tighter place elsewhere are filled in one round, so the rounds are as many as bottlenecks depend on one another.
+    Progressive filling (Bertsekas and Gallager, Data Networks, section 6.5.2). All resources whose flows have no
+    tighter bottleneck elsewhere are filled in one round, so the number of rounds is the length of the longest chain of
+    dependent bottlenecks.
 
     Args:
-        paths: Resources that each of ``F`` flows crosses; one that stands twice in a path is loaded twice.
-        capacities: Bytes/s of each resource: ``[R]``. 0 stops its flows, infinity holds nobody back.
-        limits: The most that each flow can use, bytes/s: ``[F]``. Default: none.
-        weights: Shares in a contest: ``[F]``. Default: 1.
-        counts: How many flows exactly like it each entry stands for: ``[F]``. Default: 1. Folding equal flows this way
-            changes no rate; a hundred thousand symmetric flows cost as much as one.
+        paths: Resources that each of ``F`` flows uses; a resource that occurs twice in a path is loaded twice.
+        capacities: Capacity of each resource, bytes/s: ``[R]``. 0 stops its flows; infinity limits none.
+        limits: Highest rate that each flow can use, bytes/s: ``[F]``. Default: no limit.
+        weights: Weights of the shares: ``[F]``. Default: 1.
+        counts: Number of identical flows that each entry stands for: ``[F]``. Default: 1. Folding equal flows in this
+            way changes no rate; a hundred thousand symmetric flows cost as much as one.
 
     Returns:
-        Bytes/s of one flow of each entry: ``[F]``; infinity for one that nothing holds back.
+        Rate of one flow of each entry, bytes/s: ``[F]``; infinity for a flow without any limit.
 
     Raises:
-        ValueError: A value is negative or NaN, a weight 0, a count not whole, a resource unknown.
+        ValueError: If a value is negative or NaN, a weight is 0, a count is not whole, or a resource is unknown.
     """
     return _fill(_read(paths, capacities, limits, weights, counts))
 
@@ -173,7 +175,7 @@ def _fill(problem: _Problem) -> _Floats:
     while flow.size:
         load = np.bincount(resource, (weights * counts)[flow], size)
         degree = np.bincount(resource, minlength=size)
-        # A fair share never falls while others freeze; where it seems to, that is rounding.
+        # A fair share never falls while other flows freeze; an apparent fall is rounding.
         levels = np.maximum(levels, np.divide(residual, load, out=np.zeros(size), where=degree > 0))
         first = np.flatnonzero(np.r_[True, flow[1:] != flow[:-1]])
         lengths = np.diff(np.r_[first, flow.size])
@@ -202,22 +204,22 @@ def is_max_min(
     *,
     tolerance: float = 1e-9,
 ) -> bool:
-    """Whether rates are max-min fair, by the certificate rather than by solving again.
+    """Check by a certificate, without solving again, whether rates are max-min fair.
 
-    No resource carries more than its capacity, and every flow is at its limit or crosses a saturated resource on which
-    no flow has a higher rate for its weight (Bertsekas and Gallager, Data Networks, section 6.5.2).
+    No resource carries more than its capacity, and every flow is at its limit or uses a saturated resource on which no
+    flow has a higher rate for its weight (Bertsekas and Gallager, Data Networks, section 6.5.2).
 
     Args:
-        rates: Bytes/s of each flow: ``[F]``.
-        paths: As in :func:`max_min_rates`.
-        capacities: As there.
-        limits: As there.
-        weights: As there.
-        counts: As there.
-        tolerance: Relative.
+        rates: Rate of each flow, bytes/s: ``[F]``.
+        paths: Resources that each flow uses.
+        capacities: Capacity of each resource, bytes/s: ``[R]``.
+        limits: Highest rate that each flow can use, bytes/s: ``[F]``. Default: no limit.
+        weights: Weights of the shares: ``[F]``. Default: 1.
+        counts: Number of identical flows that each entry stands for: ``[F]``. Default: 1.
+        tolerance: Relative tolerance.
 
     Raises:
-        ValueError: As :func:`max_min_rates`.
+        ValueError: If an argument is out of range, as in :func:`max_min_rates`.
     """
     flow, resource, capacity, limit, weight, count = _read(paths, capacities, limits, weights, counts)
     rate = _vector(rates, "rates", 0.0, len(paths))
@@ -236,36 +238,36 @@ def is_max_min(
 
 
 def finish_times(flows: Sequence[Flow], capacities: ArrayLike) -> _Floats:
-    """When each flow has arrived.
+    """Compute when each flow has arrived.
 
     The rates are max-min fair at every moment and change when a flow starts or ends.
 
     Args:
         flows: ``F`` flows.
-        capacities: Bytes/s of each resource: ``[R]``.
+        capacities: Capacity of each resource, bytes/s: ``[R]``.
 
     Returns:
-        Seconds, end of transmission plus latency: ``[F]``.
+        End of transmission plus latency, seconds: ``[F]``.
 
     Raises:
-        PlanError: A flow can never finish: it may not send, or crosses a resource without capacity.
-        ValueError: A value of a flow is negative or not finite.
+        PlanError: If a flow can never finish, because its limit or the capacity of one of its resources is 0.
+        ValueError: If a value of a flow is negative or not finite.
     """
     return _simulate(flows, capacities)[0]
 
 
 def rate_history(flows: Sequence[Flow], capacities: ArrayLike) -> list[RateInterval]:
-    """The rates behind :func:`finish_times`, in order of time.
+    """Return the rates that :func:`finish_times` computes, in order of time.
 
-    Flows that nothing holds back need no time and appear in no interval.
+    Flows without any limit take no time and appear in no interval.
 
     Args:
         flows: ``F`` flows.
-        capacities: Bytes/s of each resource: ``[R]``.
+        capacities: Capacity of each resource, bytes/s: ``[R]``.
 
     Raises:
-        PlanError: As :func:`finish_times`.
-        ValueError: As :func:`finish_times`.
+        PlanError: If a flow can never finish, as in :func:`finish_times`.
+        ValueError: If a value of a flow is negative or not finite.
     """
     return _simulate(flows, capacities)[1]
 
@@ -341,13 +343,13 @@ def _refuse_stuck(i: int, flows: Sequence[Flow], problem: _Problem) -> None:
 class FifoLinks:
     """Links that carry one message at a time, in order of arrival.
 
-    A link is busy for the serialisation only; the message is at the next hop after latency plus serialisation. These
-    are the two analytical networks of ASTRA-sim 2.0 (Won et al. 2023): :meth:`store_and_forward` is its
-    congestion-aware one, :meth:`cut_through` its congestion-unaware one.
+    A link is busy only for the serialisation; the message reaches the next hop after latency plus serialisation. These
+    are the two analytical networks of ASTRA-sim 2.0 (Won et al. 2023): :meth:`store_and_forward` is the
+    congestion-aware one, :meth:`cut_through` the congestion-unaware one.
 
     Attributes:
-        links: Latency and rate of each.
-        truncate_ns: Cut every serialisation and every hop to whole nanoseconds, as ASTRA-sim does.
+        links: Latency and rate of each link.
+        truncate_ns: Whether to round every serialisation and every hop down to whole nanoseconds, as ASTRA-sim does.
     """
 
     links: Sequence[FlowLink]
@@ -361,19 +363,19 @@ class FifoLinks:
                 raise ValueError(f"link {i}: rate is {link.rate}; it must be at least 0")
 
     def cut_through(self, size: float, path: Sequence[int], start: float = 0.0) -> float:
-        """Arrival of one message that meets no other and streams through its hops.
+        """Return the arrival of one message that meets no other and streams through its hops.
 
         Args:
-            size: Bytes.
-            path: Links in order.
-            start: Seconds.
+            size: Size of the message, bytes.
+            path: Indices of the links, in order.
+            start: Time at which the message is sent, seconds.
 
         Returns:
-            ``start`` + all latencies + the serialisation on the slowest link, seconds.
+            ``start`` plus all latencies plus the serialisation on the slowest link, seconds.
 
         Raises:
-            PlanError: A link on the path carries nothing.
-            ValueError: A value is negative or not finite, or a link unknown.
+            PlanError: If a link on the path has no capacity.
+            ValueError: If a value is negative or not finite, or a link is unknown.
         """
         self._check(0, size, path, start)
         latency = sum(self.links[hop].latency for hop in path)
@@ -382,21 +384,21 @@ class FifoLinks:
     def store_and_forward(
         self, sizes: Sequence[float], paths: Sequence[Sequence[int]], starts: Sequence[float] | None = None
     ) -> _Floats:
-        """Arrivals of messages that queue at every link and are received whole before they go on.
+        """Return the arrivals of messages that queue at every link and are received whole before they are sent on.
 
         Messages that reach a link at the same time are served in the order given.
 
         Args:
-            sizes: Bytes of each of ``M`` messages.
-            paths: Links of each, in order.
-            starts: When each is ready at its first link, seconds. Default: 0.
+            sizes: Size of each of ``M`` messages, bytes.
+            paths: Indices of the links of each message, in order.
+            starts: Time at which each message is ready at its first link, seconds. Default: 0.
 
         Returns:
-            Seconds: ``[M]``.
+            Arrival of each message, seconds: ``[M]``.
 
         Raises:
-            PlanError: A link on a path carries nothing.
-            ValueError: A value is negative or not finite, a link unknown, or the lists differ in length.
+            PlanError: If a link on a path has no capacity.
+            ValueError: If a value is negative or not finite, a link is unknown, or the lists differ in length.
         """
         begins = [0.0] * len(sizes) if starts is None else list(starts)
         if not len(sizes) == len(paths) == len(begins):
@@ -432,5 +434,5 @@ class FifoLinks:
     def _cut(self, seconds: float) -> float:
         if not self.truncate_ns:
             return seconds
-        # A millionth of a nanosecond: what is whole in decimal may be a hair less in binary.
+        # A millionth of a nanosecond is added because whole decimal numbers may be slightly smaller in binary.
         return math.floor(seconds * 1e9 + 1e-6) / 1e9

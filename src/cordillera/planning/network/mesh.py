@@ -1,8 +1,8 @@
-"""Where a job's ranks lie on a cluster, and what every parallel dimension gets of the links that it shares.
+"""Placement of a job's ranks on a cluster, and the rates that every parallel dimension gets on shared links.
 
-Ranks are numbered along an order of the dimensions, innermost first, and rank ``i`` is device ``i``. Which dimension
-crosses which level of the tree follows from that order: placement is a permutation. All groups of a dimension
-communicate at the same time, so that a link's capacity is divided by the number of their edges that cross it.
+Ranks are numbered along an order of the dimensions, innermost first, and rank ``i`` is device ``i``. The order
+determines which dimension crosses which level of the tree, so a placement is a permutation. All groups of a dimension
+communicate at the same time, so a link's capacity is divided by the number of their edges that cross it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ORDERS = {
 
 
 class Edges(NamedTuple):
-    """What some pairs of devices get that send at the same time.
+    """Rate and latency of pairs of devices that send at the same time.
 
     Attributes:
-        bytes_per_s: Of the pair that gets least.
-        latency: Of the pair that is furthest apart, one-way, seconds.
-        level: The outermost level that a pair crosses; -1 where nothing is sent.
-        link: The member of that level whose link is the bottleneck, or of the level that is; for people.
+        bytes_per_s: Rate of the slowest pair, bytes/s.
+        latency: One-way latency of the most distant pair, seconds.
+        level: Outermost level that a pair crosses; -1 if nothing is sent.
+        link: Display name of the bottleneck: the name of its level, or ``network card``; empty if nothing is sent.
     """
 
     bytes_per_s: float
@@ -43,13 +43,13 @@ class Edges(NamedTuple):
 
 
 class NetworkTier(NamedTuple):
-    """A dimension's groups within one level of the tree.
+    """The groups of a dimension within one level of the tree.
 
     Attributes:
-        parts: Domains of the level below over which a group's part in one domain is spread; the most of any group.
-        ranks: Of a group in one of these domains; each carries as small a part of the data to the next domain. Where
-            domains differ, those of the fullest; of groups that differ, the fewest.
-        edges: Of rings over these parts.
+        parts: Largest number of domains of the level below over which a group's part in one domain is spread.
+        ranks: Number of ranks of a group in one of these domains, each of which carries an equal part of the data to
+            the next domain. If domains differ, the number of the fullest; if groups differ, the fewest.
+        edges: Edges of rings over these parts.
     """
 
     parts: int
@@ -58,12 +58,12 @@ class NetworkTier(NamedTuple):
 
 
 class SharedLink(NamedTuple):
-    """A link between hosts that messages of a pipeline and rings of copies cross at the same time.
+    """A link between hosts that pipeline messages and rings of copies cross at the same time.
 
     Attributes:
-        bytes_per_s: Its capacity.
-        messages: Pairs that send messages over it.
-        rings: Pairs of the rings over it.
+        bytes_per_s: Capacity, bytes/s.
+        messages: Number of pairs that send messages over it.
+        rings: Number of ring pairs over it.
     """
 
     bytes_per_s: float
@@ -75,15 +75,7 @@ NOWHERE = Edges(float("inf"), 0.0, -1, "")
 
 
 class _Degrees(Protocol):
-    """Degrees of parallelism of a job, as of :class:`~cordillera.planning.language.workload.Layout`.
-
-    Attributes:
-        tensor: Degree of tensor parallelism.
-        context: Degree of context parallelism.
-        pipeline: Number of pipeline ranks.
-        data: Number of copies of the model.
-        devices: Number of devices that the job takes.
-    """
+    """Degrees of parallelism of a job, such as :class:`~cordillera.planning.language.workload.Layout`."""
 
     @property
     def tensor(self) -> int: ...
@@ -103,12 +95,12 @@ class _Degrees(Protocol):
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout on a cluster.
+    """A layout placed on a cluster.
 
     Attributes:
         topology: The cluster.
         order: Dimensions, innermost first.
-        sizes: Of the dimensions, in this order.
+        sizes: Sizes of the dimensions, in this order.
     """
 
     topology: Topology
@@ -117,15 +109,15 @@ class Mesh:
 
     @classmethod
     def of(cls, topology: Topology, layout: _Degrees, order: Sequence[str] = DIMENSIONS) -> Mesh:
-        """Put a layout on a cluster.
+        """Place a layout on a cluster.
 
         Args:
-            topology: The cluster; what the job does not need stays idle.
-            layout: Its degrees.
+            topology: The cluster; unused devices stay idle.
+            layout: Degrees of parallelism.
             order: Dimensions, innermost first.
 
         Raises:
-            PlanError: For a cluster that is too small and for an order that is none.
+            PlanError: If the cluster is too small or ``order`` is not an order of the dimensions.
         """
         if sorted(order) != sorted(DIMENSIONS):
             raise PlanError(
@@ -138,47 +130,51 @@ class Mesh:
         return cls(topology, tuple(order), tuple(getattr(layout, name) for name in order))
 
     def size(self, dimension: str) -> int:
-        """Of a dimension."""
+        """Return the size of a dimension."""
         return self.sizes[self.order.index(dimension)]
 
     def stride(self, dimension: str) -> int:
-        """Devices between neighbours in a dimension."""
+        """Return the distance in devices between neighbours in a dimension."""
         return prod(self.sizes[: self.order.index(dimension)])
 
     @property
     def devices(self) -> int:
-        """That the job takes."""
+        """Number of devices of the job."""
         return prod(self.sizes)
 
     def ring(self, dimension: str) -> Edges:
-        """What rings over a dimension get, all of its groups at the same time."""
+        """Return the edges of rings over a dimension, with all of its groups at the same time."""
         return _ring(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
     def tiers(self, dimension: str) -> tuple[NetworkTier, ...]:
-        """A dimension's groups level by level, for hierarchical collectives; levels that do not part them left out.
+        """Return a dimension's groups level by level, for hierarchical collectives.
 
-        Where domains cut a group unevenly, a rank of a domain with few carries more than one of a domain with many.
+        Levels that do not divide the groups are left out. If domains divide a group unevenly, a rank of a domain with
+        few ranks carries more than one of a domain with many.
         """
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
     def group(self, count: int, stride: int) -> tuple[Edges, tuple[NetworkTier, ...]]:
-        """Groups of devices as far apart as those of a dimension or a part of it: a ring, and level by level.
+        """Return the edges of a ring, and the tiers, of groups with a given size and stride.
 
         Args:
-            count: Devices of a group.
-            stride: Devices from one of a group to the next; ``count * stride`` divides the devices of the job.
+            count: Number of devices of a group.
+            stride: Distance between consecutive devices of a group; ``count * stride`` divides the devices of the job.
         """
         key = _Key(self.topology)
         return _ring(key, self.devices, stride, count), _tiers(key, self.devices, stride, count)
 
     def boundary(self, index: int) -> Edges:
-        """What messages of pipeline rank ``index`` to the next (of the last to the first) get, all copies together."""
+        """Return the edges of messages from pipeline rank ``index`` to the next, all copies together.
+
+        The last rank sends to the first.
+        """
         return self.boundaries[index % len(self.boundaries)]
 
     def shared_links(self, index: int) -> tuple[SharedLink, ...]:
-        """Links on which messages of pipeline rank ``index + 1`` to ``index`` meet the rings over copies of the model.
+        """Return the links shared by messages of pipeline rank ``index + 1`` to ``index`` and rings over copies.
 
-        Links alike are named once.
+        Equal links are listed once.
         """
         p = self.size("pipeline")
         lengths = (p, self.stride("pipeline"), self.size("data"), self.stride("data"))
@@ -186,12 +182,12 @@ class Mesh:
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
-        """Of every pipeline rank."""
+        """Edges of the messages after every pipeline rank."""
         return _boundaries(_Key(self.topology), self.devices, self.stride("pipeline"), self.size("pipeline"))
 
 
 class _Key:
-    """A topology as the key of a cache: by identity, as its hash takes as long as what is cached."""
+    """A topology as the key of a cache, by identity, because hashing it takes as long as the cached work."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -204,7 +200,7 @@ class _Key:
 
 
 def _edges(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> Edges:
-    """Equal shares of every link for pairs that all send as much."""
+    """Return the edges of pairs that all send the same amount and share every link equally."""
     if not len(sources) or bool((sources == targets).all()):
         return NOWHERE
     rate, link, top = float("inf"), "", 0
@@ -219,17 +215,17 @@ def _edges(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.i
 
 
 class _Load(NamedTuple):
-    """How many pairs send over the links of one kind, in one direction."""
+    """Number of pairs that send over the links of one kind, in one direction."""
 
-    level: int  # that they cross by these links
+    level: int  # level that they cross by these links
     name: str
-    first: int  # place of the first link among the cluster's resources
+    first: int  # position of the first link among the cluster's resources
     capacities: NDArray[np.float64]  # bytes per second of each link
-    pairs: NDArray[np.int64]  # over each
+    pairs: NDArray[np.int64]  # number of pairs over each link
 
 
 def _loads(topology: Topology, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> Iterator[_Load]:
-    """Of ports within hosts, network cards, and the links of every level above; kinds that none cross are left out."""
+    """Iterate over the loads of ports, network cards, and links of every level above; unused kinds are left out."""
     cards = len(topology.levels)
     domains = [np.stack([sources, targets])]
     for level in range(cards):
@@ -301,23 +297,23 @@ def _tiers(key: _Key, devices: int, stride: int, size: int) -> tuple[NetworkTier
     if size == 1:
         return ()
     topology, found = key.topology, []
-    ranks = _groups(devices, stride, size).ravel()  # group after group, and in a group from domain to domain
+    ranks = _groups(devices, stride, size).ravel()  # ordered by group, and within a group by domain
     group = np.repeat(np.arange(len(ranks) // size), size)
     below = ranks  # the domain of the level below that holds each rank; at first the rank itself
     for sizes in topology.sizes:
         above = np.searchsorted(np.cumsum(sizes), ranks, side="right")
         starts = np.flatnonzero(np.r_[True, (group[1:] != group[:-1]) | (below[1:] != below[:-1])])
-        counts = np.diff(np.r_[starts, len(ranks)])  # ranks of a group in each domain below: a part
+        counts = np.diff(np.r_[starts, len(ranks)])  # size of each part: ranks of a group in one domain below
         whole = np.flatnonzero(
             np.r_[True, (group[starts[1:]] != group[starts[:-1]]) | (above[starts[1:]] != above[starts[:-1]])]
-        )  # the first part of a group's in each domain of this level
+        )  # the first part of a group in each domain of this level
         parts = np.diff(np.r_[whole, len(starts)])
         most = int(parts.max())
         if most > 1:
             fullest = np.maximum.reduceat(counts, whole)
             following = np.arange(1, len(starts) + 1)
             following[np.r_[whole[1:], len(starts)] - 1] = whole  # rings close within a domain
-            flows = np.repeat(fullest, parts)  # from a part to the next: as many as the fullest part has ranks
+            flows = np.repeat(fullest, parts)  # flows from a part to the next: the number of ranks of the fullest part
             sender = np.repeat(np.arange(len(starts)), flows)
             lane = np.arange(len(sender)) - np.repeat(np.cumsum(flows) - flows, flows)
             ends = []

@@ -1,4 +1,4 @@
-"""What settings of the network make of a link: windows, losses, hashing, copies.
+"""Effects of network settings on a link: windows, losses, hashing, copies.
 
 Each setting is a factor on the rate that a pair of devices gets, by a formula with its source.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-MTU = 4096  # bytes of a packet
+MTU = 4096  # bytes per packet
 SWITCH_BUFFER = 64e6  # bytes that a deep-buffered switch holds for one port
 
 Balance = Literal["ecmp", "enhanced", "spray"]
@@ -24,18 +24,19 @@ class NetworkSettings:
     """How devices send over one level of the cluster.
 
     Attributes:
-        queue_pairs: Connections of a pair of devices.
-        messages: In flight on each connection.
-        message_bytes: Of a message.
+        queue_pairs: Number of connections of a pair of devices.
+        messages: Number of messages in flight on each connection.
+        message_bytes: Size of a message, bytes.
         balance: ``ecmp`` hashes a pair of devices onto one of the parallel networks, ``enhanced`` each of its
             connections, ``spray`` each packet.
-        recovery: What is sent again after a loss: all that followed (``go-back-n``) or the packet (``selective``).
-        collectives: Over the domains of the level: a ``ring``, or the ``cheapest`` of a ring, halving and doubling
-            (Thakur et al. 2005) and sending to all at once: as many bytes in fewer steps.
-        classes: Where messages of a pipeline meet the reduction of gradients on a link, which of them send: both, as
-            ``equals``, or ``messages`` first.
-        zero_copy: Whether network cards read and write the tensors themselves; otherwise kernels copy, and take
-            processors from what is computed.
+        recovery: Packets retransmitted after a loss: the lost one and all that followed (``go-back-n``), or the lost
+            one alone (``selective``).
+        collectives: Algorithm over the domains of the level: a ``ring``, or the ``cheapest`` of a ring, halving and
+            doubling (Thakur et al. 2005) and direct sending, which move as many bytes in fewer steps.
+        classes: Sharing of a link between pipeline messages and gradient reduction: as ``equals``, or ``messages``
+            first.
+        zero_copy: Whether network cards read and write the tensors directly; otherwise kernels copy, and take
+            processors from the computation.
     """
 
     queue_pairs: int = 4
@@ -49,7 +50,7 @@ class NetworkSettings:
 
     @property
     def processors(self) -> float:
-        """Part of a device's processors that copies while something is sent or received, and computes less for it.
+        """Part of a device's processors that copies take from the computation during communication.
 
         Source: Calculon's description of A100 systems, ``processor_usage`` of the network.
         """
@@ -61,15 +62,15 @@ class NetworkSettings:
         return self.queue_pairs * self.messages * self.message_bytes
 
     def rate(self, bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1) -> float:
-        """What a pair of devices gets of its share of a link.
+        """Return the rate that a pair of devices attains of its share of a link, bytes/s.
 
-        The window over the round trip, the recovery from losses, and the fullest of the parallel networks.
+        Limits are the window over the round trip, the recovery from losses, and the fullest of the parallel networks.
 
         Args:
-            bytes_per_s: The share.
-            latency: One-way, seconds.
-            loss: Part of the packets that is lost.
-            planes: Parallel networks.
+            bytes_per_s: Share of the link, bytes/s.
+            latency: One-way latency, seconds.
+            loss: Fraction of the packets that is lost.
+            planes: Number of parallel networks.
         """
         round_trip = 2.0 * latency
         rate = min(bytes_per_s, self.window / round_trip) if round_trip > 0 else bytes_per_s
@@ -79,25 +80,25 @@ class NetworkSettings:
         return rate
 
     def queued(self, bytes_per_s: float, latency: float) -> float:
-        """Bytes of a pair's window that wait in a switch: what is beyond bandwidth times round trip.
+        """Return the bytes of a pair's window that wait in a switch: those beyond bandwidth times round trip.
 
         Args:
-            bytes_per_s: The pair's share.
-            latency: One-way, seconds.
+            bytes_per_s: Share of the pair, bytes/s.
+            latency: One-way latency, seconds.
         """
         return max(0.0, self.window - 2.0 * latency * bytes_per_s)
 
 
 def recovered(loss: float, window_packets: float, recovery: Recovery) -> float:
-    """Part of the rate that is left where packets are lost.
+    """Return the fraction of the rate that remains under packet loss.
 
-    ``(1 - p) / (1 - p + p W)`` for go-back-N, ``1 - p`` for selective repeat; the classical efficiencies (Bertsekas and
-    Gallager 1992, section 2.4).
+    It is ``(1 - p) / (1 - p + p W)`` for go-back-N and ``1 - p`` for selective repeat, the classical efficiencies
+    (Bertsekas and Gallager 1992, section 2.4).
 
     Args:
-        loss: ``p``.
-        window_packets: ``W``, in flight.
-        recovery: Which.
+        loss: ``p``, fraction of the packets that is lost.
+        window_packets: ``W``, number of packets in flight.
+        recovery: Kind of recovery.
     """
     if recovery == "selective":
         return 1.0 - loss
@@ -106,13 +107,13 @@ def recovered(loss: float, window_packets: float, recovery: Recovery) -> float:
 
 @lru_cache(maxsize=256)
 def fullest(flows: int, bins: int, pairs: int = 2048, draws: int = 20) -> float:
-    """Load of the fullest of some bins over their mean, when hashed flows of many pairs fall into them.
+    """Return the load of the fullest bin divided by the mean, when hashed flows of many pairs fall into bins.
 
     Args:
-        flows: Of a pair.
-        bins: Parallel networks.
-        pairs: That send at the same time.
-        draws: Of a seeded simulation; the mean over them is returned.
+        flows: Number of flows of a pair.
+        bins: Number of parallel networks.
+        pairs: Number of pairs that send at the same time.
+        draws: Number of draws of a seeded simulation, whose mean is returned.
     """
     if bins == 1:
         return 1.0
@@ -122,15 +123,15 @@ def fullest(flows: int, bins: int, pairs: int = 2048, draws: int = 20) -> float:
 
 
 def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1) -> NetworkSettings:
-    """The settings with the highest rate; of those alike, the ones with the smallest window.
+    """Return the settings with the highest rate and, among equal ones, the smallest window.
 
-    Windows whose excess over bandwidth times round trip no switch buffer could hold are left out.
+    Windows whose excess over bandwidth times round trip exceeds a switch buffer are left out.
 
     Args:
-        bytes_per_s: A pair's share of the link.
-        latency: One-way, seconds.
-        loss: Part of the packets that is lost.
-        planes: Parallel networks.
+        bytes_per_s: A pair's share of the link, bytes/s.
+        latency: One-way latency, seconds.
+        loss: Fraction of the packets that is lost.
+        planes: Number of parallel networks.
     """
     best = NetworkSettings(
         balance="spray", recovery="selective", collectives="cheapest", classes="messages", zero_copy=True

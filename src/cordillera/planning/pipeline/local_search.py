@@ -1,6 +1,6 @@
 """Local search over the order of every rank's actions in a pipeline step, compiled by Numba at first use.
 
-Actions are numbers: kind and stage are a row, and ``row * microbatches + microbatch`` is the action. A schedule is one
+Actions are numbers: kind and stage form a row, and ``row * microbatches + microbatch`` is the action. A schedule is one
 array of them, rank after rank. Times are those of :func:`cordillera.planning.pipeline.simulator.simulate`.
 """
 
@@ -12,28 +12,28 @@ import numpy as np
 
 from cordillera.kernels.compiling import compiled
 
-SHIFTS = 0.3  # part of the changes that moves many actions at once; more or fewer found worse schedules
-MEMORY = 100  # a change is kept if the step is not longer than so many changes ago
+SHIFTS = 0.3  # part of the changes that moves many actions at once; larger and smaller parts did worse
+MEMORY = 100  # a change is kept if the step is not longer than this number of changes ago
 
 
 class Table(NamedTuple):
-    """A step that is to be scheduled. Arrays are by action unless said otherwise.
+    """A step to schedule. Arrays are by action unless stated otherwise.
 
     Attributes:
-        microbatches: ``m``.
-        begin: Place of each rank's first action in a schedule, and the end of the last: ``[P + 1]``.
-        limits: Live forwards that each rank has room for: ``[P]``.
-        stage: That it belongs to.
-        chunk: Which of its rank's stages that is, from 0.
-        kind: A number, from 0.
-        rank: That does it.
-        needs: The action whose result it starts with; -1 for none.
-        holds: 1 where activations are held from then on, -1 where they are freed.
-        seconds: That it takes.
+        microbatches: ``m``, number of microbatches.
+        begin: Position of each rank's first action in a schedule, and the end of the last: ``[P + 1]``.
+        limits: Largest number of live forwards of each rank: ``[P]``.
+        stage: Stage of the action.
+        chunk: Position of that stage among its rank's stages, from 0.
+        kind: Number of the kind, from 0.
+        rank: Rank of the action.
+        needs: Action whose result it starts with; -1 for none.
+        holds: 1 if activations are held from then on, -1 if they are freed.
+        seconds: Seconds of the action.
         way: Number of the way that its result takes; -1 for none.
         target: Rank at the end of that way.
-        occupied: Seconds that the message occupies it.
-        latency: Seconds that the message then travels.
+        occupied: Seconds that the message occupies the way.
+        latency: Latency of the message, seconds.
     """
 
     microbatches: int
@@ -54,10 +54,10 @@ class Table(NamedTuple):
 
 @compiled()
 def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
-    """Fill in starts and ends by action; the seconds of the step, infinity where ranks wait for one another."""
+    """Fill in starts and ends by action; return the seconds of the step, or infinity if ranks wait for one another."""
     begin = table.begin
     ranks = len(begin) - 1
-    ready = np.full(len(order), -1.0)  # when a result arrives
+    ready = np.full(len(order), -1.0)  # time at which a result arrives
     way_free = np.zeros(table.way.max() + 2)
     place = begin[:-1].copy()
     runnable, listed = np.arange(ranks), np.ones(ranks, np.bool_)
@@ -74,7 +74,7 @@ def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
             if need >= 0:
                 if ready[need] < 0:
                     break
-                # weight gradients start from what is on their rank, whoever else it is sent to
+                # weight gradients start from the result on their own rank, even if it is also sent elsewhere
                 free = max(free, end[need] if table.rank[need] == rank else ready[need])
             start[action] = free
             free += table.seconds[action]
@@ -97,7 +97,10 @@ def _simulate(table: Any, order: Any, start: Any, end: Any) -> float:
 
 @compiled()
 def _critical(table: Any, order: Any, start: Any, end: Any, runs: Any) -> int:
-    """Runs of actions without a pause along a longest path, as rank, first and last place; how many there are."""
+    """Find runs of actions without a pause along a longest path; return how many there are.
+
+    Each run is written as rank, first and last position.
+    """
     begin = table.begin
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
@@ -122,7 +125,7 @@ def _critical(table: Any, order: Any, start: Any, end: Any, runs: Any) -> int:
 
 @compiled()
 def _move(table: Any, order: Any, run: Any, chance: Any) -> bool:
-    """Move one action within a run of the critical path or a little beyond; whether that can be."""
+    """Move one action within a run of the critical path or slightly beyond; return whether that is possible."""
     rank, first, last = run
     source, target = chance.integers(first, last + 1), first
     way = chance.integers(0, 5)
@@ -141,7 +144,7 @@ def _move(table: Any, order: Any, run: Any, chance: Any) -> bool:
     step = 1 if target > source else -1
     for i in range(source, target, step):
         other = order[i + step]
-        # an action passes none of its own stage that is of its kind or its microbatch
+        # an action cannot pass one of its stage with the same kind or microbatch
         if table.stage[other] == table.stage[action] and (
             table.kind[other] == table.kind[action] or other % count == action % count
         ):
@@ -158,9 +161,9 @@ def _move(table: Any, order: Any, run: Any, chance: Any) -> bool:
 
 @compiled()
 def _shift(table: Any, order: Any, start: Any, chance: Any) -> bool:
-    """Shift actions of some kinds, chunks, microbatches and ranks in time, and take all as they come then.
+    """Shift actions of some kinds, chunks, microbatches and ranks in time, and order all by the new times.
 
-    Microbatches stay in order, and what frees activations is brought forward where there would be no room.
+    Microbatches stay in order, and actions that free activations are moved forward if memory would not suffice.
     """
     count, ranks = table.microbatches, len(table.begin) - 1
     chunk = chance.integers(-1, table.chunk.max() + 1)  # -1 for all
@@ -215,17 +218,17 @@ def _shift(table: Any, order: Any, start: Any, chance: Any) -> bool:
 
 @compiled()
 def improve(table: Any, order: Any, steps: int, bound: float, chance: Any) -> Any:
-    """The best of so many schedules, each a change of one before it, and its seconds.
+    """Return the best of a sequence of changed schedules, and its seconds.
 
     A change is kept if the step is not longer than it was :data:`MEMORY` changes ago (late acceptance, Burke and Bykov
     2017). Changes move one action along the critical path, or many actions of a kind by the same time.
 
     Args:
-        table: What is to be scheduled.
+        table: Step to schedule.
         order: A schedule in which no ranks wait for one another.
-        steps: How many changes.
-        bound: It ends where the step is no longer than this, in seconds.
-        chance: A generator of numpy, which the changes are drawn from.
+        steps: Number of changes.
+        bound: Seconds of a step at which the search ends.
+        chance: Numpy generator from which the changes are drawn.
     """
     current, best, trial = order.copy(), order.copy(), order.copy()
     start, end = np.empty(len(order)), np.empty(len(order))

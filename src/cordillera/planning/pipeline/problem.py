@@ -1,4 +1,4 @@
-"""One pipeline step that is to be scheduled: what its actions take, where messages go, what fits in memory."""
+"""One pipeline step to schedule: times of its actions, ways of its messages, and limits of memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741 
 
 @dataclass(frozen=True)
 class Problem:
-    """One step that is to be scheduled, checked once.
+    """One step to schedule, checked once.
 
     Attributes:
-        rank_of: The rank that holds each stage.
-        microbatches: ``m``.
-        seconds: Of the stages' actions.
-        ways: Those that messages take.
-        limits: Live forwards of each rank, never more than there are.
+        rank_of: Rank that holds each stage.
+        microbatches: ``m``, number of microbatches.
+        seconds: Seconds of the actions of the stages.
+        ways: Ways that messages take, by pair of ranks.
+        limits: Largest number of live forwards of each rank, at most all of them.
         split: Whether backwards are done in two parts.
     """
 
@@ -47,19 +47,18 @@ class Problem:
         limits: Sequence[int] | None,
         split: bool,
     ) -> Problem:
-        """Check a problem.
+        """Check and return a problem.
 
         Args:
-            rank_of: The rank that holds each stage.
-            microbatches: ``m``.
-            seconds: Of the stages' actions.
-            ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs
-                nothing.
-            limits: Forwards whose activations a rank may hold at a time; None for any number.
+            rank_of: Rank that holds each stage.
+            microbatches: ``m``, number of microbatches.
+            seconds: Seconds of the actions of the stages.
+            ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
+            limits: Largest number of forwards whose activations each rank may hold at a time; None for no limit.
             split: Whether backwards are done in two parts.
 
         Raises:
-            PlanError: For times that are not times, and for limits that let no microbatch pass.
+            PlanError: If times are invalid, or limits let no microbatch pass.
         """
         if microbatches < 1:
             raise PlanError(f"{microbatches} is too few", where="microbatches", remedy="at least 1")
@@ -96,7 +95,7 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        """``P``."""
+        """``P``, number of ranks."""
         return len(self.limits)
 
     @property
@@ -116,12 +115,12 @@ class Problem:
 
     @property
     def back(self) -> Kind:
-        """The kind that passes gradients on."""
+        """Kind of action that passes gradients on."""
         return I if self.split else B
 
     @property
     def free(self) -> Kind:
-        """The kind that frees activations."""
+        """Kind of action that frees activations."""
         return W if self.split else B
 
     @property
@@ -140,41 +139,26 @@ class Problem:
         return {(kind, s): self.seconds.of(Action(kind, s, 0)) for s in range(self.stages) for kind in self.kinds}
 
     def target(self, kind: Kind, stage: int) -> tuple[Kind, int] | None:
-        """What can begin elsewhere, or in the last stage itself, when an action has ended.
-
-        Args:
-            kind: Of the action.
-            stage: Of the action.
-        """
+        """Return the action that may begin when one has ended, elsewhere or in the last stage itself; None for none."""
         if kind is F:
             return (F, stage + 1) if stage + 1 < self.stages else (self.back, stage)
         return (kind, stage - 1) if kind is self.back and stage else None
 
     def crosses(self, kind: Kind, stage: int) -> tuple[int, int] | None:
-        """The way that the message of an action takes; None where there is no message.
-
-        Args:
-            kind: Of the action.
-            stage: Of the action.
-        """
+        """Return the way that the message of an action takes, or None without a message."""
         target = self.target(kind, stage)
         if target is None or self.rank_of[target[1]] == self.rank_of[stage]:
             return None
         return self.rank_of[stage], self.rank_of[target[1]]
 
     def travel(self, kind: Kind, stage: int) -> float:
-        """Seconds from the end of an action to its result's arrival, where the way is free.
-
-        Args:
-            kind: Of the action.
-            stage: Of the action.
-        """
+        """Return the seconds from the end of an action to its result's arrival over a free way."""
         pair = self.crosses(kind, stage)
         return 0.0 if pair is None else self.ways[pair].occupied(kind) + self.ways[pair].latency
 
     @cached_property
     def reach(self) -> tuple[list[float], list[float]]:
-        """For each stage the seconds before its first forward can start, and those that follow its last backward."""
+        """For each stage, the seconds before its first forward can start and those after its last backward."""
         before, after = [0.0], [0.0]
         for stage in range(self.stages - 1):
             before.append(before[-1] + self.cost[F, stage] + self.travel(F, stage))
@@ -183,7 +167,7 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that no schedule can beat: a rank's work with what must come before and follow, or one microbatch."""
+        """Lower bound in seconds: one microbatch, or a rank's work with what must precede and follow it."""
         before, after = self.reach
         last = self.stages - 1
         best = before[last] + self.cost[F, last] + self.cost[self.back, last] + after[last]
@@ -193,11 +177,7 @@ class Problem:
         return best
 
     def under_way(self, stage: int) -> int:
-        """Live forwards of a stage that keep its rank busy if nothing waits: time there and back over the period.
-
-        Args:
-            stage: Whose forwards.
-        """
+        """Return the live forwards of a stage that keep its rank busy without waiting: round trip over period."""
         before, after = self.reach
         last = self.stages - 1
         there = before[last] - before[stage] + self.cost[F, last]
@@ -206,20 +186,11 @@ class Problem:
         return min(self.microbatches, math.ceil((there + back) / period - 1e-9)) if period else self.microbatches
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """A schedule in time.
-
-        Args:
-            schedule: For this problem.
-        """
+        """Simulate a schedule of this problem."""
         return simulate(schedule, self.seconds, self.ways)
 
     def fits(self, rank: int, actions: Sequence[Action]) -> bool:
-        """Whether a rank's list keeps to its limit.
-
-        Args:
-            rank: Whose limit.
-            actions: Its list.
-        """
+        """Return whether a rank's list of actions keeps to its limit."""
         held = 0
         for action in actions:
             if action.kind is F:
@@ -231,11 +202,7 @@ class Problem:
         return True
 
     def normal(self, schedule: Schedule) -> Schedule:
-        """The same schedule with microbatches in order, backwards as they are wanted, and no joined pairs.
-
-        Args:
-            schedule: For the same stages and microbatches.
-        """
+        """Return the schedule with microbatches in order, backwards whole or split as wanted, and no joined pairs."""
         lists = []
         for actions in schedule.actions:
             number: dict[tuple[Kind, int], int] = {}

@@ -1,8 +1,8 @@
-"""Pipeline schedules: for every rank the list of actions that it takes, in order.
+"""Pipeline schedules: for every rank, the list of its actions in order.
 
-One object has three consumers: the planner simulates it (:mod:`cordillera.planning.pipeline.simulator`), processes
-execute it, and it can be written in the notation of ``torch.distributed.pipelining``. Stages are numbered along the
-model; a rank holds one stage or several (chunks), whose messages to other ranks follow from the order of the stages.
+The planner simulates a schedule (:mod:`cordillera.planning.pipeline.simulator`), processes execute it, and it can be
+written in the notation of ``torch.distributed.pipelining``. Stages are numbered along the model. A rank holds one stage
+or several (chunks); its messages to other ranks follow from the order of the stages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cordillera.errors import PlanError
 
 
 class Kind(str, Enum):
-    """What an action does; the letters of ``torch.distributed.pipelining``."""
+    """Kind of an action, with the letters of ``torch.distributed.pipelining``."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # whole
+    BACKWARD = "B"  # the whole backward
     INPUT = "I"  # the gradient of the stage's input alone
     WEIGHT = "W"  # the gradient of the stage's weights alone
 
@@ -31,14 +31,14 @@ class Kind(str, Enum):
 
 
 class Action(NamedTuple):
-    """One piece of work.
+    """One action of a rank.
 
     Attributes:
-        kind: What is done.
-        stage: For which stage, counted from 0 along the model.
-        microbatch: For which microbatch, from 0.
-        joined: Whether a kernel may run it together with the action before it (``OVERLAP_F_B``); in this notation the
-            second of the two carries the mark.
+        kind: Kind of the action.
+        stage: Stage, counted from 0 along the model.
+        microbatch: Microbatch, counted from 0.
+        joined: Whether a kernel may run the action together with the one before it (``OVERLAP_F_B``); the second of the
+            two carries the mark.
     """
 
     kind: Kind
@@ -55,13 +55,13 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order.
+    """The actions of every rank, in order.
 
     Attributes:
         name: Name of the family, with its parameters.
-        microbatches: ``m``.
-        rank_of: The rank that holds each stage, by stage; ranks are ``0..P-1``.
-        actions: For each rank its actions.
+        microbatches: ``m``, number of microbatches.
+        rank_of: Rank that holds each stage; ranks are ``0..P-1``.
+        actions: Actions of each rank, in order.
     """
 
     name: str
@@ -71,29 +71,29 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """``P``."""
+        """``P``, number of ranks."""
         return len(self.actions)
 
     @property
     def stages(self) -> int:
-        """Number of stages, ``P`` times the chunks of a rank."""
+        """Number of stages: ``P`` times the chunks of a rank."""
         return len(self.rank_of)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two parts."""
+        """Whether any backward is done in two parts."""
         return any(action.kind is I for action in self)
 
     @cached_property
     def only_forward(self) -> bool:
-        """Whether there is no backward at all."""
+        """Whether there is no backward."""
         return all(action.kind is F for action in self)
 
     def forwards(self, microbatches: int) -> Schedule:
-        """Forwards alone, of stages on the same ranks: what evaluation takes. No rank waits longer than it must.
+        """Return a schedule of forwards alone on the same ranks, for evaluation; no rank waits longer than it must.
 
         Args:
-            microbatches: Number of microbatches, at least 1, whatever this schedule has.
+            microbatches: Number of microbatches, at least 1; need not be that of this schedule.
         """
         _positive(microbatches=microbatches)
         every = sorted((m + stage, stage, m) for stage in range(self.stages) for m in range(microbatches))
@@ -107,18 +107,18 @@ class Schedule:
         return (action for actions in self.actions for action in actions)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in order."""
+        """Return the stages that a rank holds, in order."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     def check(self) -> None:
-        """Refuse what cannot be executed.
+        """Check that the schedule can be executed.
 
-        Every (stage, microbatch) has one forward and one backward, whole or in two parts with the weights' after the
-        input's, on the rank that holds the stage, or every one has a forward and none a backward; and no set of ranks
-        waits for one another.
+        Every pair of stage and microbatch must have, on the rank that holds the stage, one forward and one backward.
+        The backward may be split, with the weights' part after the input's. Alternatively, all pairs have a forward and
+        none has a backward. No set of ranks may wait for one another.
 
         Raises:
-            PlanError: Names the first rank and action that is wrong.
+            PlanError: If the schedule cannot be executed; the message names the first wrong action and its rank.
         """
         seen: Counter[tuple[Kind, int, int]] = Counter()
         for rank, actions in enumerate(self.actions):
@@ -145,7 +145,7 @@ class Schedule:
         self.linear_order()
 
     def linear_order(self) -> list[tuple[int, Action]]:
-        """All actions in one order that respects every rank's list and every dependency, with their ranks.
+        """Return all actions with their ranks in one order that respects every rank's list and every dependency.
 
         Raises:
             PlanError: If ranks wait for one another.
@@ -175,7 +175,7 @@ class Schedule:
         return order
 
     def needs(self, action: Action) -> list[tuple[Kind, int, int]]:
-        """What must be finished before an action, on whatever rank."""
+        """Return the actions on any rank that must be finished before an action."""
         kind, stage, microbatch = action[:3]
         if kind is F:
             return [(F, stage - 1, microbatch)] if stage else []
@@ -194,9 +194,9 @@ class Schedule:
         return I if (stage, microbatch) in self._split else B
 
     def live(self, rank: int) -> list[int]:
-        """Forwards whose activations a rank holds after each of its actions, all of its stages together.
+        """Return how many forwards a rank holds activations of after each of its actions, over all its stages.
 
-        They are freed by the whole backward or, where it is split, by the weights' part.
+        The whole backward frees them or, if it is split, the weights' part.
         """
         held, counts = 0, []
         for action in self.actions[rank]:
@@ -205,7 +205,7 @@ class Schedule:
         return counts
 
     def peak(self, rank: int) -> int:
-        """The most forwards whose activations a rank holds at a time."""
+        """Return the largest number of forwards whose activations a rank holds at a time."""
         return self._peaks[rank]
 
     @cached_property
@@ -213,7 +213,7 @@ class Schedule:
         return [max(self.live(rank), default=0) for rank in range(self.ranks)]
 
     def to_csv(self) -> str:
-        """One line a rank, in the notation that ``PipelineScheduleMulti`` of torch loads (``compute_only``)."""
+        """Return one line for each rank in the notation of torch's ``PipelineScheduleMulti`` (``compute_only``)."""
         lines = []
         for actions in self.actions:
             words: list[str] = []
@@ -227,14 +227,15 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "file") -> Schedule:
-        """Read what :meth:`to_csv` writes; the schedule is checked.
+        """Read the output of :meth:`to_csv` and check the schedule.
 
         Args:
-            text: One line a rank.
-            name: What the schedule is called.
+            text: Text with one line for each rank.
+            name: Name of the schedule.
 
         Raises:
-            PlanError: Names the line and the word that is wrong.
+            PlanError: If a word is not an action or the schedule cannot be executed; the message names the line and the
+                word.
         """
         ranks: list[tuple[Action, ...]] = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -277,11 +278,11 @@ def _in_a_v(ranks: int) -> tuple[int, ...]:
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Source: Huang et al. 2019.
+    """Make a schedule of all forwards, then all backwards. Source: Huang et al. 2019.
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     actions = (tuple(Action(kind, rank, i) for kind in (F, B) for i in range(microbatches)) for rank in range(ranks))
@@ -289,19 +290,19 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, extra_warmup: Sequence[int] | None = None) -> Schedule:
-    """1F1B: a rank runs ahead by as many forwards as there are ranks after it, then alternates.
+    """1F1B: a rank starts with as many forwards as there are ranks after it, then alternates.
 
-    Source: Narayanan et al. 2019 (PipeDream), in its flushing form. With ``extra_warmup`` ranks run further ahead,
+    Source: Narayanan et al. 2019 (PipeDream), in its flushing form. With ``extra_warmup``, ranks run further ahead,
     which hides the latency of slow boundaries (:func:`warmup_for_latency`) and costs as many more live microbatches.
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``.
-        extra_warmup: For each rank how many more forwards before its first backward; must not grow from a rank to the
-            next, else a rank would wait for forwards that its predecessor holds back.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches.
+        extra_warmup: Number of additional forwards of each rank before its first backward. It must not grow from one
+            rank to the next, because a rank would then wait for forwards that its predecessor holds back.
 
     Raises:
-        PlanError: For extra warm-ups that would block.
+        PlanError: If ``extra_warmup`` would block the pipeline.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     extra = list(extra_warmup) if extra_warmup is not None else [0] * ranks
@@ -319,16 +320,16 @@ def one_forward_one_backward(ranks: int, microbatches: int, extra_warmup: Sequen
 
 
 def warmup_for_latency(latencies: Sequence[float], forward: float, backward: float) -> list[int]:
-    """The fewest extra forwards of each rank that hide the latency of slow boundaries in 1F1B.
+    """Return the fewest extra forwards of each rank that hide the latency of slow boundaries in 1F1B.
 
-    A boundary of one-way latency ``d`` is hidden by ``ceil(2 d / (t_F + t_B))`` forwards more on every rank before it;
-    several boundaries add up. The step then takes ``(m + P - 1)(t_F + t_B) + 2 sum(d)``, as long as there are
-    microbatches enough.
+    A boundary of one-way latency ``d`` is hidden by ``ceil(2 d / (t_F + t_B))`` more forwards on every rank before it;
+    several boundaries add up. The step then takes ``(m + P - 1)(t_F + t_B) + 2 sum(d)``, if there are enough
+    microbatches.
 
     Args:
-        latencies: One-way, of each boundary between neighbouring ranks: ``P - 1`` values, seconds.
-        forward: ``t_F``, seconds of a stage's forward.
-        backward: ``t_B``, seconds of its backward.
+        latencies: One-way latency of each boundary between neighbouring ranks, seconds: ``P - 1`` values.
+        forward: ``t_F``, seconds of the forward of a stage.
+        backward: ``t_B``, seconds of the backward of a stage.
 
     Returns:
         One number for each of the ``P`` ranks.
@@ -349,14 +350,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int, group: int | None = 
     section 3.3.2), tunable between depth first (``N = P``) and breadth first (``N = m``).
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``.
-        chunks: ``v``, stages a rank; with 1 this is 1F1B.
-        group: ``N``, microbatches that pass a chunk in a row; None for ``P``. There are ``m // N`` groups, as equal as
-            can be. Groups of fewer than ``P`` would wait for themselves and are refused.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches.
+        chunks: ``v``, stages per rank; with 1 the result is 1F1B.
+        group: ``N``, number of microbatches that pass a chunk in a row; None for ``P``. There are ``m // N`` groups, as
+            equal as possible. Groups of fewer than ``P`` would wait for themselves and are refused.
 
     Raises:
-        PlanError: For a group that is too small.
+        PlanError: If ``group`` is too small.
     """
     _positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
     if chunks == 1:
@@ -382,7 +383,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int, group: int | None = 
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return ``ahead`` forwards, then alternating forwards and backwards, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     actions = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -391,12 +392,12 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Looped breadth first: all microbatches through a chunk before the next. Source: Lamy-Poirier 2023.
+    """Looped breadth first: all microbatches pass a chunk before the next one. Source: Lamy-Poirier 2023.
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``.
-        chunks: ``v``, stages a rank.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches.
+        chunks: ``v``, stages per rank.
     """
     _positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
     stages = [[chunk * ranks + rank for chunk in range(chunks)] for rank in range(ranks)]
@@ -409,23 +410,23 @@ def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble(ranks: int, microbatches: int, ahead: int = 1, extra_warmup: Sequence[int] | None = None) -> Schedule:
-    """ZB-H1 and ZB-H2: 1F1B whose weight gradients wait and fill what would be bubbles.
+    """ZB-H1 and ZB-H2: 1F1B with delayed weight gradients that fill the bubbles.
 
     A rank runs ahead by ``ahead`` forwards for each rank after it, and keeps back ``ahead`` weight gradients for each
-    rank before it. With 1 (H1) it holds at most ``P`` microbatches, as 1F1B's first rank does; with 2 (H2) ``2 P - 1``,
-    and no rank is idle between its first and its last action where all times are equal. One step that ends together on
-    all ranks takes ``3 m + P - 1`` in either: what H2 saves is had only if the next step may begin rank by rank.
-    Source: Qi et al. 2024 (Zero Bubble), section 2.
+    rank before it. With 1 (H1) it holds at most ``P`` microbatches, like the first rank of 1F1B. With 2 (H2) it holds
+    at most ``2 P - 1``, and no rank is idle between its first and its last action if all times are equal. One step that
+    ends together on all ranks takes ``3 m + P - 1`` in either; H2 saves time only if the next step may begin rank by
+    rank. Source: Qi et al. 2024 (Zero Bubble), section 2.
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches.
         ahead: 1 for H1, 2 for H2.
-        extra_warmup: For each rank how many more forwards before its first backward, as in
+        extra_warmup: Number of additional forwards of each rank before its first backward, as in
             :func:`one_forward_one_backward`.
 
     Raises:
-        PlanError: For extra warm-ups that would block.
+        PlanError: If ``extra_warmup`` would block the pipeline.
     """
     _positive(ranks=ranks, microbatches=microbatches, ahead=ahead)
     further = extra_warmup or [0] * ranks
@@ -453,13 +454,14 @@ def _counted(kind: Kind, stage: int) -> Callable[[], Action]:
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
-    """ZBV: two chunks on a rank, folded like a V, without bubbles at the memory of 1F1B.
+    """ZBV: two chunks per rank, folded like a V, without bubbles and with the memory of 1F1B.
 
     Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 4.
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``; fewer than ``2 P - 1`` take the schedule of so many, without those that are not there.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches; for fewer than ``2 P - 1``, the schedule for ``2 P - 1`` without
+            the missing ones is used.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     planned = max(microbatches, 2 * ranks - 1)
@@ -492,16 +494,16 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipeV: two chunks folded like a V, forwards and backwards of different chunks in joined pairs.
+    """DualPipeV: two chunks per rank, folded like a V, with forwards and backwards of different chunks in pairs.
 
     Source: DeepSeek-AI 2024 (DualPipe), in its V-shaped half.
 
     Args:
-        ranks: ``P``.
-        microbatches: ``m``, at least ``2 P``.
+        ranks: ``P``, number of ranks.
+        microbatches: ``m``, number of microbatches, at least ``2 P``.
 
     Raises:
-        PlanError: For too few microbatches.
+        PlanError: If there are too few microbatches.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
@@ -512,8 +514,8 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         down, up, after = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
         forward = {stage: _counted(F, stage) for stage in (down, up)}
-        back = {stage: _counted(B, stage) for stage in (down, up)}  # renamed to its parts where it is split
-        held: list[Action] = []  # weight gradients that wait
+        back = {stage: _counted(B, stage) for stage in (down, up)}  # replaced by I and W if it is split
+        held: list[Action] = []  # delayed weight gradients
         plan: list[Action] = []
 
         def split(stage: int, held: list[Action] = held, back: dict[int, Callable[[], Action]] = back) -> Action:
@@ -552,28 +554,29 @@ def greedy(
     limits: Sequence[int] | None = None,
     name: str = "greedy",
 ) -> Schedule:
-    """A schedule made by taking, whenever a rank is free, the most urgent action that it can take.
+    """Build a schedule greedily: a free rank takes the most urgent action that is ready.
 
-    Gradients of inputs come first (other ranks wait for them), then forwards as long as there is room for their
-    activations, the furthest chunk first, then gradients of weights.
+    Gradients of inputs come first, because other ranks wait for them; then forwards, as long as there is room for their
+    activations and the furthest chunk first; then gradients of weights.
 
     Args:
-        rank_of: The rank that holds each stage.
-        microbatches: ``m``.
-        seconds: Of a stage's forward (``F``) and backward: ``B`` alone, or ``I`` and ``W`` where it is to be split.
-        latencies: One-way, between each stage and the next, seconds; None for none.
-        limits: Forwards whose activations a rank may hold at a time; None for any number.
+        rank_of: Rank that holds each stage.
+        microbatches: ``m``, number of microbatches.
+        seconds: Seconds of the forward (``F``) and the backward of a stage: ``B`` alone, or ``I`` and ``W`` to split
+            it.
+        latencies: One-way latency between each stage and the next, seconds; None for none.
+        limits: Largest number of forwards whose activations each rank may hold at a time; None for no limit.
         name: Name of the schedule.
 
     Raises:
-        PlanError: If the limits leave nothing that can be done.
+        PlanError: If the limits block all actions.
     """
     stages, ranks = len(rank_of), max(rank_of) + 1
     split = I in seconds
     back = I if split else B
     delay = list(latencies) if latencies is not None else [0.0] * (stages - 1)
     room = list(limits) if limits is not None else [microbatches * stages] * ranks
-    # when an action's inputs have arrived; infinity while they have not
+    # time at which an action's inputs arrive
     ready: dict[tuple[Kind, int, int], float] = {(F, 0, i): 0.0 for i in range(microbatches)}
     free = [0.0] * ranks
     held = [0] * ranks

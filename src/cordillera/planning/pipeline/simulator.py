@@ -1,9 +1,9 @@
-"""What a pipeline schedule does in time: every action and every message with its start and end.
+"""Simulation of a pipeline schedule: every action and every message with its start and end.
 
-Ranks take their actions in order, each as soon as the one before is done and its inputs have arrived. A message leaves
-when the action that makes it ends, waits for the messages before it on the same way (one first-in first-out queue for
-each ordered pair of ranks, both directions at once), occupies the way for its transmission and arrives after the
-latency. Times are exact for this model: no event is missed and nothing is averaged.
+Ranks take their actions in order, each as soon as the previous one is done and its inputs have arrived. A message
+leaves when the action that produces it ends, waits for earlier messages on the same way (one first-in first-out queue
+for each ordered pair of ranks, so that both directions are independent), occupies the way for its transmission, and
+arrives after the latency. Times are exact for this model: no event is missed and nothing is averaged.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """How long a stage's actions take on its rank, in seconds.
+    """Seconds of the actions of every stage on its rank.
 
     Attributes:
-        forward: Of each stage, ``F``.
-        input_gradient: Of each stage, ``I``.
-        weight_gradient: Of each stage, ``W``; a whole backward takes both.
-        joined: What the actions of a joined pair take, as a part of what they take alone; below 1 where a kernel hides
-            the communication of one behind the other.
-        microbatches: What each microbatch takes, as a multiple of these times; None where all are alike. Packed
-            documents make microbatches of unequal work.
+        forward: Seconds of each stage's forward, ``F``.
+        input_gradient: Seconds of each stage's input gradient, ``I``.
+        weight_gradient: Seconds of each stage's weight gradient, ``W``; a whole backward takes both.
+        joined: Time of a joined pair relative to the sum of its actions alone; below 1 if a kernel hides the
+            communication of one behind the other.
+        microbatches: Time of each microbatch as a multiple of these times; None if all are equal. Packed documents make
+            microbatches of unequal work.
     """
 
     forward: Sequence[float]
@@ -43,28 +43,28 @@ class StageSeconds:
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, joined: float = 1.0) -> StageSeconds:
-        """All stages alike, half of a backward for the input and half for the weights.
+        """Return equal times for all stages, with half of a backward for the input and half for the weights.
 
         Args:
-            stages: How many.
-            forward: Seconds.
-            backward: Seconds of the whole backward.
-            joined: See above.
+            stages: Number of stages.
+            forward: Seconds of a forward.
+            backward: Seconds of a whole backward.
+            joined: Relative time of a joined pair.
         """
         half = [backward / 2] * stages
         return cls([forward] * stages, half, half, joined)
 
     def of(self, action: Action) -> float:
-        """Seconds of one action alone."""
+        """Return the seconds of one action alone."""
         times = 1.0 if self.microbatches is None else self.microbatches[action.microbatch]
         return times * self.of_kind(action.kind, action.stage)
 
     def of_kind(self, kind: Kind, stage: int) -> float:
-        """Seconds of an action, before what its microbatch multiplies them by.
+        """Return the seconds of an action, before the factor of its microbatch.
 
         Args:
-            kind: What is done.
-            stage: For which stage.
+            kind: Kind of the action.
+            stage: Stage of the action.
         """
         if kind is Kind.FORWARD:
             return self.forward[stage]
@@ -75,14 +75,14 @@ class StageSeconds:
         return self.input_gradient[stage] + self.weight_gradient[stage]
 
     def check(self, stages: int, microbatches: int) -> None:
-        """Refuse times that are negative, not finite, or of another number of stages or microbatches.
+        """Check that times are finite and not negative, and fit the numbers of stages and microbatches.
 
         Args:
-            stages: Of the schedule.
-            microbatches: Of the schedule.
+            stages: Number of stages of the schedule.
+            microbatches: Number of microbatches of the schedule.
 
         Raises:
-            PlanError: Names the part and the stage or microbatch.
+            PlanError: If they do not; the message names the part and the stage or microbatch.
         """
         for name in ("forward", "input_gradient", "weight_gradient"):
             values = getattr(self, name)
@@ -106,13 +106,13 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class Way:
-    """How messages travel from one rank to another.
+    """The way of messages from one rank to another.
 
     Attributes:
-        latency: One-way, seconds.
+        latency: One-way latency, seconds.
         forward: Seconds that a message of activations occupies the way.
-        backward: Seconds that a message of gradients does; None for as long as activations.
-        slowed: How many times as long it does beside a reduction of gradients.
+        backward: Seconds that a message of gradients occupies the way; None for as long as activations.
+        slowed: Factor by which a message takes longer during a reduction of gradients.
         lost: Part of its rate that the reduction loses meanwhile.
     """
 
@@ -123,11 +123,11 @@ class Way:
     lost: float = 0.0
 
     def occupied(self, kind: Kind) -> float:
-        """Seconds for the message that an action sends."""
+        """Return the seconds that the message of an action occupies the way."""
         return self.forward if kind is Kind.FORWARD or self.backward is None else self.backward
 
     def check(self, where: str) -> None:
-        """Refuse negative and infinite times."""
+        """Check that times are finite and not negative."""
         for name in ("latency", "forward", "backward"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
@@ -138,11 +138,11 @@ class Way:
             raise PlanError(f"messages {self.slowed} times as long, {self.lost} of a rate lost", where=where)
 
     def beside(self, seconds: float, reduction: float) -> tuple[float, float]:
-        """A message while gradients are reduced: when it has passed, and by how much the reduction ends later.
+        """Return the time of a message during a reduction of gradients, and the delay of the reduction.
 
         Args:
-            seconds: That the message alone occupies the way.
-            reduction: Seconds that the reduction alone still takes.
+            seconds: Seconds that the message alone occupies the way.
+            reduction: Remaining seconds of the reduction alone.
         """
         together = seconds * self.slowed
         if self.lost * together + reduction < together:  # the reduction ends first
@@ -155,13 +155,13 @@ class StageMessage:
     """One transfer between ranks.
 
     Attributes:
-        action: Whose result it carries.
-        source: Rank.
-        target: Rank.
-        queued: When its producer ended, seconds.
-        start: When it got the way.
-        end: When it left the way.
-        arrival: When it was there.
+        action: Action whose result the message carries.
+        source: Rank that sends.
+        target: Rank that receives.
+        queued: Time at which its producer ended, seconds.
+        start: Time at which transmission began, seconds.
+        end: Time at which transmission ended, seconds.
+        arrival: Time at which it arrived, seconds.
     """
 
     action: Action
@@ -175,16 +175,16 @@ class StageMessage:
 
 @dataclass
 class Timeline:
-    """A schedule in time.
+    """A simulated schedule.
 
     Attributes:
-        schedule: What was simulated.
-        starts: Of every action, by rank, seconds.
-        ends: Of every action, by rank, seconds.
-        waiting: Seconds that each rank is idle while a message for its next action is on its way: ``[P]``. This is
-            exposed communication; what remains of the idle time waits for other ranks' computation.
-        delayed: Seconds that messages took from reductions of gradients, by rank and place of the action with which the
-            reduction began.
+        schedule: The schedule.
+        starts: Start of every action, by rank, seconds.
+        ends: End of every action, by rank, seconds.
+        waiting: Seconds that each rank is idle while a message for its next action is in transit: ``[P]``. This is
+            exposed communication; the rest of the idle time waits for computation on other ranks.
+        delayed: Seconds by which messages delayed reductions of gradients, by rank and position of the action with
+            which the reduction began.
     """
 
     schedule: Schedule
@@ -196,7 +196,7 @@ class Timeline:
 
     @cached_property
     def messages(self) -> list[StageMessage]:
-        """Every transfer, in order of the producers' ends within a rank."""
+        """Every message, ordered by rank and by the end of its producer."""
         return [
             StageMessage(
                 self.schedule.actions[source][i], source, target, float(self.ends[source][i]), start, end, arrival
@@ -206,7 +206,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Time of the last end, seconds from the start."""
         return max((float(ends[-1]) for ends in self.ends if len(ends)), default=0.0)
 
     @property
@@ -216,28 +216,28 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Part of all ranks' time that is not computation."""
+        """Part of all ranks' time without computation."""
         total = self.seconds * len(self.ends)
         return 1.0 - float(self.busy.sum()) / total if total else 0.0
 
 
 class _Step(NamedTuple):
-    """An action, prepared: places in the table of what has arrived, and what it takes."""
+    """A prepared action: positions in the table of arrivals, and its times."""
 
-    need: int  # where its input arrives; -1 if it needs none
-    out: int  # where its result arrives; -1 if none is passed on
-    way: int  # number of the way to there; -1 on the same rank
-    target: int  # rank
+    need: int  # position of its input; -1 if it needs none
+    out: int  # position of its result; -1 if none is passed on
+    way: int  # number of the way to its target; -1 on the same rank
+    target: int  # rank that receives the result
     seconds: float
     occupied: float  # seconds that its message occupies the way
-    leads: bool  # whether the next action begins with it
+    leads: bool  # whether the next action begins at the same time
 
 
 Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None
 
 
 def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[list[list[_Step]], list[Way]]:
-    """Every rank's actions, and the ways that they use."""
+    """Return every rank's actions, and the ways that they use."""
     seconds.check(schedule.stages, schedule.microbatches)
     numbers: dict[tuple[int, int], int] = {}
     known: list[Way] = []
@@ -278,7 +278,7 @@ def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[li
 
 
 def _stuck(schedule: Schedule) -> PlanError:
-    schedule.check()  # says what is wrong with it
+    schedule.check()  # raises the specific error
     return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
 
 
@@ -288,27 +288,27 @@ def simulate(
     ways: Ways = None,
     reductions: Sequence[Mapping[int, float]] | None = None,
 ) -> Timeline:
-    """When every action and message of a schedule starts and ends.
+    """Compute when every action and message of a schedule starts and ends.
 
     Args:
-        schedule: Checked or not; one whose ranks wait for one another is refused.
-        seconds: Of the stages' actions.
-        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
-        reductions: Seconds for which each rank reduces gradients beside what it computes, one reduction after the
-            other, by the place of the action with which one begins. They and the messages that the rank sends meanwhile
-            hold one another up as the ways say.
+        schedule: Schedule, which need not have been checked.
+        seconds: Seconds of the actions of the stages.
+        ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
+        reductions: Seconds of the gradient reductions that each rank runs beside its computation, one after the other,
+            by the position of the action with which each begins; None for none. They and the messages that the rank
+            sends meanwhile slow each other as the ways say.
 
     Raises:
-        PlanError: For times that are not times, and for ranks that wait for one another.
+        PlanError: If times are invalid, or ranks wait for one another.
     """
     programs, known = _prepared(schedule, seconds, ways)
     begins = reductions or [{}] * len(programs)
-    reducing = [0.0] * len(programs)  # until then each rank reduces gradients
-    latest = [-1] * len(programs)  # the action with which the last reduction began
+    reducing = [0.0] * len(programs)  # time until which each rank reduces gradients
+    latest = [-1] * len(programs)  # position of the action with which the last reduction began
     delayed: dict[tuple[int, int], float] = {}
     back = schedule.stages * schedule.microbatches
     ready: list[float | None] = [None] * (2 * back)
-    sent_at = [-1.0] * (2 * back)  # when a message was queued; -1 for what never left its rank
+    sent_at = [-1.0] * (2 * back)  # when a message was queued; -1 for results that stay on their rank
     way_free, latency = [0.0] * len(known), [way.latency for way in known]
     starts: list[list[float]] = [[] for _ in programs]
     ends: list[list[float]] = [[] for _ in programs]
@@ -330,7 +330,7 @@ def simulate(
                     break
                 if arrival > start:
                     start = arrival
-            if leads:  # both begin as one, when the inputs of both are there
+            if leads:  # both begin together, when the inputs of both have arrived
                 partner = program[i + 1].need
                 if partner >= 0:
                     arrival = ready[partner]
@@ -381,23 +381,23 @@ def simulate_late(
     late: Callable[[Way], NDArray[np.float64]],
     keep: Sequence[Collection[int]],
 ) -> list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]]:
-    """:func:`simulate` many times at once, every message late by an amount of its own in each of them.
+    """Run :func:`simulate` for many draws at once, with an individual delay of every message in each draw.
 
-    The order of all actions and messages is that of the schedule, whatever they take; so one pass does all draws, with
+    The schedule fixes the order of all actions and messages whatever their times, so one pass computes all draws, with
     an array where :func:`simulate` has a number.
 
     Args:
-        schedule: As above.
-        seconds: As above.
-        ways: As above.
-        late: Called once for each message, with its way: seconds by which it arrives later, ``[draws]``.
-        keep: Positions of the actions that are asked for, by rank.
+        schedule: Schedule, which need not have been checked.
+        seconds: Seconds of the actions of the stages.
+        ways: Ways from rank to rank, as in :func:`simulate`.
+        late: Function called once for each message with its way; returns the delays of arrival in seconds, ``[draws]``.
+        keep: Positions of the wanted actions, by rank.
 
     Returns:
-        For each rank, start and end of each action that was asked for, seconds: ``[draws]`` each.
+        For each rank, start and end of each wanted action, seconds: ``[draws]`` each.
 
     Raises:
-        PlanError: As above.
+        PlanError: If times are invalid, or ranks wait for one another.
     """
     programs, known = _prepared(schedule, seconds, ways)
     arrived: dict[int, NDArray[np.float64]] = {}
@@ -418,7 +418,7 @@ def simulate_late(
             for need in needs:
                 start = np.maximum(start, arrived[need])
             if one.need >= 0:
-                del arrived[one.need]  # nothing else needs it, and the table would hold every message's draws
+                del arrived[one.need]  # not needed again; the table would keep the draws of every message
             free[rank] = end = start + one.seconds
             if i in keep[rank]:
                 found[rank][i] = (start, end)

@@ -1,6 +1,6 @@
-"""The shortest pipeline schedule that fits in memory, proven by a solver: OR-tools' CP-SAT.
+"""The shortest pipeline schedule within memory limits, proven by a solver: OR-tools' CP-SAT.
 
-The search starts from :func:`cordillera.planning.pipeline.tuning.tuned`, which it measures. Schedules are of the same
+The search starts from :func:`cordillera.planning.pipeline.tuning.tuned`, which it judges. Schedules are of the same
 kind: microbatches of every stage in order, no joined pairs of actions.
 """
 
@@ -23,14 +23,15 @@ from cordillera.planning.pipeline.tuning import shortest
 
 @dataclass(frozen=True)
 class Solved:
-    """A schedule, and how good it can be.
+    """A schedule and its distance from the optimum.
 
     Attributes:
-        schedule: The best that was found.
-        seconds: What the simulator says that it takes.
-        bound: No schedule of this problem takes less.
-        optimal: Whether it is proven that none is shorter. Exact where times are multiples of one unit (see
-            :func:`optimal`); else up to the rounding, which is what remains between ``seconds`` and ``bound``.
+        schedule: Best schedule found.
+        seconds: Simulated seconds of the schedule.
+        bound: Lower bound on the seconds of every schedule of this problem.
+        optimal: Whether no schedule is shorter. The proof is exact if times are multiples of one unit (see
+            :func:`optimal`); otherwise it holds up to the rounding, which is the difference between ``seconds`` and
+            ``bound``.
     """
 
     schedule: Schedule
@@ -40,7 +41,7 @@ class Solved:
 
 
 def _unit(values: Sequence[float], longest: float) -> tuple[Fraction, bool]:
-    """The unit of time for a solver that knows whole numbers, and whether all values are multiples of it."""
+    """Return a unit of time for a solver of whole numbers, and whether all values are multiples of it."""
     parts = [Fraction(value).limit_denominator(1_000_000) for value in values if value]
     exact = all(
         abs(float(part) - value) <= 1e-12 * value for part, value in zip(parts, filter(None, values), strict=True)
@@ -54,7 +55,7 @@ def _unit(values: Sequence[float], longest: float) -> tuple[Fraction, bool]:
 
 
 def _in_units(problem: Problem, unit: Fraction, exact: bool) -> Problem:
-    """The problem with whole numbers for times: exact, or rounded down so that a bound of it is a bound."""
+    """Return the problem with whole numbers for times: exact, or rounded down so that its bound is a bound."""
 
     def whole(value: float) -> float:
         return float(round(Fraction(value) / unit) if exact else Fraction(value) // unit)
@@ -79,27 +80,27 @@ def optimal(
     split_backward: bool = False,
     time_limit_s: float = 60.0,
 ) -> Solved:
-    """The schedule with the shortest step, by OR-tools' CP-SAT, or the best within a time with a bound.
+    """Find the schedule with the shortest step by OR-tools' CP-SAT, or the best within a time limit and a bound.
 
-    Actions are intervals that do not overlap on their rank, messages intervals that do not overlap on their way and
-    leave in the order of their producers; activations are held from the start of a forward to the end of the whole
+    Actions are intervals that do not overlap on their rank. Messages are intervals that do not overlap on their way and
+    leave in the order of their producers. Activations are held from the start of a forward to the end of the whole
     backward or of the weights' part. The search starts from :func:`~cordillera.planning.pipeline.tuning.tuned`. Times
-    are whole multiples of one unit where there is one (denominators up to 1,000,000, to 12 digits, and a step of less
-    than ``2**24`` units); else they are rounded down to ``2**-24`` of the step that rules find, so that the bound
-    stays a bound. Of several schedules of equal length, which is returned may differ from call to call.
+    are whole multiples of one unit if there is one (denominators up to 1,000,000, to 12 digits, and a step of less than
+    ``2**24`` units). Otherwise they are rounded down to ``2**-24`` of the step that rules find, so that the bound
+    remains a bound. Which of several schedules of equal length is returned may differ from call to call.
 
     Args:
-        rank_of: The rank that holds each stage.
-        microbatches: ``m``.
-        seconds: Of the stages' actions; joined pairs are not made.
-        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
-        limits: Forwards whose activations a rank may hold at a time; None for any number.
-        split_backward: Whether the weights' gradients may be done apart from the inputs'.
-        time_limit_s: After how many seconds the solver stops, on two threads.
+        rank_of: Rank that holds each stage.
+        microbatches: ``m``, number of microbatches.
+        seconds: Seconds of the actions of the stages; joined pairs are not made.
+        ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
+        limits: Largest number of forwards whose activations each rank may hold at a time; None for no limit.
+        split_backward: Whether weight gradients may be computed separately from input gradients.
+        time_limit_s: Time limit of the solver, which runs on two threads, seconds.
 
     Raises:
         DependencyError: If OR-tools is not installed.
-        PlanError: For times that are not times, and for limits that let no microbatch pass.
+        PlanError: If times are invalid, or limits let no microbatch pass.
     """
     try:
         from ortools.sat.python import cp_model
@@ -129,7 +130,7 @@ def optimal(
 
     best = first
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        # actions that take no time come before those that start with them, in the order of their dependencies
+        # actions of no duration precede those that start at the same time, in the order of their dependencies
         def place(item: tuple[Kind, int, int]) -> tuple[int, float, int, int]:
             kind, stage, microbatch = item
             depth = {F: stage, W: 2 * scaled.stages}.get(kind, 2 * scaled.stages - 1 - stage)
@@ -152,7 +153,7 @@ def optimal(
 
 
 def _stated(problem: Problem, model: Any, horizon: int, hint: Timeline) -> dict[tuple[Kind, int, int], Any]:
-    """Write a problem in whole numbers into a model; the variables of the actions' starts."""
+    """Add a problem in whole numbers to a model; return the variables of the actions' starts."""
     count = problem.microbatches
     cost = {key: int(value) for key, value in problem.cost.items()}
     start = {
@@ -184,7 +185,7 @@ def _stated(problem: Problem, model: Any, horizon: int, hint: Timeline) -> dict[
         latency = occupied = 0
         if pair is not None:
             latency, occupied = int(problem.ways[pair].latency), int(problem.ways[pair].occupied(kind))
-        # messages that take no time wait only for such as do
+        # messages that occupy a way for no time wait only for those that occupy it
         queued = pair is not None and max(problem.ways[pair].occupied(k) for k in (F, problem.back)) > 0
         for i in range(count):
             leaves = start[kind, stage, i] + duration

@@ -1,12 +1,12 @@
-"""A short pipeline schedule that fits in memory, found in seconds by rules and local search, without a solver.
+"""Short pipeline schedules within memory limits, found in seconds by rules and local search, without a solver.
 
-All ranks choose by one rule, one rule after the other; the known families that fit are added. Then the orders of the
-ranks' actions are changed, at single places along the critical path and in whole groups, those of the best schedules
-the longest.
+All ranks choose by one rule, and rules are tried one after the other; the known families that fit are added. Then the
+orders of the ranks' actions are changed, at single places along the critical path and in whole groups, for longest in
+the best schedules.
 
-Microbatches of every stage are in order: forwards, backwards and weight gradients alike. Nothing is lost by that:
-microbatches are equal, so the ``k``-th action of a kind in a stage can be given to microbatch ``k``, and what it needs
-is then there no later than before. Joined pairs of actions are not considered.
+Microbatches of every stage are in order: forwards, backwards and weight gradients alike. This loses nothing:
+microbatches are equal, so the ``k``-th action of a kind in a stage can be given to microbatch ``k``, and its inputs are
+then available no later than before. Joined pairs of actions are not considered.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from cordillera.planning.pipeline.simulator import StageSeconds, Way
 
 @dataclass(frozen=True)
 class _Rule:
-    """How a rank that is free chooses.
+    """How a free rank chooses its next action.
 
     Attributes:
-        order: Kinds of work, the most urgent first; ``B`` stands for the input's gradient too.
+        order: Kinds of work, the most urgent first; ``B`` also stands for the input's gradient.
         turns: Whether forward and backward take turns.
-        spare: How many live forwards a rank allows itself beyond those that keep it busy; None for all that fit.
-        chunks: Which of several chunks comes first: ``deep`` what is closest to its end, ``wide`` what is furthest from
-            it, ``arrival`` what came first.
-        patience: Work is put off if more urgent work arrives within this part of its time.
-        window: How many microbatches more than the limit has whole room for may be begun on a rank; None for any
-            number.
-        groups: Forwards pass the chunks in groups, strictly: microbatches in the first group, and in each that follows;
-            None for any order.
+        spare: Number of live forwards that a rank allows itself beyond those that keep it busy; None for all that fit.
+        chunks: Preferred chunk: ``deep`` the one closest to its end, ``wide`` the one furthest from it, ``arrival`` the
+            first to arrive.
+        patience: Work is delayed if more urgent work arrives within this part of its time.
+        window: Number of microbatches that may be begun on a rank beyond those for which the limit has full room; None
+            for no limit.
+        groups: Sizes of the first group and of each following group of microbatches, if forwards pass the chunks
+            strictly in groups; None for any order.
     """
 
     order: str = "BFW"
@@ -63,10 +63,10 @@ class _Rule:
 
 
 def _listed(problem: Problem, rule: _Rule) -> Schedule:
-    """The schedule that a rule makes: in the order of time, ranks choose among what has arrived.
+    """Return the schedule that a rule makes when ranks choose in order of time among what has arrived.
 
     Raises:
-        PlanError: Where groups do not fit in the limits.
+        PlanError: If groups do not fit in the limits.
     """
     ranks, count, own, back, free = problem.ranks, problem.microbatches, problem.own, problem.back, problem.free
     orders = {{"F": F, "B": back, "W": W}[letter]: i for i, letter in enumerate(rule.order)}
@@ -94,7 +94,7 @@ def _listed(problem: Problem, rule: _Rule) -> Schedule:
     plans: list[list[Action]] = [[] for _ in range(ranks)]
 
     def open_forward(rank: int, stage: int) -> bool:
-        """Whether there is room for a forward, and then still for all that is needed to finish, the oldest first."""
+        """Return whether there is room for a forward and for all that is needed to finish, the oldest first."""
         left = room[rank] - held[rank] - 1
         if left < 0:
             return False
@@ -168,7 +168,7 @@ def _listed(problem: Problem, rule: _Rule) -> Schedule:
 
 
 def _families(problem: Problem) -> Iterator[Schedule]:
-    """The known schedules for this placement of the stages, whether or not they fit in memory."""
+    """Iterate over the known schedules for this placement of the stages, whether or not they fit in memory."""
     ranks, count, stages = problem.ranks, problem.microbatches, problem.stages
     if problem.rank_of == tuple(range(ranks)):
         yield one_forward_one_backward(ranks, count)
@@ -197,7 +197,7 @@ def _families(problem: Problem) -> Iterator[Schedule]:
 
 
 def _rules(problem: Problem) -> Iterator[_Rule]:
-    """Rules for all ranks alike, those first that were most often the best."""
+    """Iterate over rules for all ranks alike, in order of how often each was the best."""
     yield _Rule()
     yield _Rule(turns=True)
     if problem.chunked:
@@ -231,10 +231,10 @@ def _rules(problem: Problem) -> Iterator[_Rule]:
 
 
 class Numbered:
-    """A problem and its schedules as the compiled search takes them.
+    """A problem and its schedules in the form of the compiled search.
 
     Args:
-        problem: What is to be scheduled.
+        problem: Problem to schedule.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -280,20 +280,16 @@ class Numbered:
         )
 
     def order(self, schedule: Schedule) -> NDArray[np.int64]:
-        """A schedule as numbers of actions, rank after rank.
+        """Return a schedule as numbers of actions, rank after rank.
 
         Args:
-            schedule: For this problem, as :meth:`Problem.normal` makes it.
+            schedule: Schedule of this problem, in the form of :meth:`Problem.normal`.
         """
         count = self._problem.microbatches
         return np.array([self._row[a.kind, a.stage] * count + a.microbatch for a in schedule])
 
     def schedule(self, order: NDArray[np.int64]) -> Schedule:
-        """The schedule that numbers stand for.
-
-        Args:
-            order: As :meth:`order` makes it.
-        """
+        """Return the schedule of an array of numbers from :meth:`order`."""
         count = self._problem.microbatches
         rows = ((*self._keys[number // count], number % count) for number in order.tolist())
         actions = [Action(kind, stage, i) for kind, stage, i in rows]
@@ -301,18 +297,18 @@ class Numbered:
         return Schedule("tuned", count, self._problem.rank_of, tuple(lists))
 
 
-# what may be tried falls with the size, so that a large pipeline takes about as long as a small one
+# Limits of the search, which make it take about as long for a large pipeline as for a small one.
 _RULED = 120_000  # actions in all schedules made by rules
 _CHANGES, _CHANGED = 60_000, 12_000_000  # changes in a round, and actions in all schedules that they make
 _LEAST = 300  # changes of one schedule in a round
 
 
 def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
-    """:func:`tuned` for a checked problem.
+    """Run :func:`tuned` on a checked problem.
 
     Args:
-        problem: What is to be scheduled.
-        effort: How much of what :func:`tuned` tries is tried.
+        problem: Problem to schedule.
+        effort: Effort relative to that of :func:`tuned`.
     """
     from cordillera.planning.pipeline.local_search import improve
 
@@ -320,7 +316,7 @@ def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
     starts: dict[tuple[tuple[Action, ...], ...], tuple[float, Schedule]] = {}
 
     def consider(schedule: Schedule) -> bool:
-        """Whether none can be shorter."""
+        """Add a schedule; return whether none can be shorter."""
         if schedule.actions not in starts:
             starts[schedule.actions] = problem.timeline(schedule).seconds, schedule
         return starts[schedule.actions][0] <= enough
@@ -336,7 +332,7 @@ def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
         if consider(ruled):
             return ruled
 
-    # all starts are improved a little; the better half goes on for twice as long, until one is left
+    # all starts are improved a little; the better half continues for twice as long, until one is left
     ranked = sorted(starts.values(), key=lambda item: item[0])
     best, table = ranked[0], Numbered(problem)
     changes = int(effort * min(_CHANGES, _CHANGED // problem.actions))
@@ -362,20 +358,20 @@ def tuned(
     limits: Sequence[int] | None = None,
     split_backward: bool = False,
 ) -> Schedule:
-    """A short schedule within memory limits, found by rules and local search; the same on every call.
+    """Find a short schedule within memory limits by rules and local search, the same on every call.
 
-    :func:`~cordillera.planning.pipeline.solver.optimal` tells how far it is from the best: ``cordillera bench
+    :func:`~cordillera.planning.pipeline.solver.optimal` shows how far it is from the optimum: ``cordillera bench
     scaleacross --part solver`` compares them.
 
     Args:
-        rank_of: The rank that holds each stage.
-        microbatches: ``m``.
-        seconds: Of the stages' actions; joined pairs are not made.
-        ways: From rank to rank: a function of both, or a mapping in which a missing pair is a way that costs nothing.
-        limits: Forwards whose activations a rank may hold at a time; None for any number.
-        split_backward: Whether the weights' gradients may be done apart from the inputs'.
+        rank_of: Rank that holds each stage.
+        microbatches: ``m``, number of microbatches.
+        seconds: Seconds of the actions of the stages; joined pairs are not made.
+        ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
+        limits: Largest number of forwards whose activations each rank may hold at a time; None for no limit.
+        split_backward: Whether weight gradients may be computed separately from input gradients.
 
     Raises:
-        PlanError: For times that are not times, and for limits that let no microbatch pass.
+        PlanError: If times are invalid, or limits let no microbatch pass.
     """
     return shortest(Problem.of(rank_of, microbatches, seconds, ways, limits, split_backward))

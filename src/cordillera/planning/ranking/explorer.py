@@ -1,7 +1,7 @@
 """The search for the best plan of a recommendation model: placement of tables, order of a step, network settings.
 
-Sizes of groups follow from the cluster's levels, tables are dealt out for each, and every layout is simulated under
-every schedule: a step has so few operations that nothing needs to be estimated first.
+Sizes of groups follow from the levels of the cluster, tables are dealt out for each, and every layout is simulated
+under every schedule. A step has so few operations that no estimate is needed first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cordillera.planning.ranking.step import (
 from cordillera.planning.ranking.workload import Placement, Recommender, copied, place_tables
 from cordillera.topology import Topology
 
-USABLE = 0.94  # of a device's memory; the rest is the runtime's
+USABLE = 0.94  # usable part of a device's memory; the runtime takes the rest
 GRAINS = (math.inf, 1.0, 0.5)
 COPIED_ROWS = (0, 1_000, 100_000)
 REDUCTIONS: tuple[Reduction, ...] = ("whole", "split", "last")
@@ -47,16 +47,16 @@ SCHEDULES = tuple(
 
 @dataclass(frozen=True)
 class TablePlan:
-    """One way to run a job, and what it is predicted to take.
+    """One way to run a job, with its predicted step.
 
     Attributes:
-        layout: Groups, copies and how fine tables are cut.
-        schedule: Order of a step.
-        network: Settings by level.
-        dealt: Where every part of a table lies in its group.
-        step: Simulated.
-        samples: Of a step, over all devices.
-        flops: Of the model's own arithmetic in a step.
+        layout: Groups, copies and the cutting of tables.
+        schedule: Order of the operations of a step.
+        network: Network settings by level.
+        dealt: Placement of every part of a table in its group.
+        step: The simulated step.
+        samples: Samples per step, over all devices.
+        flops: FLOPs of the model's own arithmetic in a step.
         peak: FLOPs per second of all devices' matrix engines.
     """
 
@@ -71,32 +71,32 @@ class TablePlan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Time of a step in seconds."""
         return self.step.seconds
 
     @property
     def samples_per_s(self) -> float:
-        """Of all devices."""
+        """Samples per second of all devices."""
         return self.samples / self.seconds
 
     @property
     def across(self) -> str:
-        """The dimension that crosses the outermost links."""
+        """Name of the dimension that crosses the outermost links."""
         return self.layout.across
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs over what the devices could have done (MFU)."""
+        """Model FLOPs as a fraction of the peak of all devices (MFU)."""
         return self.flops / (self.seconds * self.peak)
 
     @property
     def cut(self) -> str:
-        """How tables are cut, in words."""
+        """Number of tables cut in each way, in words."""
         words = {"whole": "whole", "columns": "in columns", "rows": "in rows", "both": "in rows and columns"}
         return ", ".join(f"{count} {words[way]}" for way, count in self.dealt.ways().items() if count)
 
     def to_json(self) -> dict[str, Any]:
-        """All that a training run needs to take the plan, but where the parts lie, and the prediction."""
+        """Return the prediction and all that a training run needs to follow the plan, except the placement."""
         grain = self.layout.grain
         return {
             "layout": asdict(self.layout) | {"grain": grain if math.isfinite(grain) else None},
@@ -120,22 +120,22 @@ class TablePlan:
         }
 
     def placement(self) -> list[dict[str, int]]:
-        """Every part of a table and its device within a group."""
+        """Return every part of a table and its device within a group."""
         pairs = zip(self.dealt.shards, self.dealt.devices.tolist(), strict=True)
         return [shard._asdict() | {"device": device} for shard, device in pairs]
 
 
 @dataclass
 class TableExploration:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        plans: Best first, the best schedule and settings of every layout.
-        searched: Which dimensions were free.
-        layouts: That were tried.
-        simulated: Steps that were simulated.
-        dropped: Reasons, with how many layouts each dropped.
-        seconds: That the search took.
+        plans: Plans, best first, with the best schedule and settings of every layout.
+        searched: Dimensions that were searched.
+        layouts: Number of layouts that were tried.
+        simulated: Number of steps that were simulated.
+        dropped: Number of layouts dropped for each reason.
+        seconds: Duration of the search in seconds.
         interrupted: Whether it was stopped before its end.
     """
 
@@ -149,7 +149,7 @@ class TableExploration:
 
     @property
     def best(self) -> TablePlan:
-        """The fastest.
+        """The fastest plan.
 
         Raises:
             PlanError: If nothing fits, with the reasons.
@@ -163,11 +163,11 @@ class TableExploration:
 
 
 def group_sizes(topology: Topology, devices: int) -> list[int]:
-    """Sizes of groups that the levels suggest: whole domains of each, halves and multiples by two of them.
+    """Return the sizes of groups that the levels suggest: whole domains, and their halves and multiples by two.
 
     Args:
         topology: The cluster.
-        devices: How many are used.
+        devices: Number of devices in use.
     """
     found = {1, devices}
     for sizes in topology.sizes:
@@ -183,11 +183,11 @@ class RecommenderExplorer:
     """A search over one recommendation model and one cluster.
 
     Args:
-        workload: What is trained.
-        topology: On what.
-        calibration: Constants of the cost model; None for those that ship for the device.
-        devices: How many are used; None for all.
-        progress: Called with a sentence now and then.
+        workload: Model and batch to train.
+        topology: The cluster.
+        calibration: Constants of the cost model; None for those shipped for the device.
+        devices: Number of devices in use; None for all.
+        progress: Function called with a sentence from time to time.
     """
 
     def __init__(
@@ -213,13 +213,13 @@ class RecommenderExplorer:
         self._production: TablePlan | None = None
 
     def place_tables(self, layout: TableLayout) -> Placement:
-        """Deal out the tables of a group.
+        """Place the tables of a group.
 
         Args:
-            layout: Its size, and how fine tables are cut.
+            layout: Size of the group, and the cutting of tables.
 
         Raises:
-            PlanError: If they do not fit.
+            PlanError: If the tables do not fit.
         """
         key = (layout.group, layout.grain, layout.copied_rows)
         if key not in self._dealt:
@@ -238,7 +238,7 @@ class RecommenderExplorer:
         fixed = TableJob(work, top, layout, empty, self.cost).fixed_memory()
         ids = sum(one.count * one.lookups * work.id_bytes for one in work.tables)
         values = work.width * (work.forward_bytes + work.backward_bytes)
-        buffers = 2 * self.samples * (2 * ids + 2 * values)  # twice the mean of what exchanges need
+        buffers = 2 * self.samples * (2 * ids + 2 * values)  # twice the mean need of the exchanges
         wire = top.device.nic_bytes_per_s * constants.network
         if layout.group <= min(top.sizes[0]):
             wire = top.member_bytes_per_s(0, 0) * constants.port
@@ -253,13 +253,13 @@ class RecommenderExplorer:
         topology: Topology | None = None,
         exchange: Exchange | None = None,
     ) -> TableJob:
-        """A layout on the cluster.
+        """Return the job of a layout on the cluster.
 
         Args:
             layout: How the job is cut.
-            network: Settings by level.
-            topology: Another cluster than the one that tables were dealt out for; None for the same.
-            exchange: Of the same groups on that cluster, if there is one already.
+            network: Network settings by level.
+            topology: Cluster, if it differs from the one for which tables were placed.
+            exchange: Existing exchange of the same groups on that cluster; None to make one.
         """
         return TableJob(
             self.workload, topology or self.topology, layout, self.place_tables(layout), self.cost, network, exchange
@@ -272,12 +272,12 @@ class RecommenderExplorer:
         return TablePlan(job.layout, schedule, job.network or {}, job.dealt, step, work.batch, work.flops, peak)
 
     def production(self) -> TablePlan:
-        """The baseline: how recommendation models are trained in one building, taken to several.
+        """Return the baseline: recommendation training as practised in one building, applied to several.
 
-        Tables over all devices, none twice (Neo, TorchRec), ids of the next batch exchanged beside the computation,
-        dense gradients reduced beside the rest of the step, all at once or, where they are more than 25 MiB, in two
-        parts (PyTorch's buckets), the library's own network settings. How fine tables are cut and which are copied to
-        every device is the best under these rules, as a sharding planner would find it.
+        Tables are cut over all devices without copies (Neo, TorchRec); ids of the next batch are exchanged during the
+        computation; dense gradients are reduced beside the rest of the step, all at once or, above 25 MiB, in two parts
+        (PyTorch's buckets); the network settings are the library's own. The cutting of tables and the choice of copied
+        tables are the best under these rules, as a sharding planner would find them.
 
         Raises:
             PlanError: If nothing fits.
@@ -294,18 +294,18 @@ class RecommenderExplorer:
         return self._production
 
     def again(self, plan: TablePlan, topology: Topology) -> TableStep:
-        """A plan as it is, on another cluster: what a change of the network would do to it.
+        """Simulate an unchanged plan on another cluster, to see the effect of a changed network.
 
         Args:
-            plan: Layout, placement, schedule and settings stay.
-            topology: With as many devices at least.
+            plan: Plan with layout, placement, schedule and settings.
+            topology: Cluster with at least as many devices.
         """
         cost = CostModel(topology.device, self.cost.calibration)
         job = TableJob(self.workload, topology, plan.layout, plan.dealt, cost, plan.network)
         return job.step(plan.schedule)
 
     def _cuts(self, group: int, order: tuple[Any, Any]) -> Iterator[TableLayout]:
-        """Layouts of a group, one for each different way to deal out tables, or to fail."""
+        """Iterate over layouts of a group, one for each distinct placement of tables or failure."""
         seen: list[tuple[Any, ...]] = []
         for rows, grain in product(COPIED_ROWS, GRAINS):
             layout = TableLayout(group, self.devices // group, order, grain, rows)
@@ -330,7 +330,6 @@ class RecommenderExplorer:
         schedules: Iterable[TableSchedule],
         found: TableExploration,
     ) -> None:
-        """Add the best plan of a layout."""
         found.layouts += 1
         try:
             self.place_tables(layout)
@@ -359,13 +358,13 @@ class RecommenderExplorer:
             found.plans.append(best)
 
     def explore(self, only: Iterable[SearchDimension] = ALL) -> TableExploration:
-        """Search; what is not searched is as in :meth:`production`, which is among what is tried.
+        """Search for the best plan; dimensions that are not searched are as in :meth:`production`.
 
-        An interrupt (Ctrl-C) ends the search with what was found until then.
+        The baseline is among the plans tried. An interrupt (Ctrl-C) ends the search and keeps what was found.
 
         Args:
-            only: Dimensions that are free. Placement: groups, their place on the cluster, how tables are cut;
-                scheduling: order of a step, chunks; network: settings of every level.
+            only: Dimensions to search. Placement: groups, their place on the cluster, how tables are cut; scheduling:
+                order of a step, chunks; network: settings of every level.
         """
         begin = time.perf_counter()
         free = tuple(one for one in ALL if one in set(only))

@@ -1,9 +1,9 @@
-"""A training step of a recommendation model in time: what every operation costs, and when it runs.
+"""Simulation of a training step of a recommendation model: what every operation costs, and when it runs.
 
-Tables are cut over the devices of a group, groups repeat (2D parallelism, arXiv 2508.03854, but with copies that stay
-equal), dense layers are on all devices. One device with the most work stands for all: every exchange makes the others
-wait for it. Three streams run beside one another, as in TorchRec's pipeline: computation, exchanges within a group,
-reductions; each takes its operations in order.
+Tables are cut over the devices of a group, and groups repeat (2D parallelism, arXiv 2508.03854, but with copies that
+stay equal); dense layers are on all devices. The device with the most work stands for all, because every exchange makes
+the others wait for it. Three streams run in parallel, as in TorchRec's pipeline: computation, exchanges within a group,
+and reductions. Each stream runs its operations in order.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ CAUSES = {
     "update": "Update of tables",
     "optimizer": "Optimizer of dense layers",
 }
-_LINEAR_OF_A_LAYER = 4  # linear layers of a transformer's layer, for which layer_s was measured
-_FORWARD_TRAFFIC, _BACKWARD_TRAFFIC = 4, 6  # bytes of a layer's output: read and written; read twice and written
-_ENOUGH_FLOWS = 64  # of a device, beyond which hashing spreads them evenly enough
-_BATCHES, _SETTLED = 12, 8  # simulated, and those at the end whose mean is the step
+_LINEAR_OF_A_LAYER = 4  # linear layers in a transformer layer, for which layer_s was measured
+_FORWARD_TRAFFIC, _BACKWARD_TRAFFIC = 4, 6  # bytes per output value: read and written; read twice and written
+_ENOUGH_FLOWS = 64  # flows of a device beyond which hashing spreads them evenly enough
+_BATCHES, _SETTLED = 12, 8  # simulated batches; last batches whose mean is the step
 
 
 @dataclass(frozen=True)
 class TableLayout:
-    """How a recommendation model's training is cut over devices.
+    """How the training of a recommendation model is cut over devices.
 
     Attributes:
-        group: Devices over which the tables are cut.
-        copies: Groups; all of them hold all tables.
-        order: What is nearer: the devices of a group, or the copies of a part.
-        grain: Most that a part of a table costs, in equal shares of a device; infinite to cut for memory alone.
-        copied_rows: Tables of so many rows or fewer are on every device like dense layers.
+        group: Number of devices over which the tables are cut.
+        copies: Number of groups, each of which holds all tables.
+        order: Dimensions from the innermost outwards: the devices of a group, and the copies of a part.
+        grain: Largest cost of a part of a table, in equal shares of a device; infinite to cut for memory alone.
+        copied_rows: Tables with at most this many rows are copied to every device, like dense layers.
     """
 
     group: int
@@ -66,12 +66,12 @@ class TableLayout:
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Number of devices."""
         return self.group * self.copies
 
     @property
     def across(self) -> str:
-        """The dimension that crosses the outermost links."""
+        """Name of the dimension that crosses the outermost links; ``none`` with one device."""
         sizes = {"tables": self.group, "copies": self.copies}
         return next((name for name in reversed(self.order) if sizes[name] > 1), "none")
 
@@ -86,14 +86,14 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class TableSchedule:
-    """How the operations of a step are ordered.
+    """Order of the operations of a step.
 
     Attributes:
-        prefetch: Whether ids of the next batch are exchanged beside this batch's computation.
-        late: Whether they go after the gradients of embeddings instead of after the embeddings.
-        reduction: When dense gradients are reduced: ``split`` takes the top net's beside the bottom net's backward,
-            ``whole`` all of them after it, ``last`` after the copies of the tables are synchronised.
-        chunks: Parts of a device's batch, one of which is exchanged while another is computed.
+        prefetch: Whether the ids of the next batch are exchanged during the computation of this one.
+        late: Whether the prefetch follows the exchange of embedding gradients instead of that of embeddings.
+        reduction: When dense gradients are reduced: ``split`` reduces those of the top net during the backward of the
+            bottom net, ``whole`` reduces all of them after it, ``last`` after the synchronisation of the table copies.
+        chunks: Number of parts of a device's batch; one part is exchanged while another is computed.
     """
 
     prefetch: bool = True
@@ -108,17 +108,17 @@ class TableSchedule:
 
 
 def shares(topology: Topology, devices: int) -> list[float]:
-    """What a device gets of the links up to each level while all devices send there, bytes per second.
+    """Return what a device gets of the links up to each level while all devices send there, bytes/s.
 
     Args:
         topology: The cluster.
-        devices: How many are used.
+        devices: Number of devices in use.
     """
     found, share = [topology.member_bytes_per_s(0, 0)], topology.device.nic_bytes_per_s
     for level in range(1, len(topology.levels)):
         ends = np.minimum(np.cumsum(topology.sizes[level - 1]), devices)
         counts = np.diff(ends, prepend=0)
-        counts = counts[counts > 0]  # the first domains are used, one after the other
+        counts = counts[counts > 0]  # domains are filled in order
         first = topology.resource(level, 0, False)
         share = min(share, float((topology.capacities[first : first + 2 * len(counts) : 2] / counts).min()))
         found.append(share)
@@ -126,15 +126,16 @@ def shares(topology: Topology, devices: int) -> list[float]:
 
 
 class Exchange:
-    """All-to-alls within all groups at the same time, on the links that they share.
+    """All-to-alls within all groups at the same time, on the links that the groups share.
 
-    Every member of a group sends to every other at once; the busiest port, network card or link of any domain decides.
+    Every member of a group sends to every other at once; the busiest port, network card or domain link determines the
+    time.
 
     Args:
         topology: The cluster.
-        group: Devices of a group.
-        copies: Groups.
-        order: Which dimension is inside.
+        group: Number of devices of a group.
+        copies: Number of groups.
+        order: Dimensions from the innermost outwards.
     """
 
     def __init__(
@@ -150,24 +151,24 @@ class Exchange:
         self._member = ranks % group if inner else ranks // copies
         of = ranks // group if inner else ranks % copies
         self._domains: list[NDArray[np.int64]] = []
-        self._parts: list[NDArray[np.int64]] = []  # by level: which part of its group in one domain a device is in
+        self._parts: list[NDArray[np.int64]] = []  # by level: for each device, the part of its group in its domain
         for sizes in topology.sizes:
             domain = np.searchsorted(np.cumsum(sizes), ranks, side="right")
             self._domains.append(domain)
             self._parts.append(np.unique(of * len(sizes) + domain, return_inverse=True)[1])
             if len(np.unique(domain)) == 1:
-                break  # nothing crosses more
+                break  # nothing crosses higher levels
         within = [np.ones(self.devices)]
         within += [np.bincount(part)[part].astype(np.float64) for part in self._parts]
-        # by level: members of a device's group that it reaches there and not further inside
+        # by level: members of a device's group that it meets at this level and at no inner one
         self._partners = np.diff(np.stack(within), axis=0)
 
     def crossing(self, weights: Array) -> tuple[Array, Array]:
-        """Bytes that leave and that enter every device, by the level at which sender and receiver meet: ``[L, N]``.
+        """Return the bytes that leave and enter every device, by the level at which the ranks meet: ``[L, N]``.
 
         Args:
-            weights: Bytes that each member of a group has for all members together, itself included, alike for each:
-                ``[group]``.
+            weights: Bytes that each member of a group sends to all members together, itself included, with an equal
+                part for each: ``[group]``.
         """
         own = weights[self._member]
         leaving = own * self._partners / self.group
@@ -176,11 +177,11 @@ class Exchange:
         return leaving, np.asarray((entering[1:] - entering[:-1]) / self.group, dtype=np.float64)
 
     def efficiencies(self, cost: CostModel, network: Mapping[str, NetworkSettings] | None) -> list[float]:
-        """Part of the links up to each level that an exchange gets.
+        """Return the fraction of the links up to each level that an exchange attains.
 
         Args:
-            cost: For what ports and network cards reach.
-            network: Settings by level; None for links that lose nothing and are never waited for.
+            cost: Cost model with the calibration of ports and network cards.
+            network: Settings by level name; None for links without losses or waiting.
         """
         found = [cost.calibration.port]
         for i, share in enumerate(shares(self.topology, self.devices)[1 : len(self._partners)], 1):
@@ -197,19 +198,20 @@ class Exchange:
         return found
 
     def busy(self, weights: Array, backwards: bool, efficiencies: Sequence[float]) -> float:
-        """Seconds that the busiest port, network card or link sends in one exchange; in proportion to the bytes.
+        """Return the seconds that the busiest port, network card or link sends in one exchange.
 
         Args:
-            weights: As in :meth:`crossing`.
-            backwards: Whether these bytes are for a member, from all alike, instead of from it.
-            efficiencies: By level.
+            weights: Bytes of each member of a group, as in :meth:`crossing`.
+            backwards: Whether each member receives these bytes, in equal parts from all members, instead of sending
+                them.
+            efficiencies: Fraction of the links attained, by level.
         """
         top = self.topology
         parts = np.array(efficiencies)[:, None]
         found = 0.0
         for inwards, way in enumerate(self.crossing(weights)):
-            way = way / parts  # as long as the whole link would take
-            beyond = way[::-1].cumsum(0)[::-1]  # by level: what meets there or further out
+            way = way / parts  # scaled to bytes at the full rate of the link
+            beyond = way[::-1].cumsum(0)[::-1]  # by level: bytes that meet there or further out
             found = max(found, float(way[0].max()) / top.member_bytes_per_s(0, 0))
             if len(beyond) > 1:
                 found = max(found, float(beyond[1].max()) / top.device.nic_bytes_per_s)
@@ -220,10 +222,10 @@ class Exchange:
         return found
 
     def overhead(self, cost: CostModel) -> float:
-        """Seconds of one exchange whatever its size: the way to the furthest member, and a message for each.
+        """Return the fixed seconds of an exchange: latency to the furthest member, and a message for each.
 
         Args:
-            cost: Of the devices.
+            cost: Cost model of the devices.
         """
         if self.group == 1:
             return 0.0
@@ -232,27 +234,28 @@ class Exchange:
         return latency + (self.group - 1) * constants.message_s + constants.collective_s
 
     def volumes(self, weights: Array) -> list[float]:
-        """Bytes of one exchange in all groups by the level at which sender and receiver meet.
+        """Return the bytes of one exchange in all groups, by the level at which sender and receiver meet.
 
         Args:
-            weights: As in :meth:`crossing`.
+            weights: Bytes of each member of a group, as in :meth:`crossing`.
         """
         return [float(level.sum()) for level in self.crossing(weights)[0]]
 
 
 @dataclass
 class Operation:
-    """Something that a stream does.
+    """One operation of a stream.
 
     Attributes:
-        name: Within its batch.
-        cause: One of :data:`CAUSES`.
-        stream: One of :data:`STREAMS`.
-        seconds: How long.
-        after: Operations that must be done, besides the one before on the stream; the last batch's with a ``-``.
-        start: When it begins.
-        end: When it is done.
-        waited: For which operation, where it did not begin at once; None at the very beginning.
+        name: Name, unique within the batch.
+        cause: A key of :data:`CAUSES`.
+        stream: Name of its stream, from :data:`STREAMS`.
+        seconds: Duration in seconds.
+        after: Names of the operations that must be done first, besides the previous one on the stream; a leading ``-``
+            names an operation of the previous batch.
+        start: Time at which it begins, seconds.
+        end: Time at which it is done, seconds.
+        waited: Operation whose end started this one; None for the very first.
     """
 
     name: str
@@ -266,17 +269,18 @@ class Operation:
 
 
 def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Operation]]:
-    """Run a step's operations over and over: when each begins and ends, batch by batch.
+    """Run the operations of a step for several batches and return them with their times, batch by batch.
 
-    An operation begins when the one before on its stream and all that it needs are done: the longest path through the
-    events, so that an operation that takes less time never makes a step longer.
+    An operation begins when the previous one on its stream and all that it needs are done. Times are longest paths
+    through the operations, so that a faster operation never makes a step longer.
 
     Args:
-        program: Of one batch, each stream's in order; what is needed stands before, or is the last batch's.
-        batches: How many.
+        program: Operations of one batch, with each stream in order; an operation needs earlier ones, or ones of the
+            previous batch.
+        batches: Number of batches.
     """
     size, places = len(program), {one.name: i for i, one in enumerate(program)}
-    needs: list[list[int]] = []  # places of what an operation needs; those of the batch before are less than 0
+    needs: list[list[int]] = []  # positions of what an operation needs; negative for those of the batch before
     last: dict[str, int] = {one.stream: i - size for i, one in enumerate(program)}
     for i, one in enumerate(program):
         own = [last[one.stream]]
@@ -303,12 +307,12 @@ def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Oper
 
 
 def exposed(batches: Sequence[Sequence[Operation]]) -> dict[str, float]:
-    """Seconds of a step by cause: what the computing stream does, and what it waits for while it does nothing.
+    """Return the seconds of a step by cause: the operations of the computing stream, and what it waits for while idle.
 
-    A wait is given to the operations on the path that ends it, the last of which may itself have waited.
+    A wait is attributed to the operations on the path that ends it.
 
     Args:
-        batches: As run, one after the other; the mean over those at the end is taken.
+        batches: Consecutive batches as :func:`run` returns them; the mean over the last ones is taken.
     """
     parts = dict.fromkeys(CAUSES, 0.0)
     settled = len(batches[-_SETTLED:])
@@ -330,14 +334,14 @@ def exposed(batches: Sequence[Sequence[Operation]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TableStep:
-    """A step as simulated.
+    """A simulated step.
 
     Attributes:
-        parts: Seconds by cause, as the computing stream sees them; their sum is the step.
+        parts: Seconds by cause on the computing stream; their sum is the time of the step.
         memory: Bytes on the fullest device, by cause.
-        timeline: Operations of one batch of many with their times; the first begins at 0.
+        timeline: Operations of one of the batches with their times; the first begins at 0.
         crossed: Bytes of all exchanges of a step, by level of the cluster.
-        volumes: Bytes that one device at most sends or gets in each kind of communication.
+        volumes: Largest number of bytes that one device sends or receives, by kind of communication.
     """
 
     parts: dict[str, float]
@@ -348,26 +352,26 @@ class TableStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Time of the step in seconds."""
         return sum(self.parts.values())
 
     @property
     def memory_bytes(self) -> float:
-        """On the fullest device."""
+        """Bytes on the fullest device."""
         return sum(self.memory.values())
 
 
 class TableJob:
-    """A recommendation model cut over a cluster: operations of a step with their costs.
+    """A recommendation model cut over a cluster, with the operations of a step and their costs.
 
     Args:
-        workload: What is trained.
-        topology: On what.
-        layout: How it is cut.
-        dealt: Where the tables of a group lie.
-        cost: Of the devices.
-        network: Settings of each level above hosts, by name; None for links that lose nothing and are never waited for.
-        exchange: Of the same group, copies and order, if there is one already.
+        workload: Model and batch to train.
+        topology: The cluster.
+        layout: How the model is cut.
+        dealt: Placement of the tables of a group.
+        cost: Cost model of the devices.
+        network: Settings of each level above hosts, by name; None for links without losses or waiting.
+        exchange: Existing exchange with the same group, copies and order; None to make one.
     """
 
     def __init__(
@@ -398,23 +402,23 @@ class TableJob:
 
     @cached_property
     def everywhere(self) -> tuple[Tables, ...]:
-        """Tables that every device has."""
+        """Tables that every device holds."""
         return copied(self.workload, self.layout.copied_rows)
 
     def all_reduce(self, mesh: Mesh, dimension: str, size: float) -> float:
-        """Seconds of an all-reduce: one ring, halving and doubling over all ranks, or either of them level by level.
+        """Return the seconds of the fastest all-reduce: rings or halving and doubling, at once or level by level.
 
         Args:
-            mesh: Where the ranks lie.
-            dimension: Of the mesh.
-            size: Bytes that each device has and receives.
+            mesh: Placement of the ranks.
+            dimension: Dimension of the mesh.
+            size: Bytes that each device contributes and receives.
         """
         if mesh.size(dimension) == 1 or size == 0:
             return 0.0
         fabric = Fabric(mesh, self.cost, self.network)
         ranks, edges = mesh.size(dimension), mesh.ring(dimension)
         ways = [2 * ring_seconds(ranks, size, edges.latency, fabric.rate(edges))]
-        # distant pairs first: no rank gets less than its share while all send as far as that
+        # distant pairs first: each rank gets at least its share while all send that far
         rate = fabric.rate(edges._replace(bytes_per_s=min(edges.bytes_per_s, self._shares[edges.level])))
         ways.append(2 * doubling_seconds(ranks, size, edges.latency, rate))
         tiers, levels = mesh.tiers(dimension), 0.0
@@ -430,13 +434,13 @@ class TableJob:
         return shares(self.topology, self.layout.devices)
 
     def layers(self, chunks: int) -> dict[str, float]:
-        """Seconds of the dense layers: the bottom net at once, the top net for one chunk; forward and backward.
+        """Return the seconds of forward and backward: bottom net for the whole batch, top net for one chunk.
 
-        A host that launches kernels may be slower than the device: a linear layer takes at least a quarter of what the
-        calibration has for a transformer's layer, which has four.
+        A host that launches kernels may be slower than the device: a linear layer takes at least a quarter of the
+        calibrated time of a transformer layer, which has four.
 
         Args:
-            chunks: Of a device's batch.
+            chunks: Number of chunks of a device's batch.
         """
         if chunks in self._layers:
             return self._layers[chunks]
@@ -446,7 +450,7 @@ class TableJob:
             count = self.samples if name == "bottom" else rows
             for i, (inputs, outputs) in enumerate(layers):
                 forward, of_input, of_weight = cost.linear(count, outputs, inputs)
-                first = name == "bottom" and i == 0  # nobody needs the gradient of the features
+                first = name == "bottom" and i == 0  # the gradient of the features is not needed
                 times[name][0] += forward + cost.stream(_FORWARD_TRAFFIC * count * outputs)
                 times[name][1] += of_weight + (0.0 if first else of_input)
                 times[name][1] += cost.stream(_BACKWARD_TRAFFIC * count * outputs)
@@ -454,7 +458,7 @@ class TableJob:
             dim, n = work.tables[0].dim, work.vectors
             times["top"][0] += cost.product(n, n, dim, rows)
             times["top"][1] += 2 * cost.product(n, dim, n, rows)
-        # what was exchanged is read, parts of rows are added up, and all of it is written side by side; and back
+        # exchanged columns are read, parts of rows summed, and all of it written side by side; then the reverse
         arrived = rows * float(self.dealt.sent_columns.sum())
         times["top"][0] += cost.stream(arrived * work.forward_bytes + BYTES * rows * work.width)
         times["top"][1] += cost.stream(arrived * work.backward_bytes + BYTES * rows * work.width)
@@ -472,7 +476,7 @@ class TableJob:
 
     @cached_property
     def reduced(self) -> tuple[float, float]:
-        """Bytes of dense gradients: of the top net and of tables that every device has, and of the bottom net."""
+        """Bytes of dense gradients: first the top net and the tables that every device holds, then the bottom net."""
         work = self.workload
         bottom = sum(inputs * outputs for inputs, outputs in work.bottom_layers)
         tables = sum(one.count * one.rows * one.dim for one in self.everywhere)
@@ -480,7 +484,7 @@ class TableJob:
 
     @cached_property
     def _local(self) -> tuple[float, float]:
-        """Bytes of memory that lookups and updates move in the tables that every device has, for its own samples."""
+        """Bytes that lookups and updates of the tables on every device move for the device's own samples."""
         work, read, update = self.workload, 0.0, 0.0
         for one in self.everywhere:
             moved = one.lookups * (one.dim * one.weight_bytes + work.id_bytes) + one.dim * BYTES
@@ -492,7 +496,7 @@ class TableJob:
 
     @cached_property
     def weights(self) -> dict[str, Array]:
-        """Bytes that every member of a group has for, or gets from, all members in an exchange: ``[group]``."""
+        """Bytes that every member of a group sends to, or receives from, all members in each exchange: ``[group]``."""
         work, dealt = self.workload, self.dealt
         return {
             "ids": self.group_samples * dealt.received,
@@ -502,7 +506,7 @@ class TableJob:
 
     @cached_property
     def busy(self) -> dict[str, float]:
-        """Seconds that the busiest link sends in an exchange of a device's whole batch."""
+        """Seconds that the busiest link sends in each exchange of a device's whole batch."""
         if self.layout.group == 1:
             return dict.fromkeys(self.weights, 0.0)
         parts = self.exchange.efficiencies(self.cost, self.network)
@@ -510,7 +514,7 @@ class TableJob:
 
     @cached_property
     def synchronisation(self) -> tuple[float, float]:
-        """Seconds to synchronise the copies of the tables, and bytes of memory that the update moves then."""
+        """Seconds to synchronise the copies of the tables, and bytes of memory that the following update moves."""
         copies = self.layout.copies
         reduced, gathered, moved = self.dealt.synchronised(self.group_samples, copies)
         seconds = self.all_reduce(self._mesh, "copies", float(reduced.max()))
@@ -519,10 +523,10 @@ class TableJob:
         return seconds, float(moved.max())
 
     def program(self, schedule: TableSchedule) -> list[Operation]:
-        """Operations of one batch, each stream's in order.
+        """Return the operations of one batch, with each stream in order.
 
         Args:
-            schedule: Which order.
+            schedule: Order of the operations.
         """
         cost, chunks = self.cost, schedule.chunks
         fixed = self.exchange.overhead(cost)
@@ -530,7 +534,7 @@ class TableJob:
         lookup = cost.stream((self.group_samples * float(self.dealt.read.max()) + self._local[0]) / chunks)
         synchronise, moved = self.synchronisation
         layers = self.layers(chunks)
-        # how many ids there are is exchanged first
+        # the number of ids is exchanged first
         ids = Operation("ids", "input exchange", "exchange", self.busy["ids"] + 2 * fixed)
         if not schedule.prefetch:
             ids.after = ("-optimizer",)
@@ -572,7 +576,10 @@ class TableJob:
         return Operation(name, "dense reduction", "reduce", self._reductions[size], after)
 
     def fixed_memory(self) -> dict[str, float]:
-        """Bytes on every device whatever it has of the tables: dense layers, tables that all have, activations."""
+        """Return the bytes on every device that do not depend on its parts of tables, by cause.
+
+        They are those of dense layers, tables that every device holds, and activations.
+        """
         work = self.workload
         widths = work.dense + work.width + sum(outputs for _, outputs in work.bottom_layers + work.top_layers)
         own = sum(one.count * one.rows * one.dim * (one.weight_bytes + work.gradient_bytes) for one in self.everywhere)
@@ -583,13 +590,13 @@ class TableJob:
         }
 
     def memory(self, schedule: TableSchedule) -> dict[str, float]:
-        """Bytes on the fullest device, by cause.
+        """Return the bytes on the fullest device, by cause.
 
         Args:
-            schedule: Which order.
+            schedule: Order of the operations.
         """
         work, dealt = self.workload, self.dealt
-        batches = 2 if schedule.prefetch else 1  # whose ids are held
+        batches = 2 if schedule.prefetch else 1  # batches whose ids are held
         buffers = batches * self.weights["ids"] + self.weights["forward"] + self.weights["backward"]
         arrived = self.samples * float(dealt.sent_columns.sum()) * (work.forward_bytes + work.backward_bytes)
         at = int(np.argmax(dealt.memory + dealt.optimizer + buffers))
@@ -602,10 +609,10 @@ class TableJob:
         }
 
     def step(self, schedule: TableSchedule) -> TableStep:
-        """Simulate many batches; the step is the mean of those at the end.
+        """Simulate several batches and return the mean of the last ones.
 
         Args:
-            schedule: Which order.
+            schedule: Order of the operations.
         """
         batches = run(self.program(schedule))
         shown = batches[-2]
@@ -617,10 +624,10 @@ class TableJob:
         return TableStep(exposed(batches), self.memory(schedule), timeline, self.crossed, self.volumes)
 
     def bound(self, schedule: TableSchedule) -> float:
-        """Seconds that a step takes at least: no stream does two things at a time.
+        """Return a lower bound on the seconds of a step: the busiest stream without any waiting.
 
         Args:
-            schedule: Which order.
+            schedule: Order of the operations.
         """
         totals = dict.fromkeys(STREAMS, 0.0)
         for one in self.program(schedule):
@@ -639,7 +646,7 @@ class TableJob:
 
     @cached_property
     def volumes(self) -> dict[str, float]:
-        """Bytes that one device at most sends or gets in each kind of communication."""
+        """Largest number of bytes that one device sends or receives, by kind of communication."""
         reduced, gathered, _ = self.dealt.synchronised(self.group_samples, self.layout.copies)
         return {kind: float(weights.max()) for kind, weights in self.weights.items()} | {
             "dense gradients": sum(self.reduced),
@@ -649,14 +656,14 @@ class TableJob:
 
 
 def local_samples(workload: Recommender, devices: int) -> int:
-    """Samples of the device that has most, where they are dealt out as equally as can be.
+    """Return the number of samples on the device that has most, with samples dealt as equally as possible.
 
     Args:
-        workload: With its batch.
-        devices: How many.
+        workload: Workload with its batch.
+        devices: Number of devices.
 
     Raises:
-        PlanError: If some would have none.
+        PlanError: If a device would have no sample.
     """
     if workload.batch < devices:
         raise PlanError(

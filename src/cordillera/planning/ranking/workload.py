@@ -1,8 +1,8 @@
-"""Recommendation models: tables and dense layers, and how tables are cut and dealt out over the devices of a group.
+"""Recommendation models: their tables and dense layers, and the placement of tables on the devices of a group.
 
-Tables are cut over devices, dense layers are copied to all of them (DLRM, arXiv 1906.00091). A table is whole on a
+Tables are cut over devices; dense layers are copied to all of them (DLRM, arXiv 1906.00091). A table is whole on a
 device, cut in columns, cut in rows, or copied to every device like a dense layer: the four ways of Neo (arXiv
-2104.05158). Everything here is counted, nothing is fitted.
+2104.05158). All figures are counted; none is fitted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cordillera.errors import PlanError
 from cordillera.partition import NOWHERE, divisors, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
-# Limits that keep the cost of a prediction and its results finite: tables, columns and layers are visited one by one.
+# Limits that keep the cost and the results of a prediction finite: tables, columns and layers are visited in turn.
 MOST_TABLES = 100_000
 MOST_PARTS = 200_000
 TableCount = Annotated[int, Numeric, Field(ge=1, le=1 << 24)]
@@ -29,22 +29,22 @@ PositiveBytes = Annotated[float, Numeric, Field(ge=0.001, le=1e6, allow_inf_nan=
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 
-LENGTH_BYTES = 4  # how many ids a sample has in a table, as it is sent with them
-NARROWEST = 32  # columns of a shard: below a line of 128 bytes a lookup moves more than it uses
-_GRADIENT_BYTES = 4  # of a value of a table's gradient
-# A radix sort of ids with their places, so that a row is updated once: four passes, eight bits each, of eight bytes
+LENGTH_BYTES = 4  # the number of ids of a sample in a table, which is sent with the ids
+NARROWEST = 32  # least columns of a shard: below a line of 128 bytes a lookup moves more than it uses
+_GRADIENT_BYTES = 4  # bytes of a value of a table's gradient
+# A radix sort of ids with their positions, so that a row is updated once: four passes, eight bits each, of eight bytes
 # that are read and written.
 _SORT_TRAFFIC = 64.0
 
 
 class Tables(BaseModel):
-    """Embedding tables that are alike.
+    """A group of equal embedding tables.
 
     Attributes:
-        count: How many.
-        rows: Number of rows of each.
-        dim: Columns: the length of an embedding.
-        lookups: Ids of a sample in each, a mean (pooling factor).
+        count: Number of tables.
+        rows: Number of rows of each table.
+        dim: Number of columns: the length of an embedding.
+        lookups: Mean number of ids of a sample in each table (pooling factor).
         weight_bytes: Bytes of a stored value.
     """
 
@@ -75,22 +75,22 @@ class Recommender(BaseModel):
     """A training job of a recommendation model.
 
     Attributes:
-        name: For people.
-        description: One sentence.
+        name: Display name.
+        description: Description in one sentence.
         source: Origin of the figures.
-        tables: Groups of tables that are alike.
-        dense: Features that are numbers.
-        bottom: Widths of the layers that they pass; empty without such features.
-        interaction: ``dot`` takes the products of all pairs of embeddings, ``concat`` puts them side by side, ``cross``
-            passes them through cross layers then.
-        cross: The cross layers.
+        tables: Groups of equal tables.
+        dense: Number of numeric features.
+        bottom: Widths of the layers that numeric features pass; empty without such features.
+        interaction: ``dot`` multiplies all pairs of embeddings, ``concat`` concatenates them, ``cross`` concatenates
+            them and applies cross layers.
+        cross: Cross layers, for ``interaction = "cross"``.
         top: Widths of the layers after the interaction.
-        batch: Samples of a step, over all devices.
+        batch: Samples per step, over all devices.
         id_bytes: Bytes of an id when sent.
         forward_bytes: Bytes of a value of a pooled embedding when sent.
         backward_bytes: Bytes of a value of its gradient when sent.
         gradient_bytes: Bytes of the gradient of a dense parameter when reduced.
-        optimizer_bytes: Bytes of a row's optimizer state; 4 for row-wise Adagrad.
+        optimizer_bytes: Bytes of the optimizer state of a table's row; 4 for row-wise Adagrad.
         dense_bytes: Bytes of a dense parameter: weight, gradient and optimizer state.
     """
 
@@ -133,22 +133,22 @@ class Recommender(BaseModel):
 
     @property
     def vectors(self) -> int:
-        """That meet in the interaction: embeddings, and the bottom net's result."""
+        """Number of vectors in the interaction: embeddings and the result of the bottom net."""
         return sum(one.count for one in self.tables) + bool(self.bottom)
 
     @property
     def width(self) -> int:
-        """Of all embeddings side by side, the bottom net's result among them."""
+        """Width of all embeddings and the result of the bottom net, concatenated."""
         return sum(one.count * one.dim for one in self.tables) + sum(self.bottom[-1:])
 
     @cached_property
     def bottom_layers(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every layer of the bottom net."""
+        """Input and output widths of every layer of the bottom net."""
         return list(zip((self.dense, *self.bottom), self.bottom, strict=False))
 
     @cached_property
     def top_layers(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every layer after the lookups: cross layers, then the top net."""
+        """Input and output widths of every layer after the lookups: cross layers, then the top net."""
         width, layers = self.width, []
         if self.interaction == "dot":
             width = sum(self.bottom[-1:]) + self.vectors * (self.vectors - 1) // 2
@@ -158,28 +158,28 @@ class Recommender(BaseModel):
 
     @cached_property
     def dense_parameters(self) -> int:
-        """Of the layers, biases left out."""
+        """Number of parameters of the dense layers, without biases."""
         return sum(inputs * outputs for inputs, outputs in self.bottom_layers + self.top_layers)
 
     @property
     def table_parameters(self) -> int:
-        """Of all tables."""
+        """Number of parameters of all tables."""
         return sum(one.count * one.rows * one.dim for one in self.tables)
 
     @property
     def table_bytes(self) -> float:
-        """Of all tables with their optimizer state."""
+        """Bytes of all tables with their optimizer state."""
         return sum(one.count * one.rows * (one.dim * one.weight_bytes + self.optimizer_bytes) for one in self.tables)
 
     @cached_property
     def products(self) -> int:
-        """Multiplications of a sample's forward: layers and dot products."""
+        """Number of multiplications in the forward of a sample: layers and dot products."""
         pairs = self.vectors * (self.vectors - 1) // 2 if self.interaction == "dot" else 0
         return self.dense_parameters + pairs * self.tables[0].dim
 
     @property
     def flops(self) -> float:
-        """Of a step by the model's own arithmetic, forward and backward; lookups are none."""
+        """FLOPs of the model's own arithmetic in a step, forward and backward; lookups count as none."""
         return 6.0 * self.batch * self.products
 
 
@@ -188,7 +188,7 @@ class Shard(NamedTuple):
 
     Attributes:
         table: Position of its group of tables in the workload.
-        copy: Which of the group.
+        copy: Position of the table in its group.
         first_row: First row of the shard.
         rows: Number of rows.
         first_column: First column of the shard.
@@ -204,24 +204,24 @@ class Shard(NamedTuple):
 
 
 def copied(workload: Recommender, rows: int) -> tuple[Tables, ...]:
-    """Tables that every device has, as they are small.
+    """Return the tables that are small enough to be on every device.
 
     Args:
-        workload: With tables.
-        rows: Most of such a table; 0 for none.
+        workload: Model with the tables.
+        rows: Largest number of rows of such a table; 0 for none.
     """
     return tuple(one for one in workload.tables if one.rows <= rows)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Tables as they lie on the devices of one group.
+    """Tables placed on the devices of one group.
 
     Attributes:
-        workload: With tables.
-        shards: Rectangles of tables.
-        devices: Device of each shard, ``[S]``.
-        size: Devices of the group.
+        workload: Model with the tables.
+        shards: Parts of tables.
+        devices: Device of each shard: ``[S]``.
+        size: Number of devices of the group.
     """
 
     workload: Recommender
@@ -234,30 +234,30 @@ class Placement:
 
     @cached_property
     def rows(self) -> Array:
-        """Of every shard."""
+        """Number of rows of every shard: ``[S]``."""
         return self._each([one.rows for one in self.shards])
 
     @cached_property
     def columns(self) -> Array:
-        """Of every shard."""
+        """Number of columns of every shard: ``[S]``."""
         return self._each([one.columns for one in self.shards])
 
     @cached_property
     def lookups(self) -> Array:
-        """Of a sample in every shard, a mean."""
+        """Mean number of lookups of a sample in every shard: ``[S]``."""
         tables = self.workload.tables
         return self._each([tables[one.table].lookups * one.rows / tables[one.table].rows for one in self.shards])
 
     @cached_property
     def weight_bytes(self) -> Array:
-        """Of a value in every shard."""
+        """Bytes of a value in every shard: ``[S]``."""
         return self._each([self.workload.tables[one.table].weight_bytes for one in self.shards])
 
     def by_device(self, values: Array) -> Array:
-        """Sums over the shards of every device: ``[size]``.
+        """Sum over the shards of every device: ``[size]``.
 
         Args:
-            values: Values of every shard.
+            values: Values of every shard: ``[S]``.
         """
         return np.asarray(np.bincount(self.devices, values, minlength=self.size), dtype=np.float64)
 
@@ -268,17 +268,20 @@ class Placement:
 
     @cached_property
     def optimizer(self) -> Array:
-        """Bytes of every device's optimizer state: ``[size]``; a table cut in columns has it once a part."""
+        """Bytes of every device's optimizer state: ``[size]``; each column part of a table has its own."""
         return self.by_device(self.rows * self.workload.optimizer_bytes)
 
     @cached_property
     def sent_columns(self) -> Array:
-        """Values that every device sends of a sample: ``[size]``; each part of a table cut in rows sends a sum."""
+        """Values that every device sends for a sample: ``[size]``; each row part of a table sends a sum."""
         return self.by_device(self.columns)
 
     @cached_property
     def received(self) -> Array:
-        """Bytes of a sample that every device gets, ids and how many: ``[size]``; to each part in columns anew."""
+        """Bytes of ids and their counts that every device receives for a sample: ``[size]``.
+
+        Each column part of a table receives its own copy.
+        """
         return self.by_device(self.lookups * self.workload.id_bytes + LENGTH_BYTES)
 
     @cached_property
@@ -289,22 +292,23 @@ class Placement:
 
     @cached_property
     def update(self) -> Array:
-        """Bytes of memory that a sample's update moves in every shard, each row once a lookup: ``[S]``."""
+        """Bytes of memory that a sample's update moves in every shard, with each lookup counted: ``[S]``."""
         return update_traffic(self.lookups, self.columns, self.weight_bytes, self.workload.optimizer_bytes)
 
     def synchronised(self, samples: float, copies: int) -> tuple[Array, Array, Array]:
-        """What every device exchanges with the other copies of its tables, and what its update moves then.
+        """Return what every device exchanges with the other copies of its tables, and what its update then moves.
 
-        All copies make the update of the whole batch and stay equal. A small shard's gradient is added up over copies
-        like a dense layer's; of others the copies gather ids and gradients of pooled embeddings, whatever is less.
+        All copies make the update of the whole batch and stay equal. The gradient of a small shard is summed over
+        copies like that of a dense layer; for other shards, the copies gather ids and gradients of pooled embeddings.
+        The cheaper way is taken.
 
         Args:
             samples: Number of samples of a step in one group.
             copies: Number of copies of the tables.
 
         Returns:
-            Bytes of gradients that are reduced, bytes that each copy contributes to the gathering, and bytes of memory
-            that the update moves, of every device.
+            For every device: bytes of gradients that are reduced, bytes that each copy contributes to the gathering,
+            and bytes of memory that the update moves, ``[size]`` each.
         """
         work = self.workload
         if copies == 1:
@@ -312,7 +316,7 @@ class Placement:
             return none, none, self.by_device(samples * self.update)
         whole = self.rows * self.columns * _GRADIENT_BYTES
         parts = samples * (self.columns * work.backward_bytes + self.lookups * work.id_bytes)
-        small = 2.0 * whole / copies < parts  # both times (copies - 1)
+        small = 2.0 * whole / copies < parts  # both sides are divided by (copies - 1)
         streamed = self.rows * (self.columns * (_GRADIENT_BYTES + 2.0 * self.weight_bytes) + 2.0 * work.optimizer_bytes)
         moved = np.where(small, samples * self.update + streamed, copies * samples * self.update)
         return (
@@ -322,7 +326,7 @@ class Placement:
         )
 
     def ways(self) -> dict[str, int]:
-        """How many tables are whole, cut in columns, cut in rows, or both."""
+        """Return how many tables are whole, cut in columns, cut in rows, or both."""
         found = {"whole": 0, "columns": 0, "rows": 0, "both": 0}
         for shard in self.shards:
             if shard.first_row or shard.first_column:
@@ -336,29 +340,30 @@ class Placement:
 
 
 def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optimizer_bytes: float) -> Number:
-    """Bytes of memory that the backward of a sample's lookups moves, fused with the optimizer.
+    """Return the bytes of memory that the fused backward and update of a sample's lookups move.
 
-    The gradient is read once a lookup; the row is read and written, and so is its optimizer state; ids are sorted. Rows
-    that several samples share are counted for each: without the ids nobody knows how many they are.
+    The gradient is read once per lookup; the row and its optimizer state are read and written; ids are sorted. Rows
+    that several samples share are counted for each sample, because the number of distinct rows is unknown without the
+    ids.
 
     Args:
         lookups: Number of lookups of a sample.
         columns: Number of columns of the table.
-        weight_bytes: Of a value.
-        optimizer_bytes: Of a row.
+        weight_bytes: Bytes of a value.
+        optimizer_bytes: Bytes of a row's optimizer state.
     """
     row = columns * (_GRADIENT_BYTES + 2.0 * weight_bytes) + 2.0 * optimizer_bytes + _SORT_TRAFFIC
     return lookups * row
 
 
 def _columns(table: Tables, parts: int) -> int:
-    """Parts in columns, where so many parts are wanted: all alike, none narrower than :data:`NARROWEST`."""
+    """Return the number of equal column parts: ``parts`` or more, none narrower than :data:`NARROWEST`."""
     possible = [one for one in divisors(table.dim) if table.dim // one >= NARROWEST]
     return next((one for one in possible if one >= parts), possible[-1] if possible else 1)
 
 
 def _cut(table: Tables, columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """First row, rows, first column and columns of every part, as :class:`Shard` has them."""
+    """Iterate over first row, rows, first column and columns of every part."""
     width, edges = table.dim // columns, [round(i * table.rows / rows) for i in range(rows + 1)]
     for i in range(rows):
         for j in range(columns):
@@ -368,25 +373,25 @@ def _cut(table: Tables, columns: int, rows: int) -> Iterator[tuple[int, int, int
 def place_tables(
     workload: Recommender, size: int, room: float, worth: float, grain: float, copied_rows: int = 0
 ) -> Placement:
-    """Cut tables and give the parts to the devices of a group, the dearest first to the device with least to do.
+    """Cut tables and give the parts to the devices of a group, the costliest first to the least loaded device.
 
-    A table is cut where it does not fit on a device, or where it costs more than a device's equal share of all tables
-    times ``grain``: in columns as far as they stay :data:`NARROWEST` wide, then in rows. Rows are cut for memory only
-    where sending, which that does not make less, costs more than looking up.
+    A table is cut if it does not fit on a device, or if it costs more than ``grain`` times a device's equal share of
+    all tables: in columns as long as they stay :data:`NARROWEST` wide, then in rows. Cutting in rows does not reduce
+    sending; where sending costs more than looking up, rows are cut for memory only.
 
     Args:
-        workload: With tables.
-        size: Devices of the group.
+        workload: Model with the tables.
+        size: Number of devices of the group.
         room: Bytes of a device for tables and optimizer state.
         worth: Bytes of memory that are moved while one byte is sent.
-        grain: Grain of the equal share; infinite to cut for memory alone.
-        copied_rows: Tables of so many rows or fewer are on all devices and not dealt out.
+        grain: Largest cost of a part in equal shares of a device; infinite to cut for memory alone.
+        copied_rows: Tables with at most this many rows are on all devices and are not placed.
 
     Raises:
-        PlanError: If they do not fit, with how much is missing.
+        PlanError: If the tables do not fit; the message says how much memory is missing.
     """
     everywhere = copied(workload, copied_rows)
-    costs: list[tuple[float, float]] = []  # of a sample, in bytes of memory: looking up, sending
+    costs: list[tuple[float, float]] = []  # costs per sample in bytes of memory: looking up, sending
     for one in workload.tables:
         moved = one.lookups * one.dim * one.weight_bytes
         moved += update_traffic(one.lookups, float(one.dim), one.weight_bytes, workload.optimizer_bytes)
@@ -399,7 +404,7 @@ def place_tables(
     )
     if missing > 0:
         raise PlanError(f"tables over {size:,} devices: {missing / 1e9:,.0f} GB do not fit")
-    for finer in (1, 2, 4, 8):  # parts nearly as large as a device leave gaps
+    for finer in (1, 2, 4, 8):  # parts nearly as large as a device waste memory
         shards: list[tuple[float, float, Shard]] = []
         for i, _ in tables:
             shards += _parts(workload, i, costs[i], share * grain, room / finer, size)
@@ -407,7 +412,7 @@ def place_tables(
                 raise PlanError(f"tables over {size:,} devices: more than {MOST_PARTS:,} parts")
         dearest = sorted(range(len(shards)), key=lambda at: (-shards[at][0], at))
         largest = sorted(range(len(shards)), key=lambda at: (-shards[at][1], at))
-        for order in (dearest, largest):  # where the first leaves no place for the last
+        for order in (dearest, largest):  # the second if the first leaves no room for the last part
             loads, sizes = [shards[at][0] for at in order], [shards[at][1] for at in order]
             places = list_scheduling(loads, size, sizes, room * (1 + 1e-9))
             if NOWHERE not in places:
@@ -418,15 +423,15 @@ def place_tables(
 def _parts(
     workload: Recommender, table: int, costs: tuple[float, float], limit: float, room: float, size: int
 ) -> list[tuple[float, float, Shard]]:
-    """Parts of a group of tables: cost, bytes and the rectangle.
+    """Return cost, bytes and rectangle of the parts of a group of tables.
 
     Args:
-        workload: With tables.
+        workload: Model with the tables.
         table: Position of the group of tables.
         costs: Costs of a sample: looking up, sending.
-        limit: Most that a part costs.
-        room: Most bytes of a part.
-        size: Devices.
+        limit: Largest cost of a part.
+        room: Largest size of a part in bytes.
+        size: Number of devices.
     """
     one, (up, sent) = workload.tables[table], costs
     fits = math.ceil(one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) / room)

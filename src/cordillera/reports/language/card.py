@@ -1,4 +1,4 @@
-"""What a language run trained: the model's shape, the mesh with every rank at its place, the data."""
+"""Section of a language report: the model's shape, the mesh with every rank at its place, the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cordillera.reports.page import count, definitions, plain, scroll, whole
 from cordillera.training.language.records import LanguageRecords
 
 _SHOWN_RANKS = 16
-_MOST_RANKS = 100_000  # of a mesh whose first ranks are shown
+_MOST_RANKS = 100_000  # ranks of the largest mesh whose first ranks are shown
 _SHAPE = {
     "layers": "Layers",
     "hidden": "Width",
@@ -28,14 +28,7 @@ _SHAPE = {
 
 
 def card(records: LanguageRecords) -> str:
-    """The section of the model, its mesh and its data; nothing if the run does not say.
-
-    Args:
-        records: Of the run.
-
-    Returns:
-        HTML.
-    """
+    """Return the section of the model, its mesh and its data as HTML; empty if they are not recorded."""
     if not records.model:
         return ""
     model, mesh = records.model, records.mesh
@@ -70,7 +63,7 @@ def card(records: LanguageRecords) -> str:
 
 
 def _ranks(mesh: ParallelConfig) -> str:
-    """Ranks as a table: copies of the model and stages of the pipeline one way, parts of a layer the other."""
+    """Return ranks as a table: copies of the model and stages in one direction, parts of a layer in the other."""
     if not 1 < mesh.world <= _MOST_RANKS:
         return ""
     ranks, names = ranks_of(mesh)
@@ -93,7 +86,7 @@ def _ranks(mesh: ParallelConfig) -> str:
 
 
 def _places(mesh: ParallelConfig, names: Sequence[str]) -> list[str]:
-    """What the places along dimensions are called; those of size 1 are not worth a word."""
+    """Return the names of the places along dimensions; dimensions of size 1 are left out."""
     sizes = [range(getattr(mesh, name)) for name in names]
     return [
         ", ".join(f"{name} {at}" for name, at, size in zip(names, place, sizes, strict=True) if len(size) > 1)
@@ -108,7 +101,7 @@ def _value(value: object) -> str:
 
 
 def _told(value: object) -> str:
-    """Facts in words: counts before what they count, without those of nothing, nor places on the disk."""
+    """Return facts in words: counts before their nouns, without zero counts and paths."""
     if isinstance(value, list):
         return "; ".join(filter(None, map(_told, value)))
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Language runs side by side: what they predict, what they cost, and what of it can be compared."""
+"""Comparison of language runs: their predictions, their cost, and the limits of the comparison."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class LanguageComparison:
     """The result of :func:`compare_language`.
 
     Attributes:
-        rows: In the order that was given; differences are to the first.
-        notes: What a reader must know before reading anything into the differences.
+        rows: Rows in the given order; differences are to the first.
+        notes: Caveats for readers of the differences.
     """
 
     rows: list[LanguageRow]
     notes: list[str]
 
     def to_json(self) -> str:
-        """As strict JSON; NaN becomes null."""
+        """Return strict JSON; NaN becomes null."""
         return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and texts of the table, a line for each run."""
+        """Return the headings and texts of the table, with one line for each run."""
         headings = ["run", "loss", "diff", "perplexity", "bits/byte", "tokens", "tokens/s", "MFU"]
         headings += ["parameters", "processes"]
         lines = [
@@ -86,25 +86,22 @@ class LanguageComparison:
         return headings, lines
 
     def to_markdown(self) -> str:
-        """As a Markdown table, followed by the notes."""
+        """Return a Markdown table, followed by the notes."""
         return markdown_table(*self.cells(), self.notes)
 
     def to_table(self) -> Table:
-        """As a table for the terminal, notes below it."""
+        """Return a table for the terminal, followed by the notes."""
         return terminal_table(*self.cells(), self.notes)
 
 
 def compare_language(runs: Sequence[Run]) -> LanguageComparison:
-    """Put language runs side by side.
+    """Compare language runs.
 
     Args:
-        runs: At least one; losses are compared with the first's.
-
-    Returns:
-        The comparison.
+        runs: At least one run; losses are compared with the first.
 
     Raises:
-        DataError: No run was given, one was given twice, or a file of one is not what it should be.
+        DataError: If no run was given, one was given twice, or a file of one does not have the expected content.
     """
     if not runs:
         raise DataError("no run was given", where="compare")
@@ -136,7 +133,7 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
 
 
 def _other_tokens(first: LanguageRecords, entry: LanguageRecords) -> str | None:
-    """Why the losses of two runs say nothing of one another; None if they do, or if one is missing."""
+    """Return why the losses of two runs are not comparable; None if they are, or if one is missing."""
     if first.headline is None or entry.headline is None:
         return None
     (split, mine), (other, theirs) = entry.headline, first.headline

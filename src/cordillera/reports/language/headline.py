@@ -1,4 +1,4 @@
-"""The figures that a language run is judged by, as tiles; what was not recorded is named."""
+"""Headline figures of a language run, as tiles; figures that were not recorded are named."""
 
 from __future__ import annotations
 
@@ -27,14 +27,7 @@ _Tile = tuple[str, str, str, str]
 
 
 def headline(records: LanguageRecords) -> str:
-    """The section of the headline figures, and what could not be one.
-
-    Args:
-        records: Records of the run.
-
-    Returns:
-        HTML.
-    """
+    """Return the section of the headline figures as HTML, with the names of those that are missing."""
     found = [_loss(records), _tokens(records), _rate(records), _utilisation(records), _skipped(records), _time(records)]
     tiles = [tile(*one) for one in found if one is not None]
     told = []
@@ -114,7 +107,7 @@ def _time(records: LanguageRecords) -> _Tile | None:
 
 
 def _unrecorded(records: LanguageRecords) -> list[str]:
-    """What tiles, charts and tables lack."""
+    """Return what is missing in tiles, charts and tables."""
     found = ["validation loss"] if records.headline is None else []
     if records.headline is not None:
         names = {"perplexity": "perplexity", "bits_per_byte": "bits a byte"}

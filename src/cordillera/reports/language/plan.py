@@ -1,4 +1,4 @@
-"""Plans as people and programs read them: one HTML page that needs nothing else, JSON, a Chrome trace."""
+"""Plans for readers and programs: a self-contained HTML page, JSON, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ _MEMORY = ("weights", "gradients", "optimizer", "activations")
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """A timeline for ``chrome://tracing`` and Perfetto: ranks as processes, computation and messages as threads.
+    """Return a timeline for ``chrome://tracing`` and Perfetto, with ranks as processes.
+
+    Computation and messages are threads.
 
     Args:
-        timeline: Simulated; the trace's times are in microseconds.
+        timeline: Simulated timeline; times of the trace are in microseconds.
     """
     events: list[dict[str, Any]] = []
     for rank, actions in enumerate(timeline.schedule.actions):
@@ -72,11 +74,11 @@ def chrome_trace(timeline: Timeline) -> str:
 
 
 def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
-    """A pipeline to scale: a row for each rank, what it computes by kind, and messages on the way beneath it.
+    """Draw a pipeline to scale: a row for each rank with its actions by kind, and the messages below it.
 
     Args:
-        timeline: Simulated.
-        until: Draw the beginning alone, up to this time in seconds, with the microbatches' numbers; None for all.
+        timeline: Simulated timeline.
+        until: Time in seconds up to which to draw, with the numbers of microbatches; None for the whole timeline.
     """
     ranks, total = timeline.schedule.ranks, until or timeline.seconds or 1.0
     left, height = 56.0, max(12.0, min(30.0, 420.0 / ranks))
@@ -118,18 +120,18 @@ def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
 
 
 def _beginning(timeline: Timeline) -> float | None:
-    """Seconds after which a rank has done so many actions that more could not be told apart; None if all can."""
+    """Return the seconds up to which actions are wide enough to tell apart; None if all are."""
     readable = 48
     ends = [float(ends[readable - 1]) for ends in timeline.ends if len(ends) > readable]
     return min(ends, default=None)
 
 
 def reasons(best: Plan, base: Plan) -> list[str]:
-    """Why a plan is faster than another, the largest difference first.
+    """Explain why a plan is faster than another, with the largest difference first.
 
     Args:
-        best: The faster.
-        base: The slower.
+        best: Faster plan.
+        base: Slower plan.
     """
     if best is base:
         return ["It is the production-like plan itself: nothing that was searched is faster."]
@@ -150,11 +152,11 @@ def reasons(best: Plan, base: Plan) -> list[str]:
 
 
 def measured(explorer: Explorer, plan: Plan) -> str:
-    """What a plan's matrix products rest on, as a sentence; empty where none were measured.
+    """Describe in a sentence how much of a plan rests on measured matrix products; empty if none were measured.
 
     Args:
-        explorer: With the cost model.
-        plan: Of its search.
+        explorer: Explorer with the cost model.
+        plan: Plan of its search.
     """
     products = explorer.cost.products
     if products is None:
@@ -165,7 +167,7 @@ def measured(explorer: Explorer, plan: Plan) -> str:
 
 
 def _products(explorer: Explorer, plans: Mapping[str, Plan]) -> dict[str, Any] | None:
-    """The measured products and the share of each plan's that rests on them, for ``plan.json``."""
+    """Return the measured products and each plan's share that rests on them, for ``plan.json``."""
     products = explorer.cost.products
     if products is None:
         return None
@@ -181,13 +183,13 @@ def _products(explorer: Explorer, plans: Mapping[str, Plan]) -> dict[str, Any] |
 
 
 def to_json(explorer: Explorer, found: Exploration, base: Plan, cases: Sequence[Case] = ()) -> dict[str, Any]:
-    """The content of ``plan.json``: the best plans, each with what a run needs to take it.
+    """Return the content of ``plan.json``: the best plans, each with all that a run needs.
 
     Args:
-        explorer: With workload and cluster.
-        found: By the search.
+        explorer: Explorer with workload and cluster.
+        found: Result of the search.
         base: The production-like plan.
-        cases: What else was asked about the best plan.
+        cases: Changes and faults under which the best plan was simulated.
     """
     return {
         "workload": explorer.workload.model_dump(mode="json"),
@@ -215,15 +217,15 @@ def page(
     changes: Sensitivity | None,
     cases: Sequence[Case] = (),
 ) -> str:
-    """``plan.html``: one file that needs nothing else, for the screen (light and dark) and for paper.
+    """Return ``plan.html``: a self-contained page for the screen (light and dark) and for paper.
 
     Args:
-        explorer: With workload and cluster.
-        found: By the search.
+        explorer: Explorer with workload and cluster.
+        found: Result of the search.
         base: The production-like plan.
-        compared: Best plans of smaller searches by name, to be shown beside.
-        changes: What other networks would do.
-        cases: What else was asked about the best plan.
+        compared: Best plans of smaller searches, by name, for comparison.
+        changes: Effects of other networks; None for none.
+        cases: Changes and faults under which the best plan was simulated.
     """
     best, work, topology = found.best, explorer.workload, explorer.topology
     tokens = work.batch * work.sequence / best.seconds

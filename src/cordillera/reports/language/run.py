@@ -1,4 +1,4 @@
-"""The report of a language run: one HTML file that needs nothing else, for screens, light and dark, and for paper."""
+"""Report of a language run: a self-contained HTML page for screens (light and dark) and for paper."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ _SHOWN_VALIDATIONS = 8
 def write_language_report(run: Run) -> Path:
     """Write ``report.html`` into the folder of a language run.
 
-    Reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``; what is not
-    there yet is left out and named in the report. The page has no scripts and loads nothing; every string that comes
-    from a file is escaped.
+    The report reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``;
+    missing content is left out and named. The page has no scripts and loads nothing, and every string from a file is
+    escaped.
 
     Args:
         run: The run.
 
     Returns:
-        The report's path.
+        Path of the report.
 
     Raises:
-        DataError: One of the files is there but is not what it should be.
-        RunError: A line of ``metrics.jsonl`` is not JSON, or the report cannot be written.
+        DataError: If one of the files does not have the expected content.
+        RunError: If a line of ``metrics.jsonl`` is not JSON, or the report cannot be written.
     """
     return report_page.write(run, render(run))
 
 
 def render(run: Run) -> str:
-    """The report of a ``run`` as HTML text; see :func:`write_language_report`."""
+    """Return the report of a ``run`` as HTML text; see :func:`write_language_report`."""
     records, pictures = LanguageRecords.read(run), Pictures()
     sections = [
         notes([records.warning] if records.warning else []),
@@ -124,9 +124,9 @@ def _learning(records: LanguageRecords, pictures: Pictures) -> str:
 
 
 def _frame(losses: Sequence[float], x: Axis) -> tuple[tuple[float, float], bool]:
-    """Limits of the axis of losses, and whether some leave it.
+    """Return the limits of the axis of losses, and whether some losses leave it.
 
-    The fall from the first losses has room on a logarithmic axis; then only what is above them leaves the frame.
+    On a logarithmic axis, the fall from the first losses fits; then only values above them leave the frame.
     """
     if not x.is_log:
         return framed(losses)
@@ -136,7 +136,7 @@ def _frame(losses: Sequence[float], x: Axis) -> tuple[tuple[float, float], bool]
 
 
 def _validations(records: LanguageRecords) -> str:
-    """The newest evaluations as a table, the best of each split marked."""
+    """Return the newest evaluations as a table, with the best of each split marked."""
     found = [(split, record) for split, all_ in records.validations.items() for record in all_]
     if not found:
         return ""
@@ -187,7 +187,7 @@ def _norms(records: LanguageRecords, pictures: Pictures, x: Axis, key: str, labe
 
 
 def _places_of(records: LanguageRecords, kind: str, key: str) -> list[float]:
-    """Where events of a kind are on an axis of ``key``: each at the first record that has its step behind it."""
+    """Return the positions of events of a kind on an axis of ``key``: each at the first record of its step or later."""
     steps = [event["step"] for event in records.of_kind(kind)]
     if key == "step":
         return steps
@@ -234,7 +234,6 @@ def _speed(records: LanguageRecords, pictures: Pictures) -> str:
 
 
 def _times(records: LanguageRecords) -> str:
-    """Where the time went: a bar, and the same in a table."""
     train = [record for record in records.train if math.isfinite(record["seconds"])]
     stepping = total(train, "seconds")
     if not stepping > 0:
@@ -292,7 +291,7 @@ def _memory(records: LanguageRecords, pictures: Pictures) -> str:
     ]
     parameters, mesh = records.parameters, records.mesh
     if parameters > 0 and mesh is not None:
-        # 4 bytes each for weight, gradient and the optimizer's two moments; copies of replicas repeat them
+        # 4 bytes each for weight, gradient and the optimizer's two moments, repeated in replicas
         held = 16 * parameters * mesh.replicate / mesh.world
         facts.append(("Weights, gradients and moments", f"{_bytes(held)} a rank if shared evenly, in 32 bits"))
     return _section("Memory", [chart, f'<div class="facts">{definitions(facts)}</div>'])
@@ -319,7 +318,6 @@ def _events(records: LanguageRecords) -> str:
 
 
 def _event(kind: str, found: Sequence[Record]) -> str:
-    """A row: neighbours of one kind together."""
     steps = [whole(record["step"]) for record in found]
     at = ", ".join(steps) if len(steps) <= 6 else f"{steps[0]} to {steps[-1]} ({len(steps):,} of them)"
     details = []

@@ -1,4 +1,4 @@
-"""What is worth a look in a language run, in plain words."""
+"""Warnings about a language run in plain words."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ _LOW_MFU = 0.2
 
 
 def find_warnings(records: LanguageRecords) -> list[str]:
-    """What a reader of a run's report must know before anything else.
-
-    Args:
-        records: Records of the run.
-
-    Returns:
-        A sentence or two each; the gravest first.
-    """
+    """Return warnings for the reader of a run's report, one or two sentences each, the most serious first."""
     return [*_learning(records), *_speed(records), *_missing(records)]
 
 
@@ -60,7 +53,7 @@ def _learning(records: LanguageRecords) -> list[str]:
 
 
 def _rise(train: Sequence[Record]) -> tuple[float, float] | None:
-    """Mean losses of the best tenth and of the last, where the last is higher by more than noise and one percent."""
+    """Return mean losses of the best and the last tenth, if the last is higher by more than noise and one percent."""
     losses = [record["loss"] for record in train if math.isfinite(record["loss"])]
     size = len(losses) // _STRETCHES
     if size < 2:

@@ -1,8 +1,8 @@
-"""Runs side by side, with intervals that come from repeating them with other seeds.
+"""Comparison of runs, with confidence intervals from repetitions with other seeds.
 
-Runs whose recipes differ in nothing but seed and name form one group, a row of the table. Groups are compared with the
-first one by pairing runs of equal seed (same initial weights where shapes agree, same order of samples), because the
-noise that both share cancels in the difference. One seed gives a difference and no interval.
+Runs whose recipes differ only in seed and name form one group, a row of the table. Groups are compared with the first
+one by pairing runs of equal seed (same initial weights if shapes agree, same order of samples), because the common
+noise cancels in the difference. One seed gives a difference without an interval.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class SeedMean:
 
     Attributes:
         value: The mean; NaN if a run does not define the metric.
-        low: Lower end of Student's interval of the mean; NaN with fewer than two seeds.
-        high: Upper end.
-        count: How many seeds.
+        low: Lower bound of Student's interval of the mean; NaN with fewer than two seeds.
+        high: Upper bound of the interval.
+        count: Number of seeds.
     """
 
     value: float
@@ -45,7 +45,7 @@ class SeedMean:
 
     @property
     def excludes_zero(self) -> bool:
-        """True if there is an interval and zero is outside it."""
+        """Whether there is an interval and zero is outside it."""
         return self.low > 0 or self.high < 0
 
 
@@ -86,10 +86,10 @@ class Comparison:
     """The result of :func:`compare`.
 
     Attributes:
-        rows: The first is what the others are compared with.
+        rows: Rows of the table; the others are compared with the first.
         tasks: Tasks that all runs have.
-        level: Confidence of the intervals.
-        notes: What a reader must know before reading anything into the differences.
+        level: Confidence level of the intervals.
+        notes: Caveats for readers of the differences.
     """
 
     rows: list[Row]
@@ -98,11 +98,11 @@ class Comparison:
     notes: list[str]
 
     def to_json(self) -> str:
-        """As strict JSON; NaN becomes null."""
+        """Return strict JSON; NaN becomes null."""
         return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and texts of the table: one line for each row and task."""
+        """Return the headings and texts of the table, with one line for each row and task."""
         several = len(self.tasks) > 1
         headings = ["run", *(["task"] if several else []), "seeds", "NE", "AUC", "calibration", "NE diff", "AUC diff"]
         headings += ["dense parameters", "training FLOPs", "examples/s"]
@@ -126,19 +126,19 @@ class Comparison:
         return headings, lines
 
     def to_markdown(self) -> str:
-        """As a Markdown table, followed by the notes."""
+        """Return a Markdown table, followed by the notes."""
         return markdown_table(*self.cells(), self.notes)
 
     def to_table(self) -> Table:
-        """As a table for the terminal, notes below it."""
+        """Return a table for the terminal, followed by the notes."""
         return terminal_table(*self.cells(), self.notes)
 
 
 def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """A Markdown table, followed by notes.
+    """Return a Markdown table, followed by notes.
 
     Args:
-        headings: Headings of the columns; those in :data:`NAMED` stand to the left, numbers to the right.
+        headings: Headings of the columns; columns in :data:`NAMED` are left-aligned, others right-aligned.
         lines: Texts of the cells.
         notes: Sentences.
     """
@@ -148,7 +148,7 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
 
 
 def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
-    """A table for the terminal, notes below it.
+    """Return a table for the terminal, followed by notes.
 
     Args:
         headings: Headings of the columns, as for :func:`markdown_table`.
@@ -164,14 +164,14 @@ def terminal_table(headings: Sequence[str], lines: Sequence[Sequence[str]], note
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> SeedMean:
-    """The mean of independent repetitions with Student's interval.
+    """Compute the mean of independent repetitions with Student's interval.
 
     Args:
-        values: One a repetition.
-        level: Confidence.
+        values: One value per repetition.
+        level: Confidence level.
 
     Returns:
-        The estimate; without an interval if there are fewer than two values, NaN if one of them is.
+        The mean; without an interval if there are fewer than two values, NaN if a value is NaN.
     """
     count = len(values)
     if not count:
@@ -185,18 +185,15 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> SeedMean:
 
 
 def compare(runs: Sequence[Run], *, level: float = 0.95) -> Comparison:
-    """Put finished runs side by side.
+    """Compare finished runs.
 
     Args:
-        runs: At least one; the group of the first is what the others are compared with.
-        level: Confidence of the intervals.
-
-    Returns:
-        The comparison.
+        runs: At least one run; the others are compared with the group of the first.
+        level: Confidence level of the intervals.
 
     Raises:
-        DataError: no run was given, a run has no test evaluation, one seed of one recipe was given twice, the runs have
-            no task in common, or their test splits differ.
+        DataError: If no run was given, a run has no test evaluation, one seed of one recipe was given twice, the runs
+            have no task in common, or their test splits differ.
     """
     if not runs:
         raise DataError("no run was given", where="compare")

@@ -1,4 +1,4 @@
-"""What flipped bits did to a model, as a page and as advice on what to protect."""
+"""Report of an injection: effects of bit flips on a model, and advice on protection."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 from cordillera.reports import page as report_page
 from cordillera.reports.charts import heat_map
 
-_GOAL = 0.9  # of the wrong outputs, which protection is to remove
+_GOAL = 0.9  # part of the wrong outputs that protection should remove
 
 
 def _percent(value: float) -> str:
-    """A rate with as many digits as it takes to see it."""
     if not math.isfinite(value):
         return "undefined"
     return f"{100 * value:.3g} %" if value else "0 %"
@@ -30,7 +29,7 @@ def _between(rate: dict[str, Any]) -> str:
 
 
 def _ranges(bits: Sequence[int]) -> str:
-    """``27 to 30, 31`` for positions in any order."""
+    """Format positions in any order, as in ``27 to 30, 31``."""
     texts = []
     for _, run in itertools.groupby(enumerate(sorted(bits)), key=lambda pair: pair[1] - pair[0]):
         group = [bit for _, bit in run]
@@ -39,16 +38,12 @@ def _ranges(bits: Sequence[int]) -> str:
 
 
 def advice(components: Sequence[dict[str, Any]]) -> list[str]:
-    """What to protect, and what that would buy, for faults that hit every bit of the weights alike.
+    """Return sentences on what to protect, and the gain, for faults that hit every bit of the weights alike.
 
-    Bit positions are protected in order of their rate, the best use of each protected bit, until nine of ten wrong
-    outputs are gone.
+    Bit positions are protected in descending order of their rate until nine of ten wrong outputs are removed.
 
     Args:
-        components: What ``Vulnerability.to_json`` gives.
-
-    Returns:
-        Sentences.
+        components: Results of ``Vulnerability.to_json``.
     """
     measured = [one for one in components if one["injections"]]
     bits = sum(one["bits"] for one in measured)
@@ -100,11 +95,7 @@ def advice(components: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def injection_page(content: dict[str, Any]) -> str:
-    """The HTML page of an injection campaign.
-
-    Args:
-        content: Of ``injection.json``.
-    """
+    """Return the HTML page of an injection campaign from the content of ``injection.json``."""
     components = content["components"]
     sections = [
         report_page.notes(_notes(content)),

@@ -1,4 +1,4 @@
-"""Plans of recommendation models as people and programs read them: a page, JSON, a Chrome trace."""
+"""Plans of recommendation models for readers and programs: a page, JSON, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WORTH_SAYING = 0.005  # part of a step below which a difference is not named
 
 
 def chrome_trace(timeline: Sequence[Operation]) -> str:
-    """A step for ``chrome://tracing`` and Perfetto: streams as threads.
+    """Return a step for ``chrome://tracing`` and Perfetto, with streams as threads.
 
     Args:
-        timeline: Simulated; the trace's times are in microseconds.
+        timeline: Simulated operations; times of the trace are in microseconds.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}} for i, name in enumerate(STREAMS)
@@ -43,10 +43,10 @@ def chrome_trace(timeline: Sequence[Operation]) -> str:
 
 
 def streams_svg(timeline: Sequence[Operation]) -> str:
-    """A step to scale: a row for each stream, coloured by cause.
+    """Draw a step to scale: a row for each stream, coloured by cause.
 
     Args:
-        timeline: Simulated.
+        timeline: Simulated operations.
     """
     left, height, width = 80.0, 34.0, 960.0
     total = max(one.end for one in timeline)
@@ -70,11 +70,11 @@ def streams_svg(timeline: Sequence[Operation]) -> str:
 
 
 def reasons(best: TablePlan, base: TablePlan) -> list[str]:
-    """Why a plan is faster than another, the largest difference first.
+    """Explain why a plan is faster than another, with the largest difference first.
 
     Args:
-        best: The faster.
-        base: The slower.
+        best: Faster plan.
+        base: Slower plan.
     """
     if best.seconds >= base.seconds:
         return ["Nothing that was searched is faster than the production-like plan."]
@@ -98,11 +98,11 @@ def reasons(best: TablePlan, base: TablePlan) -> list[str]:
 
 
 def to_json(explorer: RecommenderExplorer, found: TableExploration, base: TablePlan) -> dict[str, Any]:
-    """The content of ``plan.json``: the best plans, and where every part of a table lies in the first.
+    """Return the content of ``plan.json``: the best plans, and the placement of every part of a table in the first.
 
     Args:
-        explorer: With workload and cluster.
-        found: By the search.
+        explorer: Explorer with workload and cluster.
+        found: Result of the search.
         base: The production-like plan.
     """
     return {
@@ -123,7 +123,6 @@ def to_json(explorer: RecommenderExplorer, found: TableExploration, base: TableP
 
 
 def _rows(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> str:
-    """A table; what is in it is escaped."""
     head = "".join(f"<th>{escape(one)}</th>" for one in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -154,14 +153,14 @@ def page(
     compared: Mapping[str, TablePlan],
     changes: Sensitivity | None,
 ) -> str:
-    """``plan.html``: one file that needs nothing else, for the screen (light and dark) and for paper.
+    """Return ``plan.html``: a self-contained page for the screen (light and dark) and for paper.
 
     Args:
-        explorer: With workload and cluster.
-        found: By the search.
+        explorer: Explorer with workload and cluster.
+        found: Result of the search.
         base: The production-like plan.
-        compared: Best plans of smaller searches by name, to be shown beside.
-        changes: What other networks would do.
+        compared: Best plans of smaller searches, by name, for comparison.
+        changes: Effects of other networks; None for none.
     """
     best, work, topology = found.best, explorer.workload, explorer.topology
     cards = {

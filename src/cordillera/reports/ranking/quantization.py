@@ -1,4 +1,4 @@
-"""What became of a model in fewer bits, as a page: size, quality, speed, the search, tables and layers."""
+"""Report of a quantised model: size, quality, speed, the search, tables and layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from cordillera.reports import page as report_page
 from cordillera.reports.charts import Chart, interval_strip, padded
 
-_SHOWN_PARTS = 3  # of an evaluation that not all parts took part in, by name
+_SHOWN_PARTS = 3  # parts that are named in an evaluation of some parts
 
 
 def _number(value: Any) -> float:
@@ -28,11 +28,7 @@ def _decibels(value: Any) -> str:
 
 
 def quantization_page(content: dict[str, Any]) -> str:
-    """The HTML page of a quantised model.
-
-    Args:
-        content: Of the model's ``report.json``.
-    """
+    """Return the HTML page of a quantised model from the content of its ``report.json``."""
     budget = content["budget"]
     change = content["confirmed"] or content["searched"]
     sections = [

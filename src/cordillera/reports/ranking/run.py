@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, for the screen (light and dark) and for paper."""
+"""Report of a ranking run: a self-contained HTML page for the screen (light and dark) and for paper."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NAMES = {"ne": "NE", "auc": "AUC", "gauc": "GAUC", "log_loss": "Log loss", "cal
 
 @dataclass(frozen=True)
 class _Material:
-    """What the run's folder holds, read once; files that are missing are empty."""
+    """Content of the run's folder, read once; missing files are empty."""
 
     name: str
     recipe_text: str
@@ -66,33 +66,27 @@ class _Material:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The validation record with the lowest mean NE; the first of equals."""
+        """The first validation record with the lowest mean NE."""
         scored = [(_mean_ne(record), record) for record in self.evaluations]
         scored = [(ne, record) for ne, record in scored if math.isfinite(ne)]
         return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
 def write_report(run: Run) -> Path:
-    """Write ``report.html`` into a run's folder.
+    """Write ``report.html`` into a run's folder, and return its path.
 
-    Reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``; what is not
-    there yet is left out and named in the report. The page has no scripts and loads nothing; every string that comes
-    from a file is escaped.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The report's path.
+    The report reads ``recipe.toml``, ``metrics.jsonl``, ``evaluation.json``, ``model.json`` and ``environment.json``;
+    missing content is left out and named. The page has no scripts and loads nothing, and every string from a file is
+    escaped.
 
     Raises:
-        DataError: one of the files is there but cannot be read.
+        DataError: If one of the files cannot be read.
     """
     return report_page.write(run, render(run))
 
 
 def render(run: Run) -> str:
-    """The report of a run as HTML text; see :func:`write_report`."""
+    """Return the report of a run as HTML text; see :func:`write_report`."""
     material = _read(run)
     sections = [banner(run), _results(material), notes(material.warnings), _learning(material)]
     sections.append(_progressive(material))
@@ -149,7 +143,6 @@ _NUMBERS = ("epoch", "examples", "loss", "seconds", "examples_per_second", "data
 
 
 def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check that a record has a step and that its numbers are numbers."""
     try:
         step = record.get("step", 0)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
@@ -370,7 +363,7 @@ def _learning(material: _Material) -> str:
 
 
 def _bayes(material: _Material, split: str) -> float:
-    """NE of the true probabilities, where the data is synthetic and has one task; else NaN."""
+    """Return the NE of the true probabilities for synthetic data with one task; else NaN."""
     known = part(material.model, "data", "facts", "bayes_ne_by_split")
     return number(known.get(split)) if len(material.tasks) == 1 else math.nan
 
@@ -455,7 +448,7 @@ def _histogram(material: _Material, result: TaskEvaluation) -> str:
 
 
 def _probability_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Round probabilities at their logits; a few of them, apart enough for their texts."""
+    """Return a few round probabilities at their logits, far enough apart for their texts."""
     candidates = [
         0.5,
         0.1,
@@ -671,7 +664,7 @@ def _model_card(material: _Material) -> str:
 
 
 def _steps(material: _Material) -> str:
-    """Number of steps taken, with the total if training is not complete."""
+    """Return the number of steps taken, with the total if training is not complete."""
     done = max([record["step"] for record in (*material.train, *material.evaluations)], default=0)
     if material.status is None:
         return f"{done:,}" if done else ""
@@ -680,7 +673,7 @@ def _steps(material: _Material) -> str:
 
 
 def _unseen(unseen: Any) -> str:
-    """Features of whose test values a noticeable share was not in the vocabulary."""
+    """Return the features with a noticeable share of test values outside the vocabulary."""
     test = unseen.get("test") if isinstance(unseen, dict) else None
     if not isinstance(test, dict):
         return ""

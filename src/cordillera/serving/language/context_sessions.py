@@ -1,4 +1,4 @@
-"""Conversations with a language model whose keys and values are spread over ranks."""
+"""Conversations with a language model whose keys and values are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from cordillera.serving.language.sampler import Sampling, sample
 
 
 class ContextSessions:
-    """Some conversations that go on together, each over any number of turns. Every rank makes the same calls.
+    """Several conversations in parallel, each with any number of turns.
+
+    Every rank makes the same calls.
 
     Args:
-        model: The same on every rank, whole.
-        config: How ranks share attention.
-        sequences: Conversations.
-        capacity: Tokens of the longest; None for the model's context.
-        group: Of the ranks; None for the default group.
-        ledger: Gets the traffic; None for one of its own.
+        model: Whole model, the same on every rank.
+        config: Settings of the distributed attention.
+        sequences: Number of conversations.
+        capacity: Number of tokens of the longest conversation; None for the model's context.
+        group: Process group of the ranks; None for the default group.
+        ledger: Ledger that records the traffic; None for a new one.
 
     Attributes:
-        cache: With the ledger, and what ranks hold.
+        cache: Distributed cache of keys and values, with the ledger.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -56,23 +58,23 @@ class ContextSessions:
             device=weight.device,
         )
         self.cache = ContextCache(config, room, group, ledger)
-        self._unread: list[list[int]] = [[] for _ in range(sequences)]  # the last tokens that replies ended with
+        self._unread: list[list[int]] = [[] for _ in range(sequences)]  # last tokens of replies, not yet read
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Add tokens to conversations, after what is left of their replies.
+        """Append tokens to conversations, after the unread rest of their replies.
 
         Args:
-            rows: Ids for each conversation, perhaps none.
+            rows: Token ids for each conversation, possibly none.
 
         Returns:
-            ``[n, vocabulary]``, the same on every rank: logits after the last token of each conversation that had any.
+            Logits after the last token of each conversation with new tokens, ``[n, vocabulary]``, equal on every rank.
 
         Raises:
-            DataError: If rows and conversations differ in number, an id is no token, none is given, or a conversation
-                would pass the capacity.
+            DataError: If rows and conversations differ in number, an id is not a token, no token is given, or a
+                conversation would exceed the capacity.
             PlanError: If ranks were given different tokens.
-            PeerError: If a rank does not come in time; the conversations are then of no more use.
+            PeerError: If a rank does not answer in time; the conversations are then unusable.
         """
         self._check(rows)
         added = [[*unread, *row] if row else [] for unread, row in zip(self._unread, rows, strict=True)]
@@ -91,24 +93,25 @@ class ContextSessions:
         stop: Collection[int] = (),
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """A turn: read tokens, then continue conversations until each has met a stop token or the most new tokens.
+        """Take a turn: read tokens, then continue each conversation until a stop token or the largest number of tokens.
 
-        The last token of a reply is part of the conversation, and read at the beginning of the next turn.
+        The last token of a reply is part of the conversation, and is read at the beginning of the next turn.
 
         Args:
-            rows: Ids for each conversation; those without any stay silent.
-            max_new_tokens: For each conversation.
+            rows: Token ids for each conversation; conversations without any do not reply.
+            max_new_tokens: Largest number of new tokens of each conversation.
             stop: Ids of tokens that end a reply.
-            sampling: None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`; the first rank
-                draws.
+            sampling: Settings of sampling; None for the defaults of
+                :class:`~cordillera.serving.language.sampler.Sampling`. The first rank draws.
 
         Returns:
-            New ids of each conversation.
+            New token ids of each conversation.
 
         Raises:
-            DataError: As :meth:`read`, or if ``max_new_tokens`` is below 1 or logits are not finite.
-            PlanError: As :meth:`read`.
-            PeerError: As :meth:`read`.
+            DataError: If the tokens are invalid, as in :meth:`read`, ``max_new_tokens`` is below 1, or logits are not
+                finite.
+            PlanError: If ranks were given different tokens.
+            PeerError: If a rank does not answer in time; the conversations are then unusable.
         """
         if max_new_tokens < 1:
             raise DataError(f"{max_new_tokens} is not a number of tokens", where="max_new_tokens")
@@ -133,7 +136,7 @@ class ContextSessions:
         return replies
 
     def _left(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens that still fit into each conversation after it has read its row; those that are silent need none."""
+        """Return the number of tokens that fit into each conversation after its row; silent ones need none."""
         capacity, found = self.cache.shape.capacity, []
         for sequence, row in enumerate(rows):
             left = capacity - self.cache.lengths[sequence] - len(self._unread[sequence]) - len(row)

@@ -1,4 +1,4 @@
-"""Text token by token: a batch of prompts of unequal length, each token computed once."""
+"""Token-by-token generation for a batch of prompts of unequal length; each token is computed once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Generated(NamedTuple):
     """One new token.
 
     Attributes:
-        sequence: Number of the prompt that it continues.
-        token: Its id.
-        finish: Why the sequence ends with it: ``stop`` (it is a stop token) or ``length``; None while it goes on.
+        sequence: Number of the prompt that the token continues.
+        token: Id of the token.
+        finish: Reason why the sequence ends here: ``stop`` (a stop token) or ``length``; None while it continues.
     """
 
     sequence: int
@@ -38,38 +38,39 @@ def generate(
     sampling: Sampling | None = None,
     tokens: int | None = None,
 ) -> Iterator[Generated]:
-    """Continue prompts, all together, until each has met a stop token, ``max_new_tokens`` or the end of the context.
+    """Continue prompts, all together, until a stop token, ``max_new_tokens`` or the end of the context.
 
-    What a sequence becomes does not depend on the others beside it (up to the last bits of products of other shapes).
+    The result of a sequence does not depend on the other sequences (up to the last bits of products of other shapes).
 
     Args:
-        model: Its dtype and device are used.
-        prompts: Token ids, one list a prompt.
-        max_new_tokens: For each prompt.
+        model: Model, whose dtype and device are used.
+        prompts: Token ids, one list per prompt.
+        max_new_tokens: Largest number of new tokens of each prompt.
         stop: Ids of tokens that end a sequence, such as end of text and end of turn.
-        sampling: None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`.
-        tokens: Ids from this on are never drawn: of vocabularies that were made larger than their tokenizer. None for
-            all.
+        sampling: Settings of sampling; None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`.
+        tokens: Number of drawable ids, which are 0 to ``tokens - 1``, for vocabularies larger than their tokenizer.
+            None for all.
 
     Returns:
-        Tokens as they come: in each step one for every sequence that goes on, in the order of prompts. What is wrong
-        with the prompts is said at the call, before the first token is asked for.
+        Tokens as they are generated: in each step one for every unfinished sequence, in the order of prompts. Errors of
+        the prompts are raised at the call, before the first token is requested.
 
     Raises:
-        DataError: a prompt is empty, as long as the context or longer, or holds an id that is no token;
-            ``max_new_tokens`` is below 1; while tokens come, the model's logits are not finite.
+        DataError: If a prompt is empty, as long as the context or longer, or holds an id that is not a token;
+            ``max_new_tokens`` is below 1; or, during generation, the model's logits are not finite.
     """
     check_prompts(model.config, prompts, max_new_tokens)
     return _generate(model, prompts, max_new_tokens, frozenset(stop), sampling or Sampling(), tokens)
 
 
 def for_decoding(model: Llama) -> Llama:
-    """Give a model on a CPU linear layers that are fast on one or a few rows; it is changed in place and returned.
+    """Replace the linear layers of a model by ones that are fast on few rows, in place, and return the model.
 
-    Weights stay where they are. A tied head becomes a layer over the embedding's weights.
+    Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 models on a CPU
+    are changed.
 
     Args:
-        model: Anything but bfloat16 on a CPU is left as it is.
+        model: Model of any dtype and device.
     """
     weight = model.embedding.weight
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
@@ -80,20 +81,20 @@ def for_decoding(model: Llama) -> Llama:
                 setattr(module, name, FewRowsLinear(child.weight))
     if model.head is None:
         model.head = FewRowsLinear(weight)
-    few_rows_linear(weight.new_zeros(1, 1), weight.new_zeros(1, 1))  # compiled now, not at the first token
+    few_rows_linear(weight.new_zeros(1, 1), weight.new_zeros(1, 1))  # compile now, not at the first token
     return model
 
 
 def check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse what :func:`generate` could not continue; needs no model, only its ``config``.
+    """Check that :func:`generate` can continue prompts; needs only the ``config`` of the model.
 
     Args:
-        config: The model's.
-        prompts: As for :func:`generate`.
-        max_new_tokens: As for :func:`generate`.
+        config: Shapes of the model.
+        prompts: Token ids, one list per prompt.
+        max_new_tokens: Largest number of new tokens of each prompt.
 
     Raises:
-        DataError: as :func:`generate`.
+        DataError: If a prompt is empty, too long or holds an id that is not a token, or ``max_new_tokens`` is below 1.
     """
     if max_new_tokens < 1:
         raise DataError(f"{max_new_tokens} is not a number of tokens", where="max_new_tokens", remedy="ask for some")
@@ -128,11 +129,11 @@ def _generate(
         return
     weight = model.embedding.weight
     limits = [min(max_new_tokens, model.config.context - len(prompt)) for prompt in prompts]
-    # The last token of a sequence is never read, so it needs no room.
+    # The last token of a sequence is never read and needs no room.
     capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) - 1
     cache = KVCache(model.config, len(prompts), capacity, weight.dtype, weight.device)
     generators = [torch.Generator(weight.device).manual_seed(sampling.seed + i) for i in range(len(prompts))]
-    rows = [list(prompt) for prompt in prompts]  # tokens that the model has not seen; none once a sequence has ended
+    rows = [list(prompt) for prompt in prompts]  # tokens not yet read; empty once a sequence has ended
     counts = [0] * len(prompts)
     while any(rows):
         for sequence, token in _step(model, cache, rows, generators, sampling, tokens):
@@ -153,13 +154,15 @@ def _step(
     sampling: Sampling,
     count: int | None,
 ) -> list[tuple[int, int]]:
-    """The next token of each sequence that goes on, after the model has read the tokens in ``rows``."""
+    """Return the next token of each unfinished sequence, after the model has read the tokens in ``rows``."""
     device = model.embedding.weight.device
     going = [sequence for sequence, row in enumerate(rows) if row]
     tokens = torch.tensor([token for row in rows for token in row], device=device)
     offsets = offsets_from_lengths(torch.tensor([len(row) for row in rows]))
     hidden = model.hidden(tokens, offsets, cache=cache)
-    logits = model.logits(hidden[(offsets[1:] - 1)[going].to(device)])  # of the last token of each: [going, vocabulary]
+    logits = model.logits(
+        hidden[(offsets[1:] - 1)[going].to(device)]
+    )  # logits of the last token of each sequence: [going, vocabulary]
     logits = logits[:, :count]
     if sampling.temperature == 0:
         drawn = sample(logits, sampling)

@@ -1,4 +1,4 @@
-"""A language model with the tokenizer that belongs to it: text in, text out."""
+"""A language model with its tokenizer: text in, text out."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from cordillera.serving.language.generation import check_prompts, for_decoding, 
 from cordillera.serving.language.sampler import Sampling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""What weights can be in memory, by name."""
+"""Data types of weights in memory, by name."""
 
 Finish = Literal["stop", "length"]
 
 
 class TextPiece(NamedTuple):
-    """The text that became certain with one more token.
+    """Text that one more token completes.
 
     Attributes:
-        sequence: Number of the prompt that it continues.
-        text: Empty where a token ends inside a character, or is special.
-        finish: Why the sequence ends here: ``stop`` (the model ended it) or ``length``; None while it goes on.
+        sequence: Number of the prompt that the text continues.
+        text: Text; empty if a token ends inside a character, or is special.
+        finish: Reason why the sequence ends here: ``stop`` (the model ended it) or ``length``; None while it continues.
     """
 
     sequence: int
@@ -46,10 +46,10 @@ class TextPiece(NamedTuple):
 
 @dataclass
 class Completion:
-    """What a prompt became.
+    """Generated text of a prompt.
 
     Attributes:
-        text: Without the prompt.
+        text: Text without the prompt.
         tokens: Number of generated tokens, including the one that ended the text.
         finish: ``stop``, ``length``, or None if generation was interrupted.
     """
@@ -66,24 +66,27 @@ class Completion:
 
 
 class LanguageModel:
-    """A checkpoint and its tokenizer. Opening reads names and shapes; weights are read when they are first needed.
+    """A checkpoint and its tokenizer.
+
+    Opening reads names and shapes; weights are read when they are first needed.
 
     Args:
-        name: An asset's name (``smollm2``), a checkpoint's folder, a GGUF file, or the folder of a run, or of one of
-            its checkpoints.
+        name: Name of an asset (``smollm2``), folder of a checkpoint, GGUF file, or folder of a run or of one of its
+            checkpoints.
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        tokenizer: A file or folder; None for that of the checkpoint, or of the run's text.
+        tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
 
     Attributes:
         path: Path of the checkpoint.
-        config: The model's shapes.
+        config: Shapes of the model.
         tokenizer: Text to ids and back.
 
     Raises:
-        DataError: an asset that was not fetched, an unknown name, no tokenizer or one with more tokens than the model.
-        CheckpointError: there is no checkpoint of a Llama, or it is damaged.
-        DependencyError: the device, or a library, is not there.
+        DataError: If an asset was not fetched, the name is unknown, or there is no tokenizer or one with more tokens
+            than the model.
+        CheckpointError: If there is no checkpoint of a Llama, or it is damaged.
+        DependencyError: If the device or a library is not available.
     """
 
     def __init__(
@@ -110,10 +113,10 @@ class LanguageModel:
 
     @cached_property
     def model(self) -> Llama:
-        """The model; the first use reads the weights.
+        """The model; its weights are read at the first use.
 
         Raises:
-            CheckpointError: weights are NaN or infinite, or the files have changed since they were first read.
+            CheckpointError: If weights are NaN or infinite, or the files have changed since they were first read.
         """
         files = self._source.files
         with ThreadPoolExecutor(1, "first sight") as pool:  # reads the files while the model reads them too
@@ -124,16 +127,16 @@ class LanguageModel:
         return model
 
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
-        """Token ids of prompts, as the model expects them.
+        """Return the token ids of prompts, in the form that the model expects.
 
         Args:
             prompts: Texts.
-            chat: Whether each is what a user says in a chat that the model answers; False for text that it continues.
-                Default: chat where the tokenizer brings a format of chats.
+            chat: Whether each prompt is a user's message in a chat that the model answers; False for text that it
+                continues. Default: True if the tokenizer has a chat format.
             system: Instructions to the model at the beginning of a chat.
 
         Raises:
-            DataError: a prompt is empty or no text, there is no format of chats, or ``system`` without a chat.
+            DataError: If a prompt is empty or not text, there is no chat format, or ``system`` is given without a chat.
         """
         for number, prompt in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt {number}"
@@ -162,22 +165,24 @@ class LanguageModel:
         system: str | None = None,
         sampling: Sampling | None = None,
     ) -> Iterator[TextPiece]:
-        """Continue prompts, or answer them, all together, and give the text as it comes.
+        """Continue or answer prompts, all together, and yield the text as it is generated.
 
         Args:
-            prompts: Texts; one text is one prompt.
-            max_new_tokens: For each prompt; fewer where the context ends.
-            chat: As for :meth:`encode`.
-            system: As for :meth:`encode`.
-            sampling: None for the defaults of :class:`~cordillera.serving.language.sampler.Sampling`.
+            prompts: Texts; one string is one prompt.
+            max_new_tokens: Number of tokens for each prompt; fewer if the context ends.
+            chat: Whether prompts are messages of a chat, as in :meth:`encode`.
+            system: Instructions to the model, as in :meth:`encode`.
+            sampling: Settings of sampling; None for the defaults of
+                :class:`~cordillera.serving.language.sampler.Sampling`.
 
         Returns:
-            One piece a token; in each step one for every prompt that goes on. What is wrong with the prompts is said at
+            One piece per token; each step yields one for every unfinished prompt. Errors of the prompts are raised at
             the call, before weights are read.
 
         Raises:
-            DataError: as :meth:`encode`; a prompt does not fit the context; while text comes, logits are not finite.
-            CheckpointError: as :attr:`model`.
+            DataError: If prompts are invalid, as in :meth:`encode`, or do not fit the context; during generation, if
+                logits are not finite.
+            CheckpointError: If weights are invalid, as in :attr:`model`.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = self.encode(prompts, chat=chat, system=system)
@@ -200,21 +205,21 @@ class LanguageModel:
         system: str | None = None,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """Continue prompts, or answer them, to the end.
+        """Continue or answer prompts to the end.
 
         Args:
-            prompts: As for :meth:`stream`.
-            max_new_tokens: As for :meth:`stream`.
-            chat: As for :meth:`stream`.
-            system: As for :meth:`stream`.
-            sampling: As for :meth:`stream`.
+            prompts: Texts; one string is one prompt.
+            max_new_tokens: Number of tokens for each prompt; fewer if the context ends.
+            chat: Whether prompts are messages of a chat, as in :meth:`encode`.
+            system: Instructions to the model, as in :meth:`encode`.
+            sampling: Settings of sampling; None for the defaults, as in :meth:`stream`.
 
         Returns:
-            One completion a prompt, in their order.
+            One completion per prompt, in their order.
 
         Raises:
-            DataError: as :meth:`stream`.
-            CheckpointError: as :meth:`stream`.
+            DataError: If prompts are invalid or logits are not finite, as in :meth:`stream`.
+            CheckpointError: If weights are invalid, as in :attr:`model`.
         """
         found = [Completion() for _ in ([prompts] if isinstance(prompts, str) else prompts)]
         for piece in self.stream(prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling):
@@ -228,15 +233,15 @@ def load_language_model(
     """Open a checkpoint with its tokenizer and read its weights.
 
     Args:
-        name: As for :class:`LanguageModel`.
-        dtype: As for :class:`LanguageModel`.
-        device: As for :class:`LanguageModel`.
-        tokenizer: As for :class:`LanguageModel`.
+        name: Asset, checkpoint, GGUF file or run, as in :class:`LanguageModel`.
+        dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+        tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
 
     Raises:
-        DataError: as :class:`LanguageModel`.
-        CheckpointError: as :class:`LanguageModel`, or weights are NaN or infinite.
-        DependencyError: as :class:`LanguageModel`.
+        DataError: If the model or its tokenizer is not found, as in :class:`LanguageModel`.
+        CheckpointError: If the checkpoint is damaged or missing, or weights are NaN or infinite.
+        DependencyError: If the device or a library is not available.
     """
     opened = LanguageModel(name, dtype=dtype, device=device, tokenizer=tokenizer)
     opened.model  # noqa: B018 -- reads the weights
@@ -244,15 +249,15 @@ def load_language_model(
 
 
 def find_model(name: str | Path) -> Path:
-    """Where a model lies.
+    """Return the path of a model.
 
     Args:
-        name: An asset's name, or a path (``./smollm2`` for a folder that is called as an asset is). Of a run's folder,
-            its newest checkpoint.
+        name: Name of an asset, or a path (``./smollm2`` for a folder with the name of an asset). For a run's folder,
+            the result is its newest checkpoint.
 
     Raises:
-        DataError: an asset that was not fetched or is no model, or neither a name nor a path that exists.
-        CheckpointError: a run without a checkpoint.
+        DataError: If an asset was not fetched or is no model, or there is neither such a name nor such a path.
+        CheckpointError: If a run has no checkpoint.
     """
     models = [known for known, asset in ASSETS.items() if asset.kind == "model"]
     if name in models:
@@ -280,7 +285,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _tokenizer_of(name: str | Path, path: Path) -> str | Path:
-    """The tokenizer of a checkpoint at ``path``; a run's checkpoints have none, its folder says which."""
+    """Return the tokenizer of a checkpoint at ``path``; for a run's checkpoint, the run's folder names it."""
     run, parent = Path(name).expanduser(), path.resolve().parent
     if path == run and parent.name == "checkpoints":
         run = parent.parent

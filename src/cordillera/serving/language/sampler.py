@@ -1,4 +1,4 @@
-"""The next token out of logits."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cordillera.toml_files import explain
 
 
 class Sampling(BaseModel):
-    """How tokens are drawn; the defaults are those of the Llama 3 reference code.
+    """Settings of sampling; the defaults are those of the Llama 3 reference code.
 
     Attributes:
-        temperature: Logits are divided by it; 0 takes the most likely token (greedy).
-        top_p: Only the most likely tokens that together have this probability are drawn (Holtzman et al. 2020).
-        seed: Sequence ``i`` of a batch draws with ``seed + i``, whatever its neighbours are.
+        temperature: Divisor of the logits; 0 takes the most likely token (greedy).
+        top_p: Total probability of the most likely tokens from which the token is drawn (Holtzman et al. 2020).
+        seed: Seed; sequence ``i`` of a batch draws with ``seed + i``, independently of the other sequences.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,15 +27,15 @@ class Sampling(BaseModel):
 
 
 def make_sampling(temperature: float, top_p: float, seed: int) -> Sampling:
-    """A :class:`Sampling` out of what a person gave.
+    """Return a :class:`Sampling` from a user's values.
 
     Args:
-        temperature: As for :class:`Sampling`.
-        top_p: As for :class:`Sampling`.
-        seed: As for :class:`Sampling`.
+        temperature: Divisor of the logits; 0 for greedy.
+        top_p: Total probability of the most likely tokens from which the token is drawn.
+        seed: Seed of the first sequence.
 
     Raises:
-        DataError: a value is out of its range.
+        DataError: If a value is out of range.
     """
     try:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
@@ -45,17 +45,18 @@ def make_sampling(temperature: float, top_p: float, seed: int) -> Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What tokens are drawn with.
+    """Return the probabilities with which tokens are drawn.
 
     Args:
         logits: ``[..., vocabulary]``; ``-inf`` forbids a token.
-        sampling: Temperature and top-p. Greedy gives the most likely token, the first of equal ones, all probability.
+        sampling: Temperature and top-p. Greedy sampling gives all probability to the most likely token, the first of
+            equal ones.
 
     Returns:
-        ``float32 [..., vocabulary]``; rows add up to 1.
+        ``float32 [..., vocabulary]``; rows sum to 1.
 
     Raises:
-        DataError: logits are NaN or ``inf``, or all tokens of a row are forbidden.
+        DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
     """
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)  # NaN is passed on
@@ -71,7 +72,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p == 1:
         return chances
     ordered, order = chances.sort(stable=True, dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered  # probability of all that are more likely
+    before = ordered.cumsum(-1) - ordered  # probability of all more likely tokens
     ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
     kept = torch.zeros_like(chances).scatter_(-1, order, ordered)
     return kept / kept.sum(-1, keepdim=True)
@@ -89,7 +90,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
         ``int64 [B]``.
 
     Raises:
-        DataError: as :func:`probabilities`.
+        DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
     """
     chances = probabilities(logits, sampling)
     if sampling.temperature == 0:

@@ -1,4 +1,4 @@
-"""Observation of a ranking model's samples for drift: features, embeddings, inputs of layers and logits."""
+"""Numbers of a ranking model's samples for drift detection: features, embeddings, layer inputs and logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Observer:
     id, and with an empty list.
 
     Attributes:
-        numbers: Names of the numbers; the number of an embedding or of a layer's input is its root mean square.
+        numbers: Names of the numbers.
         shares: Names of the shares.
 
     Args:
@@ -53,14 +53,7 @@ class Observer:
         ]
 
     def observe(self, batch: RankingBatch) -> tuple[Tensor, Tensor]:
-        """Score samples and return their numbers and shares.
-
-        Args:
-            batch: Batch of ``B`` samples.
-
-        Returns:
-            Numbers, ``float32 [B, numbers]``, and shares, ``bool [B, shares]``.
-        """
+        """Score ``B`` samples; return their numbers, ``float32 [B, numbers]``, and shares, ``bool [B, shares]``."""
         model, inputs = self._model, dict[str, Tensor]()
 
         def hear(name: str, given: Tensor) -> None:
@@ -97,13 +90,10 @@ class Observer:
         return torch.stack(found, 1) if found else torch.zeros(size, 0, dtype=torch.bool)
 
     def reference(self, batches: list[RankingBatch]) -> DriftReference:
-        """Compute the reference of calibration samples.
-
-        Args:
-            batches: Samples that the model was not trained on.
+        """Compute the reference of calibration samples, on which the model was not trained.
 
         Raises:
-            NumericsError: the numbers of fewer than two samples are finite.
+            NumericsError: If the numbers of fewer than two samples are finite.
         """
         seen = [self.observe(batch) for batch in batches]
         groups = [batch.groups for batch in batches if batch.groups is not None]
@@ -116,10 +106,5 @@ class Observer:
         )
 
     def update(self, check: DriftCheck, batch: RankingBatch) -> None:
-        """Add live samples to a check.
-
-        Args:
-            check: Check against a reference of this model.
-            batch: Live samples.
-        """
+        """Add live samples to a check against a reference of this model."""
         check.update(*self.observe(batch), batch.groups)

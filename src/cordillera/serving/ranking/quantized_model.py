@@ -34,7 +34,7 @@ from cordillera.training.checkpoints import write_tensors
 
 SCHEMA = 3
 FOLDER = "quantized"
-"""Where a run has its quantised model."""
+"""Name of the folder of a run's quantised model."""
 _TENSORS, _RECORD = "model.safetensors", "quantized.json"
 _REMEDY = "cordillera quantize RUN makes it anew"
 
@@ -46,21 +46,21 @@ def quantize_model(
     rows: Mapping[str, Tensor],
     made: dict[tuple[str, str], Tensor] | None = None,
 ) -> RankingModel:
-    """A copy of a trained model in other precisions.
+    """Return a copy of a trained model in other precisions.
 
     Args:
-        model: On a CPU; not changed.
-        tables: Format of each table's rows; those that are missing stay in fp32.
-        layers: Kernel of each linear layer; those that are missing stay as they are.
+        model: Model on a CPU; not changed.
+        tables: Format of each table's rows; missing tables stay in fp32.
+        layers: Kernel of each linear layer; missing layers stay unchanged.
         rows: Inputs of layers, for kernels that are calibrated.
-        made: Tables that were encoded before, by name and format; new ones are added.
+        made: Cache of encoded tables by name and format; new ones are added.
 
     Raises:
-        NumericsError: a number cannot be kept in its format.
+        NumericsError: If a number does not fit its format.
     """
     whole = model.tables
     try:
-        model.tables = torch.nn.Identity()  # type: ignore[assignment]  # not copied: it may be most of the memory
+        model.tables = torch.nn.Identity()  # type: ignore[assignment]  # not copied, because tables may be most of the memory
         found = copy.deepcopy(model)
     finally:
         model.tables = whole
@@ -72,7 +72,7 @@ def quantize_model(
 
 
 def _place(model: RankingModel, name: str, layer: StoredLinear) -> None:
-    """Put a layer in its place; a ReLU that follows it becomes part of it."""
+    """Replace a layer; a ReLU that follows it becomes part of it."""
     parent, _, last = name.rpartition(".")
     siblings = model.get_submodule(parent)
     replace(model, name, layer)
@@ -84,23 +84,19 @@ def _place(model: RankingModel, name: str, layer: StoredLinear) -> None:
 
 
 def size_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters and buffers that are saved with a model.
-
-    Args:
-        model: Any.
-    """
+    """Return the bytes of all parameters and buffers that are saved with a model."""
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values() if tensor.numel())
 
 
 def origin(run: Run, *, use_best: bool) -> dict[str, str]:
-    """Origin of a run's quantised model: digests of the run's checkpoint and of its encoder.
+    """Return the origin of a run's quantised model: digests of the run's checkpoint and of its encoder.
 
     Args:
         run: The run.
-        use_best: Whether the checkpoint is that of the lowest validation NE; otherwise it is the newest.
+        use_best: Whether to use the checkpoint of the lowest validation NE instead of the newest.
 
     Raises:
-        CheckpointError: there is no checkpoint or no encoder, or one cannot be read.
+        CheckpointError: If there is no checkpoint or no encoder, or one cannot be read.
     """
     steps = checkpoints.steps(run.checkpoints)
     if not steps:
@@ -125,14 +121,14 @@ def save(
     facts: Mapping[str, Any],
     precision: Precision = "fp32",
 ) -> None:
-    """Write a quantised model.
+    """Write a quantised model to a folder, which is created if absent and replaced if present.
 
     Args:
-        folder: Folder to write to; created if absent, replaced if present.
+        folder: Folder to write to.
         model: Model from :func:`quantize_model`.
         seen: Reference of calibration.
         made_of: :func:`origin` of the run; loading requires the same origin.
-        facts: Facts for readers: budget, quality, sizes.
+        facts: Budget, quality and sizes, for readers.
         precision: Precision of layers without a quantised kernel.
     """
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
@@ -142,7 +138,7 @@ def save(
         try:
             write_tensors(temporary, tensors)
             digest = checksum(temporary)
-            (folder / _RECORD).unlink(missing_ok=True)  # from here on there is no model until the new one is whole
+            (folder / _RECORD).unlink(missing_ok=True)  # from here on there is no model until the new one is complete
             temporary.replace(folder / _TENSORS)
         finally:
             temporary.unlink(missing_ok=True)
@@ -160,13 +156,10 @@ def save(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What is said of a quantised model.
-
-    Args:
-        folder: Folder of the model.
+    """Return the record of a quantised model.
 
     Raises:
-        CheckpointError: there is none, or it is not readable, or of another version.
+        CheckpointError: If there is none, or it is unreadable or of another version.
     """
     path = folder / _RECORD
     if not path.is_file():
@@ -180,13 +173,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def precision_of(folder: Path) -> Precision:
-    """In which precision to score with a quantised model what has no kernel of its own.
-
-    Args:
-        folder: Folder of the model.
+    """Return the precision of the layers of a quantised model that have no kernel of their own.
 
     Raises:
-        CheckpointError: there is none, or it is not readable.
+        CheckpointError: If there is no quantised model, or it is unreadable.
     """
     return "bf16" if read_record(folder).get("precision") == "bf16" else "fp32"
 
@@ -200,10 +190,10 @@ def load(folder: Path, model: RankingModel, made_of: Mapping[str, str]) -> tuple
         made_of: :func:`origin` of the run that the model serves.
 
     Returns:
-        Model, ready to score, and the reference of calibration.
+        The model, ready to score, and the reference of calibration.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the model was made from another run or other weights.
+        CheckpointError: If a file is missing or damaged, or the model was made from another run or other weights.
     """
     self_test()
     record = read_record(folder)

@@ -1,12 +1,12 @@
-"""Checkpoints of a language model in many processes: each writes what it holds, any others can read it.
+"""Checkpoints of a language model in many processes: each writes its own part, and any other processes can read it.
 
-Every process knows from its place in the mesh what it alone has to write, so nothing is planned together, and the
-thread that writes does not communicate: it would get between the messages of training. A rank says that its files are
-on the disk by a small file beside them; rank 0 waits for those, writes the checksums and renames the folder. Ranks
-exchange what went wrong when all of them call for it, at the next save or wait. The folder must be one for all of them.
+From its place in the mesh, every process knows what it alone has to write, so nothing is planned together. The thread
+that writes does not communicate, because its messages would interfere with those of training. A rank signals that its
+files are on the disk by a small file beside them; rank 0 waits for those, writes the checksums and renames the folder.
+Ranks exchange their errors when all of them call for it, at the next save or wait. All ranks must share one folder.
 
-Where a part lies in its tensor comes from the chunks that :mod:`torch.distributed.checkpoint` makes of DTensors, and
-the files are in its layout of safetensors (:mod:`cordillera.models.language.checkpoints.sharded`). Its own planner
+The position of a part in its tensor comes from the chunks that :mod:`torch.distributed.checkpoint` makes of DTensors,
+and the files are in its layout of safetensors (:mod:`cordillera.models.language.checkpoints.sharded`). Its own planner
 gathers pickled plans for every save and leaves a pickle beside the tensors; nothing here is ever unpickled.
 """
 
@@ -54,20 +54,22 @@ _Anything = TypeVar("_Anything")
 
 
 class ShardedCheckpoints:
-    """The checkpoints of one training. All methods but :meth:`steps` and :meth:`prune` are called by every rank alike.
+    """The checkpoints of one training.
+
+    All ranks call the same methods in the same order, except :meth:`steps` and :meth:`prune`.
 
     Args:
         folder: Folder of the checkpoints, the same for all ranks.
         mesh: Mesh of all processes.
-        asynchronous: Whether training goes on while files are written. The copy that is written from stays in host
-            memory: the system takes longer to give new memory than to copy.
-        deadline_s: The longest that ranks wait for another's files, seconds; None for the mesh's.
+        asynchronous: Whether training continues while files are written. The copy to write from stays in host memory,
+            because allocating new memory takes longer than copying.
+        deadline_s: Longest time that ranks wait for another's files, seconds; None for the mesh's.
 
     Attributes:
         folder: Folder of the checkpoints.
         mesh: Mesh of all processes.
-        last: Step of the checkpoint that was begun or restored last, alike on every rank; None before.
-        bytes: Bytes of the tensors of the checkpoint that was begun last, over all ranks.
+        last: Step of the checkpoint that was last begun or restored, equal on every rank; None before.
+        bytes: Bytes of the tensors of the checkpoint that was last begun, over all ranks.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class ShardedCheckpoints:
         self._copies: dict[str, Tensor] = {}
 
     def steps(self) -> list[int]:
-        """Of the whole checkpoints that this process sees, ascending."""
+        """Return the steps of the complete checkpoints that this process sees, ascending."""
         return steps(self.folder)
 
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> None:
@@ -92,10 +94,10 @@ class ShardedCheckpoints:
             state: Plain JSON values, equal on every rank; ``state["step"]`` names the checkpoint.
 
         Raises:
-            CheckpointError: A weight or moment is NaN or infinite, in which case nothing is written; ranks passed
-                different states; or :meth:`wait` raised it for the previous checkpoint.
-            RunError: :meth:`wait` raised it for the previous checkpoint.
-            PeerError: :meth:`wait` raised it for the previous checkpoint.
+            CheckpointError: If a weight or moment is NaN or infinite, in which case nothing is written; if ranks passed
+                different states; or if :meth:`wait` raised it for the previous checkpoint.
+            RunError: If :meth:`wait` raised it for the previous checkpoint.
+            PeerError: If :meth:`wait` raised it for the previous checkpoint.
         """
         self.wait()
         engine_state: dict[str, Any] = {"steps": engine.steps, "skipped": engine.skipped}
@@ -106,7 +108,7 @@ class ShardedCheckpoints:
         parts = list(_own_parts(engine))
         self._agree(self._not_finite(parts, int(state["step"])))
         own = sum(part.tensor.nbytes for part in parts)
-        # the name of a folder that no earlier attempt has left anything in
+        # random bits make the name of a folder that no earlier attempt has used
         found = self.mesh.exchange([zlib.crc32(repr(texts).encode()), own, secrets.randbits(48)]).long()
         for rank, digest in enumerate(found[:, 0].tolist()):
             if digest != found[0, 0]:
@@ -127,12 +129,13 @@ class ShardedCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that was begun is complete on the disk.
+        """Wait until the checkpoint that was begun is complete on the disk.
 
         Raises:
-            CheckpointError: It could not be written; the same on every rank.
-            RunError: The disk is full or read-only; likewise. Earlier checkpoints are intact.
-            PeerError: Another rank is not heard of in time.
+            CheckpointError: If it could not be written; the error is equal on every rank.
+            RunError: If the disk is full or read-only; the error is equal on every rank. Earlier checkpoints are
+                intact.
+            PeerError: If another rank does not answer in time.
         """
         write = self._write
         if write is None:
@@ -141,7 +144,7 @@ class ShardedCheckpoints:
         while True:
             write.join(min(1.0, self.deadline_s, self.mesh.config.deadline_s) / 4)
             ended = 0.0 if write.is_alive() else 1.0 if write.problem is None else 2.0
-            # rank 0's clock decides, for all of them
+            # rank 0's clock decides for all ranks
             found = self.mesh.exchange([ended, time.monotonic() - began])
             if (found[:, 0] == 2).any():
                 write.stop.set()
@@ -171,9 +174,9 @@ class ShardedCheckpoints:
             State that was saved with the checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: There is no checkpoint of this step, one of its files is missing or corrupt, it belongs to
-                another model, or it holds NaN or infinity. Every rank raises the same error.
-            PeerError: Another rank does not answer in time.
+            CheckpointError: If there is no checkpoint of this step, one of its files is missing or corrupt, it belongs
+                to another model, or it holds NaN or infinity. Every rank raises the same error.
+            PeerError: If another rank does not answer in time.
         """
         self.wait()
         newest = max(self.steps(), default=-1) if step is None else step
@@ -191,12 +194,12 @@ class ShardedCheckpoints:
         return state
 
     def prune(self, keep: set[int]) -> None:
-        """Delete checkpoints and what unfinished writes left; one rank does it, others may call it or not.
+        """Delete checkpoints and the remains of unfinished writes; rank 0 does it, and other ranks need not call it.
 
-        While a checkpoint is being written, the newest that is whole stays in any case.
+        While a checkpoint is being written, the newest complete one is kept in any case.
 
         Args:
-            keep: Steps that stay.
+            keep: Steps of the checkpoints to keep.
         """
         if self.mesh.rank != 0:
             return
@@ -210,7 +213,7 @@ class ShardedCheckpoints:
                 remove_folder(leftover)
 
     def _not_finite(self, parts: Sequence[_OwnPart], step: int) -> CheckpointError | None:
-        """Error for NaN or infinity among this rank's parts; None if all are finite."""
+        """Return the error for NaN or infinity among this rank's parts, or None."""
         for part in parts:
             found = not_finite({part.name: part.tensor})
             if found is None:
@@ -227,7 +230,7 @@ class ShardedCheckpoints:
         return None
 
     def _still(self, part: _OwnPart) -> Tensor:
-        """A tensor in host memory that training does not change while it is written."""
+        """Return a tensor in host memory that training does not change while it is written."""
         tensor = part.tensor
         if not self.asynchronous:
             return tensor.cpu().contiguous()
@@ -237,7 +240,7 @@ class ShardedCheckpoints:
         return copy.copy_(tensor, non_blocking=True)
 
     def _verified(self, path: Path) -> ShardedFolder:
-        """A folder of whose files this rank has verified its share."""
+        """Open a folder after this rank has verified its share of the files."""
         if not path.is_dir():
             raise CheckpointError(
                 "there is no such checkpoint",
@@ -251,7 +254,7 @@ class ShardedCheckpoints:
         return opened
 
     def _together(self, work: Callable[[], _Anything]) -> _Anything:
-        """Do what can fail on some ranks, so that it fails on all."""
+        """Run work that may fail on some ranks so that it fails on all."""
         problem, done = None, None
         try:
             done = work()
@@ -263,7 +266,7 @@ class ShardedCheckpoints:
         return done  # type: ignore[return-value]
 
     def _agree(self, problem: CordilleraError | None) -> None:
-        """Raise on every rank what went wrong on the first of those where something did."""
+        """Raise on every rank the error of the first rank that has one."""
         said = b""
         if problem is not None:
             said = json.dumps([isinstance(problem, RunError), problem.what, problem.where, problem.remedy]).encode()
@@ -277,7 +280,7 @@ class ShardedCheckpoints:
 
 
 class _OwnPart(NamedTuple):
-    """What one rank writes of a tensor: its kind, the tensor's name, where the part begins, the part."""
+    """A part of a tensor that one rank writes: its kind, the tensor's name, its offsets and its values."""
 
     kind: str
     name: str
@@ -286,7 +289,7 @@ class _OwnPart(NamedTuple):
 
 
 class _Write(threading.Thread):
-    """Writes one rank's share of one checkpoint; rank 0's completes the whole."""
+    """Writes one rank's share of one checkpoint; that of rank 0 completes the checkpoint."""
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ class _Write(threading.Thread):
         parts: list[_OwnPart],
         texts: dict[str, str],
     ) -> None:
-        super().__init__(name="checkpoint", daemon=True)  # a rank that fails must not stay for it
+        super().__init__(name="checkpoint", daemon=True)  # a rank that fails must not wait for it
         self.target, self.temporary, self.deadline_s = target, temporary, deadline_s
         self.rank, self.world = mesh.rank, mesh.config.world
         self.stop = threading.Event()
@@ -306,7 +309,7 @@ class _Write(threading.Thread):
         self._texts = texts if self.rank == 0 else {}
 
     def run(self) -> None:
-        """Write; what went wrong is in ``problem``."""
+        """Write; an error is stored in ``problem``."""
         try:
             with disk_errors(self.target):
                 self._write_own()
@@ -358,7 +361,6 @@ class _Write(threading.Thread):
 
 
 def _ready(rank: int) -> str:
-    """The file that says that a rank's files are on the disk."""
     return f"ready-{rank:05d}.json"
 
 
@@ -372,7 +374,7 @@ def _late(ranks: list[int], deadline_s: float, where: Path) -> CheckpointError:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for one."""
+    """Delete a checkpoint so that a partial one is never taken for complete."""
     if folder.exists():
         gone = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
         os.rename(folder, gone)
@@ -380,7 +382,6 @@ def _remove(folder: Path) -> None:
 
 
 def _tensors(engine: LanguageEngine) -> Iterator[tuple[int, str, DTensor]]:
-    """Stage, name and this rank's part of every weight."""
     for number, stage in engine.stages.items():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -391,18 +392,17 @@ def _tensors(engine: LanguageEngine) -> Iterator[tuple[int, str, DTensor]]:
 
 
 def _offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
 
 def _own_parts(engine: LanguageEngine) -> Iterator[_OwnPart]:
-    """What this rank writes: of parts that several ranks hold, one does, and they take turns."""
+    """Iterate over the parts that this rank writes; ranks take turns with parts that several of them hold."""
     sizes, place = engine.mesh.config, engine.mesh.place
     kept = {} if engine.storage is None else engine.storage.state_dict()
     for turn, (number, name, parameter) in enumerate(_tensors(engine)):
         if number > 0 and name == "embedding.weight":
-            continue  # the last stage's copy of a tied one
+            continue  # the last stage's copy of a tied weight
         cuts = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
         copies, copy = 1, 0
         for dimension in ("replicate", "tensor"):
@@ -435,18 +435,18 @@ def _of_kept(storage: WeightStorage | None, name: str) -> str:
 
 
 def _read(parts: Parts, name: str, out: DTensor) -> None:
-    if out.to_local().numel():  # a rank may have nothing of a tensor with few rows
+    if out.to_local().numel():  # a rank may hold no part of a tensor with few rows
         parts.read(name, _offsets(out), out.to_local())
 
 
 @torch.no_grad()
 def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
-    """Fill an engine with what a verified folder holds; its plain state."""
+    """Fill an engine from a verified folder; return its plain state."""
     check_architecture(engine.model, folder.config, folder.path)
     content = folder.read_json(STATE)
     weights, moments = folder.parts(WEIGHTS), folder.parts(OPTIMIZER)
     check_weights(weights, engine.model)
-    # a model that never made a step has none
+    # a model without a step has no moments
     has_moments = any(name.rpartition(".")[2] in _MOMENTS for name in moments.shapes)
     for name, shape in weights.shapes.items() if has_moments else ():
         for key in (*_MOMENTS, "step"):
@@ -470,7 +470,7 @@ def _load(engine: LanguageEngine, folder: ShardedFolder) -> dict[str, Any]:
 
 
 def _load_kept(storage: WeightStorage, parts: Parts) -> None:
-    """What is kept beside weights in a short format; it is emulated in one process, where parts are whole."""
+    """Load what is stored beside weights in a short format; emulation runs in one process, where parts are whole."""
     kept = {}
     for name, tensor in storage.state_dict().items():
         own = _of_kept(storage, name)

@@ -1,9 +1,9 @@
-"""Training steps of a language model in many processes, the same as in one.
+"""Training steps of a language model in many processes, equal to those in one process.
 
 An iteration is a list of packed microbatches, planned alike on every rank. Copies of the model take them in turn;
-labels are shifted within documents before anything is cut; and every token's loss is divided by the targets of the
-whole iteration, so that no mean of means depends on the packing or the mesh (Grattafiori et al. 2024, section 3.3.2:
-gradients are added up over microbatches and over ranks in 32 bits).
+labels are shifted within documents before anything is cut; and the loss of every token is divided by the number of
+targets of the whole iteration, so that no mean of means depends on the packing or the mesh (Grattafiori et al. 2024,
+section 3.3.2: gradients are summed over microbatches and over ranks in 32 bits).
 """
 
 from __future__ import annotations
@@ -53,19 +53,20 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LanguageConfig(BaseModel):
-    """How weights are changed.
+    """Settings of the optimizer and of the computation.
 
     Attributes:
-        learning_rate: Of AdamW.
-        betas: Decay rates of its two moments.
-        eps: Added to its denominator.
-        weight_decay: Decoupled; spares norms.
-        clip: The largest norm of all gradients together; larger ones are scaled down to it. None for any.
-        precision: In which blocks compute, ``bf16`` or ``fp32``; weights, gradients' sums and moments are in 32 bits.
-        loss_rows: Tokens whose logits exist at a time.
-        compile: Whether blocks are compiled by ``torch.compile``, once for all numbers of tokens; it takes a compiler
-            of the device's, and a schedule that does not split backwards.
-        emulate: Compute as hardware with another number format would; needs ``precision = "fp32"`` and one process.
+        learning_rate: Learning rate of AdamW.
+        betas: Decay rates of AdamW's two moments, at least 0 and below 1.
+        eps: Term added to AdamW's denominator.
+        weight_decay: Decoupled weight decay, not applied to norms.
+        clip: Largest norm of all gradients together; larger gradients are scaled down to it. None for no limit.
+        precision: Precision in which blocks compute, ``bf16`` or ``fp32``; weights, sums of gradients and moments are
+            in 32 bits.
+        loss_rows: Number of tokens whose logits exist at a time.
+        compile: Whether ``torch.compile`` compiles the blocks, once for all numbers of tokens; needs a compiler for the
+            device and a schedule that does not split backwards.
+        emulate: Number format of hardware to emulate; needs ``precision = "fp32"`` and one process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,13 +89,13 @@ class LanguageConfig(BaseModel):
 
 
 class StepReport(NamedTuple):
-    """What a step did; the same on every rank.
+    """Result of a step, equal on every rank.
 
     Attributes:
-        loss: Mean over the iteration's targets.
-        gradient_norm: Of all gradients together, before they are clipped.
-        targets: Tokens that were predicted.
-        is_skipped: Whether the weights stayed as they are, because a gradient or the loss was not finite.
+        loss: Mean loss over the iteration's targets.
+        gradient_norm: Norm of all gradients together, before clipping.
+        targets: Number of tokens that were predicted.
+        is_skipped: Whether the weights were left unchanged, because a gradient or the loss was not finite.
     """
 
     loss: float
@@ -104,14 +105,14 @@ class StepReport(NamedTuple):
 
 
 def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
-    """Refuse to emulate a number format where sums over processes would not be those of the format.
+    """Check that sums over processes do not break the emulation of a number format.
 
     Args:
-        emulate: The format; None is never refused.
-        parallel: The mesh.
+        emulate: Number format; None is always accepted.
+        parallel: Degrees of parallelism.
 
     Raises:
-        PlanError: It has more than one process, or computes forwards again.
+        PlanError: If there is more than one process, or forwards are computed again.
     """
     if emulate is None:
         return
@@ -131,11 +132,11 @@ def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) ->
 
 
 def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Each token's successor in its document; :data:`IGNORED` for the last of a document.
+    """Return each token's successor in its document; :data:`IGNORED` for the last token of a document.
 
     Args:
         tokens: ``int64 [T]``.
-        offsets: ``int64 [B + 1]``, where documents begin, and ``T``.
+        offsets: ``int64 [B + 1]``: the start of each document, and ``T``.
 
     Returns:
         ``int64 [T]``.
@@ -148,27 +149,27 @@ def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
 
 
 class LanguageEngine:
-    """A Llama's weights and optimizer in many processes, and what changes them.
+    """Weights and optimizer of a Llama in many processes, and the steps that change them.
 
-    Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed;
-    those of a checkpoint are put in by :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
+    Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed; to
+    load those of a checkpoint, call :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
 
     Args:
-        config: How weights are changed.
-        model: Sizes.
-        mesh: Of all processes.
-        seed: Of the weights, which do not depend on the mesh.
+        config: Settings of the optimizer and of the computation.
+        model: Sizes of the model.
+        mesh: Mesh of all processes.
+        seed: Seed of the weights, which do not depend on the mesh.
 
     Attributes:
-        config: Likewise.
-        mesh: Likewise.
-        stages: That this process holds, by number.
-        optimizer: Of their weights.
-        storage: What is kept of weights beside those that are computed with, where a number format is emulated.
-        loss_scale: As it stands, where gradients have one.
-        ledger: This rank's traffic, since the engine was made: of weights, sequences, matrices, stages.
-        steps: That were begun.
-        skipped: Of these, those that left the weights as they were.
+        config: Settings of the optimizer and of the computation.
+        mesh: Mesh of all processes.
+        stages: Stages that this process holds, by number.
+        optimizer: Optimizer of their weights.
+        storage: Stored weights in addition to those of the computation, if a number format is emulated.
+        loss_scale: Current loss scale, if gradients have one.
+        ledger: Traffic of this rank since the engine was made: weights, sequences, matrices and stages.
+        steps: Number of steps begun.
+        skipped: Number of steps that left the weights unchanged.
 
     Raises:
         PlanError: If the model's sizes do not allow the mesh, or blocks cannot be compiled.
@@ -210,39 +211,41 @@ class LanguageEngine:
         self.steps = self.skipped = 0
         self._context = ContextParallelConfig(transport=parallel.transport, deadline_s=parallel.deadline_s)
         self._runners: dict[tuple[int, bool], PipelineRunner] = {}
-        self._left: Counter[int] = Counter()  # whole backwards of each stage that are to come in this step
+        self._left: Counter[int] = Counter()  # remaining whole backwards of each stage in this step
 
     def step(self, microbatches: Sequence[PackedTokens], rate: float = 1.0) -> StepReport:
-        """Change the weights by one iteration, unless a gradient or the loss is not finite.
+        """Train on one iteration; leave the weights unchanged if a gradient or the loss is not finite.
 
         Args:
-            microbatches: Of the whole job, alike on every rank; copies of the model take them in turn.
-            rate: Factor on the learning rate of this step, finite and at least 0.
+            microbatches: Microbatches of the whole job, alike on every rank; copies of the model take them in turn.
+            rate: Factor of the learning rate of this step, finite and at least 0.
 
         Raises:
-            DataError: If a microbatch is none: its offsets do not fit its tokens, or a token is not in the vocabulary.
-            PlanError: If ranks were given different ones, the schedule has no place for so few, or the rate is none.
-            TrainingError: If there is nothing to predict in them, or another rank found a microbatch that is none.
-            PeerError: If another rank is not heard of in time; the processes must then be started anew.
+            DataError: If a microbatch is invalid: its offsets do not fit its tokens, or a token is not in the
+                vocabulary.
+            PlanError: If ranks were given different microbatches, the schedule has no place for so few, or the rate is
+                invalid.
+            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
+            PeerError: If another rank does not answer in time; the processes must then be restarted.
         """
         _check_rate(rate)
         loss, targets = self.backward(microbatches)
         return self.update(loss, targets, rate)
 
     def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Add up the gradients of one iteration, without changing weights.
+        """Accumulate the gradients of one iteration without changing weights.
 
         Args:
-            microbatches: As in :meth:`step`.
+            microbatches: Microbatches of the whole job, alike on every rank, as in :meth:`step`.
 
         Returns:
-            This process's part of the loss, and the targets of the whole iteration.
+            This process's part of the loss, and the number of targets of the whole iteration.
 
         Raises:
-            DataError: As in :meth:`step`.
-            PlanError: As in :meth:`step`.
-            TrainingError: As in :meth:`step`.
-            PeerError: As in :meth:`step`.
+            DataError: If a microbatch is invalid, as in :meth:`step`.
+            PlanError: If ranks were given different microbatches, or the schedule has no place for so few.
+            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
+            PeerError: If another rank does not answer in time.
         """
         own, targets = self._take(microbatches, "training")
         self.steps += 1
@@ -257,19 +260,19 @@ class LanguageEngine:
         return loss, targets
 
     def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """What the weights as they are lose on packed documents. Nothing is changed.
+        """Compute the loss of the present weights on packed documents, without changing anything.
 
         Args:
-            microbatches: As in :meth:`step`, but any number of them.
+            microbatches: Any number of microbatches of the whole job, alike on every rank.
 
         Returns:
-            The sum of the losses of all targets of the whole job, and how many they are; the same on every rank.
+            The sum of the losses of all targets of the whole job, and the number of targets, equal on every rank.
 
         Raises:
-            DataError: As in :meth:`step`.
-            PlanError: If ranks were given different ones.
-            TrainingError: As in :meth:`step`.
-            PeerError: As in :meth:`step`.
+            DataError: If a microbatch is invalid, as in :meth:`step`.
+            PlanError: If ranks were given different microbatches.
+            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
+            PeerError: If another rank does not answer in time.
         """
         own, targets = self._take(microbatches, "evaluation")
         with self._emulated(0):
@@ -279,19 +282,19 @@ class LanguageEngine:
         return float(self._exchange([loss]).sum()), targets
 
     def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
-        """Change the weights by the gradients that were added up, and clear them.
+        """Change the weights by the accumulated gradients, and clear the gradients.
 
         Args:
-            loss: This process's part, of :meth:`backward`.
-            targets: Likewise.
-            rate: Factor on the learning rate of this step, finite and at least 0.
+            loss: This process's part of the loss, from :meth:`backward`.
+            targets: Number of targets of the whole iteration, from :meth:`backward`.
+            rate: Factor of the learning rate of this step, finite and at least 0.
 
         Raises:
-            PlanError: If the rate is none.
-            PeerError: If another rank is not heard of in time.
+            PlanError: If the rate is invalid.
+            PeerError: If another rank does not answer in time.
         """
         _check_rate(rate)
-        # every rank adds up the same numbers in the same order, so all of them come to the same decision
+        # every rank sums the same numbers in the same order, so that all make the same decision
         loss, square = self._exchange([loss, self._gradients.square()]).sum(0).tolist()
         norm = math.sqrt(square) if square >= 0 else math.nan
         is_skipped = not (math.isfinite(norm) and math.isfinite(loss)) or self._overflowed
@@ -313,7 +316,7 @@ class LanguageEngine:
         return StepReport(loss, norm, targets, is_skipped)
 
     def take_weights(self) -> None:
-        """Take what the stages hold for weights in full precision: after they were filled from outside."""
+        """Take the weights of the stages as those in full precision, after the stages were filled from outside."""
         if self.storage is not None:
             self.storage.after_update(0)
 
@@ -335,7 +338,7 @@ class LanguageEngine:
             )
 
     def _take(self, microbatches: Sequence[PackedTokens], purpose: str) -> tuple[list[PackedTokens], int]:
-        """This rank's microbatches, as many as every rank has, and the targets of the whole iteration."""
+        """Return this rank's microbatches, as many as on every rank, and the targets of the whole iteration."""
         copies = self.mesh.config.copies
         own = list(microbatches[self.mesh.copy :: copies])
         problem = next(filter(None, map(self._problem, own)), None)
@@ -345,7 +348,7 @@ class LanguageEngine:
         return own + [_nothing()] * (-(-len(microbatches) // copies) - len(own)), targets
 
     def _run(self, own: Sequence[PackedTokens], targets: int | None) -> float:
-        """Forwards and backwards of the mean over the targets; without targets, forwards of the sum."""
+        """Run forwards and backwards of the mean over the targets; without targets, forwards of the sum."""
         inputs, arguments, rows = self._cut(own)
         divisor = torch.tensor(float(targets or 1), device=self.mesh.device_type)
         runner = self._runner(len(own), targets is not None)
@@ -354,7 +357,7 @@ class LanguageEngine:
         return 0.0 if losses is None or self.mesh.place["tensor"] else float(losses.double().sum())
 
     def _problem(self, one: PackedTokens) -> str | None:
-        """What is wrong with a microbatch."""
+        """Return what is wrong with a microbatch, or None."""
         tokens, offsets, labels = one
         bounds = offsets.tolist()
         if not bounds or bounds[0] != 0 or bounds[-1] != len(tokens) or bounds != sorted(bounds):
@@ -372,7 +375,7 @@ class LanguageEngine:
         return None
 
     def _agree(self, own: Sequence[PackedTokens], count: int, problem: str | None, purpose: str) -> int:
-        """Hold against the other ranks what this one was given and for what; targets of the whole iteration."""
+        """Compare this rank's microbatches and purpose with the other ranks'; return the targets of the iteration."""
         digest, targets = zlib.crc32(repr((purpose, self.steps, count)).encode()), 0
         for one in own if problem is None else ():
             assert one.labels is not None
@@ -402,7 +405,7 @@ class LanguageEngine:
         return total
 
     def _cut(self, own: Sequence[PackedTokens]) -> tuple[list[Tensor], list[tuple[object, ...]], list[int]]:
-        """This rank's tokens of each microbatch, what its stages take beside them, and the rows they pass on."""
+        """Return this rank's tokens and other inputs of each microbatch, and the rows that its stages pass on."""
         parallel, device = self.mesh.config, self.mesh.device_type
         inputs: list[Tensor] = []
         arguments: list[tuple[object, ...]] = []
@@ -413,7 +416,7 @@ class LanguageEngine:
                 core = None if self.config.emulate is None else plain_attention
                 arguments.append((offsets, None, labels.to(device), core))
                 continue
-            # one for each microbatch: of a pipeline several are under way, and a backward may compute its forward again
+            # one for each microbatch: a pipeline has several in flight, and a backward may recompute its forward
             parts = ContextParallelAttention(self._context, self.mesh.context_group, self.ledger)
             parts.use(SHARDINGS[parallel.sharding](offsets.diff().tolist(), parallel.context), device)
             inputs.append(parts.shard(tokens.to(device)))
@@ -427,7 +430,7 @@ class LanguageEngine:
             self._runners[microbatches, trains] = PipelineRunner(
                 make(microbatches),
                 self.stages,
-                torch.div,  # the sum of a microbatch's losses by the targets of all
+                torch.div,  # divides the sum of a microbatch's losses by the targets of all
                 self.mesh.pipeline_group,
                 deadline_s=self.mesh.config.deadline_s,
                 reduction="sum",
@@ -437,17 +440,16 @@ class LanguageEngine:
         return self._runners[microbatches, trains]
 
     def _prepare(self, action: Action) -> None:
-        """Gradients stay whole on each rank until a stage's last backward, and are then reduced once."""
+        """Keep gradients whole on each rank until the last backward of a stage, which reduces them once."""
         if action.kind is Kind.FORWARD:
             return
-        if self._splits_backward:  # weights stay for the second parts
+        if self._splits_backward:  # weights stay gathered for the second parts
             reduce_after(self.stages[action.stage], False, False)
             return
         self._left[action.stage] -= 1
         reduce_after(self.stages[action.stage], self._left[action.stage] == 0, self.mesh.config.reshards)
 
     def _exchange(self, numbers: Sequence[float]) -> Tensor:
-        """Every process's numbers, written down."""
         began = time.perf_counter()
         found = self.mesh.exchange(numbers)
         others, seconds = self.mesh.config.world - 1, time.perf_counter() - began
@@ -466,6 +468,6 @@ def _labelled(one: PackedTokens) -> PackedTokens:
 
 
 def _nothing() -> PackedTokens:
-    """What a copy of the model takes where others take a microbatch: one token that predicts nothing."""
+    """Return one token that predicts nothing, for a copy of the model without a microbatch of its own."""
     zero = torch.zeros(1, dtype=torch.int64)
     return PackedTokens(zero, torch.tensor([0, 1]), zero + IGNORED)

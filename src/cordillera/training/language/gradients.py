@@ -1,4 +1,4 @@
-"""Gradients of a cut model, as one vector: what sharding leaves to be added up, their norm, their scale."""
+"""Gradients of a sharded model as one vector: remaining reductions, norm and scale."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StageGradients:
     """Gradients of the stages that this process holds, each reduced over the ranks that share its weights.
 
     Args:
-        stages: By number.
-        mesh: Of all processes.
-        ledger: Gets the traffic.
+        stages: Stages by number.
+        mesh: Mesh of all processes.
+        ledger: Ledger that records the traffic.
     """
 
     def __init__(self, stages: Mapping[int, LlamaStage], mesh: ProcessMesh, ledger: Ledger) -> None:
@@ -35,10 +35,10 @@ class StageGradients:
         self._tensor = Collectives(mesh.tensor.get_group(), ledger, parallel.deadline_s) if parallel.sequence else None
 
     def complete(self) -> None:
-        """Add what other ranks have of the same weights.
+        """Add the gradients of the same weights on other ranks.
 
         Raises:
-            PeerError: If another rank is not heard of in time.
+            PeerError: If another rank does not answer in time.
         """
         if self._tensor is not None:
             self._add_whole(self._tensor)
@@ -46,9 +46,9 @@ class StageGradients:
             self._add_tied()
 
     def square(self) -> float:
-        """Sum of the squares of the elements that this rank answers for: each is counted on one rank.
+        """Return the sum of squares of this rank's elements; each element is counted on one rank.
 
-        It is no number where any element that this rank has is none, copies included.
+        The result is NaN or infinite if any element on this rank is, including copies.
         """
         place, total = self._mesh.place, 0.0
         for number, name, parameter in self._parameters():
@@ -56,21 +56,17 @@ class StageGradients:
             is_tied_copy = number > 0 and name == "embedding.weight"
             if parameter.grad is not None:
                 square = float(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square())
-                total += square * (not is_copy and not is_tied_copy)  # nothing, of a copy that is finite
+                total += square * (not is_copy and not is_tied_copy)  # finite copies add nothing
         return total
 
     def scale(self, factor: float) -> None:
-        """Multiply all of them.
-
-        Args:
-            factor: By which.
-        """
+        """Multiply all gradients by ``factor``."""
         for _, _, parameter in self._parameters():
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor)
 
     def _add_whole(self, links: Collectives) -> None:
-        """Of weights that are not cut over the tensor ranks, each of which saw other tokens."""
+        """Reduce weights that are not cut over the tensor ranks, each of which saw other tokens."""
         gradients = [
             local(parameter.grad)
             for _, _, parameter in self._parameters()
@@ -81,10 +77,10 @@ class StageGradients:
             gradient.copy_(summed.view_as(gradient))
 
     def _add_tied(self) -> None:
-        """The embedding's and the tied head's, where first and last stage are two."""
+        """Reduce the embedding and the tied head, if the first and last stage are different."""
         ends = [self._stages[stage] for stage in (0, self._mesh.config.stages - 1) if stage in self._stages]
         gradients = [local(stage.embedding.weight.grad) for stage in ends if stage.embedding.weight.grad is not None]
-        if len(gradients) == 2:  # folded like a V: both ends are here
+        if len(gradients) == 2:  # folded like a V: both ends are on this rank
             total = torch.stack(gradients).sum(0)
             for gradient in gradients:
                 gradient.copy_(total)
@@ -99,6 +95,6 @@ class StageGradients:
 
 
 def _is_cut(parameter: Tensor) -> bool:
-    """Whether tensor ranks have different parts of it."""
+    """Return whether tensor ranks hold different parts of a parameter."""
     assert isinstance(parameter, DTensor)
     return "tensor" in (parameter.device_mesh.mesh_dim_names or ())

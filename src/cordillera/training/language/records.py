@@ -1,7 +1,7 @@
-"""What the folder of a language run holds, read once and checked: its records as numbers, its other files as they are.
+"""The files of a language run, read once and checked: records as numbers, other files as they are.
 
-A number that a file does not have, or has as null because it was not finite, is NaN here, and one beyond 1e100 is
-infinite; what is no number where one belongs is an error that names file and line.
+A missing or null number is NaN here, and one beyond 1e100 is infinite. A value that should be a number and is not is an
+error that names file and line.
 """
 
 from __future__ import annotations
@@ -37,20 +37,14 @@ _LARGEST = 1e100
 
 @dataclass(frozen=True)
 class LanguageRecords:
-    """Records of a language run, read from its files.
+    """Records of a language run, read from its files; missing files give empty values.
 
     Attributes:
-        name: Name of the run's folder.
-        recipe_text: Text of the resolved recipe.
-        recipe: Parsed recipe.
         train: Records of training, in order.
         validations: Records of evaluations by split.
         events: Kinds and records of checkpoints, skipped steps and resumptions, in order.
         final: Evaluation of ``evaluation.json``; None without the file.
-        final_split: Split of the final evaluation.
-        model: Content of ``model.json``; empty without the file.
         mesh: Mesh of the job; None if ``model.json`` does not hold one.
-        environment: Content of ``environment.json``; empty without the file.
         status: Progress of training; None for runs of earlier versions, which did not record it.
     """
 
@@ -71,12 +65,9 @@ class LanguageRecords:
     def read(cls, run: Run) -> LanguageRecords:
         """Read a run's files; files that do not exist yet are left out.
 
-        Args:
-            run: The run.
-
         Raises:
-            DataError: A file does not hold what its name says.
-            RunError: A file, or a line of ``metrics.jsonl`` other than the last, is not JSON or does not match its
+            DataError: If a file does not have the expected content.
+            RunError: If a file, or a line of ``metrics.jsonl`` other than the last, is not JSON or does not match its
                 checksum.
         """
         recipe_text, recipe = read_recipe(run)
@@ -116,17 +107,17 @@ class LanguageRecords:
         )
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Events of a ``kind``: ``checkpoint``, ``skipped`` or ``resumed``."""
+        """Return the events of a ``kind``: ``checkpoint``, ``skipped`` or ``resumed``."""
         return [record for found, record in self.events if found == kind]
 
     def setting(self, section: str, key: str) -> Any:
-        """What the recipe's ``section`` says of ``key``; None if nothing."""
+        """Return the value of ``key`` in the recipe's ``section``; None if it is not set."""
         found = self.recipe.get(section)
         return found.get(key) if isinstance(found, dict) else None
 
     @property
     def headline(self) -> tuple[str, Record] | None:
-        """The evaluation that the run stands for, with its split: the final one, else the last on validation data."""
+        """The final evaluation of the run with its split, or else the last one on validation data."""
         if self.final is not None:
             return self.final_split, self.final
         for split in ("validation", *self.validations):
@@ -136,13 +127,13 @@ class LanguageRecords:
 
     @property
     def skipped(self) -> float:
-        """Steps that left the weights as they were; NaN if nothing was recorded."""
+        """Number of steps that left the weights unchanged; NaN if nothing was recorded."""
         counted = self.last("skipped")
         listed = len(self.of_kind("skipped"))
         return max(listed, counted) if math.isfinite(counted) else float(listed) if listed else counted
 
     def reached(self, key: str) -> float:
-        """Largest ``step`` or ``tokens`` of all records, including those between two losses; NaN without records."""
+        """Return the largest ``step`` or ``tokens`` of all records; NaN without records."""
         records = [*self.train, *(record for kind, record in self.events if kind != "resumed")]
         return max((record[key] for record in records if math.isfinite(record[key])), default=math.nan)
 
@@ -157,41 +148,32 @@ class LanguageRecords:
         return f"This run is not finished: its records end at step {steps:,.0f} of {wanted:,}."
 
     def last(self, key: str) -> float:
-        """The newest finite number of ``key`` in the records of training; NaN if there is none."""
+        """Return the newest finite number of ``key`` in the records of training; NaN if there is none."""
         return next((record[key] for record in reversed(self.train) if math.isfinite(record[key])), math.nan)
 
     def size(self, key: str) -> float:
-        """A number of ``model.json`` by its ``key``; NaN if it is not there."""
+        """Return a number of ``model.json`` by its ``key``; NaN if it is missing."""
         return _number(self.model.get(key), key, "model.json")
 
     @property
     def parameters(self) -> float:
-        """Of the model; NaN if not known."""
+        """Number of parameters of the model; NaN if unknown."""
         return self.size("parameters")
 
     @property
     def validating(self) -> float:
-        """Seconds that evaluations took; NaN if not known."""
+        """Seconds of all evaluations; NaN if unknown."""
         return total([record for found in self.validations.values() for record in found], "seconds")
 
 
 def total(records: Sequence[Record], key: str) -> float:
-    """The sum of what is finite of ``key`` over ``records``; NaN if nothing is."""
+    """Return the sum of the finite values of ``key`` over ``records``; NaN if there are none."""
     found = [record[key] for record in records if math.isfinite(record[key])]
     return math.fsum(found) if found else math.nan
 
 
 def mean(records: Sequence[Record], value: Callable[[Record], float], weight: str) -> float:
-    """A weighted mean over the records where both value and weight are known.
-
-    Args:
-        records: Records of one kind.
-        value: Value of a record.
-        weight: Key of what it counts for.
-
-    Returns:
-        The mean; NaN without such records.
-    """
+    """Return the mean of ``value`` over records, weighted by the key ``weight``; NaN if both are never known."""
     pairs = [(value(record), record[weight]) for record in records]
     pairs = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and b > 0]
     whole = math.fsum(b for _, b in pairs)
@@ -199,17 +181,16 @@ def mean(records: Sequence[Record], value: Callable[[Record], float], weight: st
 
 
 def share(records: Sequence[Record], key: str) -> float:
-    """The share of the time of ``records`` that the seconds under ``key`` are; NaN where it was not recorded."""
+    """Return the part of the time of ``records`` that the seconds of ``key`` take; NaN if not recorded."""
     return mean(records, lambda record: record[key] / record["seconds"] if record["seconds"] else math.nan, "seconds")
 
 
 def _object(run: Run, name: str) -> dict[str, Any]:
-    """Content of a JSON file of a run; empty without the file."""
     return run.read_json(name) if (run.folder / name).exists() else {}
 
 
 def _read_model(run: Run) -> dict[str, Any]:
-    """``model.json``, its parts of the kinds that they are to be."""
+    """Return ``model.json`` after checking the types of its parts."""
     path, model = run.folder / "model.json", _object(run, "model.json")
     for key in ("config", "mesh", "data"):
         if not isinstance(model.get(key), dict | None):
@@ -226,7 +207,6 @@ def _read_model(run: Run) -> dict[str, Any]:
 
 
 def _lines(run: Run) -> list[tuple[str, dict[str, Any]]]:
-    """Records and where they stand."""
     path = run.folder / "metrics.jsonl"
     return [(f"{path}, line {number}", record) for number, record in enumerate(run.metrics(), 1)]
 

@@ -1,9 +1,9 @@
-"""The loop that trains a language model: packed iterations in, updates out, the same steps on every rank.
+"""Training loop of language models: packed iterations in, updates out, the same steps on every rank.
 
-Everything that a step depends on (weights, moments, counters, the place in the text, documents that wait) is in a
-checkpoint, and none of it depends on the mesh: a run goes on bit for bit on the mesh that it was stopped on, and to
-rounding on any other that has places for no more microbatches than an iteration has. Only rank 0 writes the run's
-records; what it writes of other ranks comes with the exchange in which all agree on when to stop.
+Everything that a step depends on (weights, moments, counters, position in the text, waiting documents) is in a
+checkpoint, and none of it depends on the mesh. A run continues bit for bit on the mesh that it was stopped on, and up
+to rounding on any other mesh that has places for no more microbatches than an iteration has. Only rank 0 writes the
+run's records; figures of other ranks come with the exchange in which all ranks agree on when to stop.
 
 Source: Grattafiori et al. 2024, section 3.4.1, for the schedule of rates.
 """
@@ -37,19 +37,19 @@ _DRAWN = ("loss", "gradient_norm", "learning_rate", "tokens_per_second", "imbala
 
 
 class LanguageTrainingConfig(LanguageConfig):
-    """How a language model is trained.
+    """Settings of the training of a language model.
 
     Attributes:
-        start: A checkpoint whose weights training begins with: a model's name (``smollm2``), a folder, a GGUF file, or
+        start: Checkpoint whose weights training begins with: a model's name (``smollm2``), a folder, a GGUF file, or
             the folder of a run. Null draws them from the seed.
-        steps: Updates of the whole run; fewer where the text ends.
-        warmup_steps: Over which the rate rises linearly from zero.
+        steps: Number of updates of the whole run; fewer if the text ends.
+        warmup_steps: Number of steps over which the rate rises linearly from zero.
         decay: Decay of the rate after the warm-up: ``none``, ``linear``, ``cosine``.
-        final_rate: The factor that the rate comes to after the last step, with ``linear`` and ``cosine``.
+        final_rate: Factor of the rate after the last step, with ``linear`` and ``cosine``.
         log_every: Steps between records, beside the one at the end.
-        evaluate_every: Steps between evaluations on held-out documents; null for the end only.
-        evaluation_tokens: An evaluation takes about so many tokens of held-out documents, the same ones every time;
-            null for all.
+        evaluate_every: Steps between evaluations on held-out documents; null for one at the end.
+        evaluation_tokens: Approximate number of tokens of held-out documents in an evaluation, the same ones every
+            time; null for all.
         checkpoint_every: Steps between checkpoints, beside the one at the end; null for none.
         keep_checkpoints: Number of newest checkpoints to keep.
         asynchronous: Whether checkpoints are written while training goes on.
@@ -72,13 +72,13 @@ class LanguageTrainingConfig(LanguageConfig):
 
 @dataclass
 class LanguageProgress:
-    """Where a training stands. Everything in it is in the checkpoint.
+    """Position of training, all of which is in the checkpoint.
 
     Attributes:
-        step: Updates done or skipped.
-        tokens: Trained on.
-        documents: Likewise.
-        stale: Steps skipped in a row, up to this one.
+        step: Number of updates done or skipped.
+        tokens: Number of tokens trained on.
+        documents: Number of documents trained on.
+        stale: Number of steps skipped in a row, up to this one.
     """
 
     step: int = 0
@@ -88,14 +88,15 @@ class LanguageProgress:
 
 
 class LanguageEvaluation(NamedTuple):
-    """How well held-out documents are predicted.
+    """Quality of the predictions of held-out documents.
 
     Attributes:
-        loss: Mean negative log-likelihood, nats a token.
+        loss: Mean negative log-likelihood, nats per token.
         perplexity: ``exp(loss)``.
-        bits_per_byte: Of the documents' text: it compares models of other vocabularies.
-        targets: Tokens that were predicted.
-        seconds: Seconds that it took.
+        bits_per_byte: Negative log-likelihood in bits per byte of text, which compares models with different
+            vocabularies.
+        targets: Number of tokens that were predicted.
+        seconds: Duration in seconds.
     """
 
     loss: float
@@ -110,10 +111,11 @@ class LanguageReport:
     """How a training ended.
 
     Attributes:
-        ended: ``finished`` (all steps done), ``exhausted`` (the text ended), ``interrupted`` (asked to; resumable).
+        ended: ``finished`` (all steps done), ``exhausted`` (the text ended), or ``interrupted`` (stopped on request;
+            resumable).
         progress: Progress at the end.
         seconds: Wall time of this process's share.
-        evaluation: Evaluation of the weights at the end; None where it was interrupted, or nothing was held out.
+        evaluation: Evaluation of the weights at the end; None if training was interrupted or nothing was held out.
     """
 
     ended: _Ended
@@ -123,35 +125,35 @@ class LanguageReport:
 
 
 class Checkpoints(Protocol):
-    """Where engines are saved; see :mod:`cordillera.training.language.checkpoints`.
+    """Store of an engine's checkpoints; see :mod:`cordillera.training.language.checkpoints`.
 
     Attributes:
-        last: Step of the checkpoint that was saved or restored last; None before.
-        bytes: Bytes of the checkpoint that was saved last.
+        last: Step of the checkpoint that was last saved or restored; None before.
+        bytes: Bytes of the checkpoint that was last saved.
     """
 
     last: int | None
     bytes: int
 
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> Any:
-        """Begin to write the ``engine``, and plain ``state`` beside it."""
+        """Begin to write the ``engine``, with plain values ``state``."""
 
     def wait(self) -> None:
-        """Until all that was begun is on the disk."""
+        """Wait until all begun checkpoints are on the disk."""
 
     def restore(self, engine: LanguageEngine) -> dict[str, Any] | None:
-        """Put the newest checkpoint into the ``engine``; its state, or None where there is none."""
+        """Load the newest checkpoint into the ``engine``; return its state, or None if there is none."""
 
     def steps(self) -> list[int]:
-        """Of whole checkpoints, ascending."""
+        """Return the steps of complete checkpoints, ascending."""
 
     def prune(self, keep: set[int]) -> None:
-        """Delete all but those of the steps to ``keep``."""
+        """Delete all checkpoints except those of the steps to ``keep``."""
 
 
 @dataclass
 class _LanguageWindow:
-    """Sums since the last record. Sums over the text and the last step are saved in checkpoints, times are not."""
+    """Sums since the last record; sums over the text and the last step are saved in checkpoints, times are not."""
 
     loss: float = 0.0
     targets: int = 0
@@ -173,11 +175,11 @@ class _LanguageWindow:
 
 
 LanguageStepCallback = Callable[[dict[str, Any], LanguageProgress, int], None]
-"""Called after every step with the newest record (empty at steps without one), the progress, and the steps of all."""
+"""Function called after every step with the newest record (empty without one), progress and total number of steps."""
 
 
 class LanguageTrainer:
-    """Trains one model on one stream of iterations; every process of the mesh makes one and the same calls.
+    """Trains one model on one stream of iterations; every process of the mesh makes the same calls.
 
     Args:
         config: Settings of training.
@@ -188,7 +190,7 @@ class LanguageTrainer:
         held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
         held_out_bytes: Size of the held-out text in UTF-8, in bytes.
         peak: Peak FLOP/s of one device in the blocks' precision; None if unknown.
-        watchdog: Watchdog that is told the position of the loop and holds requests to stop. If one process is asked to
+        watchdog: Watchdog that follows the position of the loop and holds requests to stop. If one process is asked to
             stop, all stop after the step in progress. None for a loop without one.
         on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
@@ -227,16 +229,16 @@ class LanguageTrainer:
         self._board: Any = None
         self._memory = float(peak_memory(mesh.device_type))
         self._evaluated: tuple[int, LanguageEvaluation] | None = None
-        self._owes_evaluation = False  # one that was interrupted, between steps
+        self._owes_evaluation = False  # whether an evaluation between steps was interrupted
         self._recorded: set[tuple[str, int]] = set()  # kind and step of records before resuming
 
     def resume(self) -> bool:
-        """Go to the newest checkpoint; False if there is none, and the run begins anew.
+        """Restore the newest checkpoint; return False if there is none.
 
         Raises:
-            CheckpointError: It is corrupt, or of another model.
-            DataError: It was written with other text.
-            RunError: The run is in use.
+            CheckpointError: If the checkpoint is corrupt, or of another model.
+            DataError: If it was written with other text.
+            RunError: If the run is in use.
         """
         state = self.checkpoints.restore(self.engine)
         if state is not None:
@@ -256,12 +258,12 @@ class LanguageTrainer:
         return state is not None
 
     def fit(self) -> LanguageReport:
-        """Train to the last step, to the end of the text, or until asked to stop.
+        """Train until the last step, the end of the text, or a request to stop.
 
         Raises:
-            TrainingError: Too many steps in a row were not finite.
-            PeerError: Another rank is not heard of in time.
-            RunError: The disk is full or the run is in use.
+            TrainingError: If too many steps in a row were not finite.
+            PeerError: If another rank does not answer in time.
+            RunError: If the disk is full or the run is in use.
         """
         began = time.perf_counter()
         with contextlib.ExitStack() as stack:
@@ -284,7 +286,6 @@ class LanguageTrainer:
         return LanguageReport(ended, self.progress, time.perf_counter() - began, evaluation)
 
     def _train(self) -> tuple[_Ended, LanguageEvaluation | None]:
-        """Take all steps, save the last checkpoint and run the last evaluation."""
         evaluation = None
         self._tell(None)
         ended = self._steps()
@@ -300,11 +301,11 @@ class LanguageTrainer:
         return ended, evaluation
 
     def evaluate(self) -> LanguageEvaluation:
-        """How well the weights predict what is held out; every rank calls it.
+        """Evaluate the present weights on held-out documents; every rank calls it.
 
         Raises:
-            TrainingError: Nothing is held out.
-            Interrupted: A rank was asked to stop.
+            TrainingError: If nothing is held out.
+            Interrupted: If a rank was asked to stop.
         """
         if not self.held_out:
             raise TrainingError("nothing was held out", where="held_out")
@@ -401,7 +402,7 @@ class LanguageTrainer:
             )
 
     def _agree(self) -> bool:
-        """Whether any rank was asked to stop; and what each found out for itself, the largest of all."""
+        """Return whether any rank was asked to stop, and the largest of what each rank measured."""
         traffic = self.engine.ledger.total()
         self.engine.ledger.clear()
         is_asked = self.watchdog is not None and self.watchdog.should_stop
@@ -413,7 +414,6 @@ class LanguageTrainer:
         return stop > 0
 
     def _is_asked(self) -> bool:
-        """Whether any rank was asked to stop."""
         own = self.watchdog is not None and self.watchdog.should_stop
         return bool(self.engine.mesh.exchange([float(own)]).amax() > 0)
 
@@ -457,7 +457,6 @@ class LanguageTrainer:
         return record
 
     def _tell(self, ended: str | None, why: str = "") -> None:
-        """Write the progress of training to ``status.json``."""
         if self.run is not None:
             self.run.write_status(ended, self.progress.step, self.config.steps, why)
 
@@ -475,7 +474,7 @@ class LanguageTrainer:
                 self._board.add_scalar(name, value, self.progress.step)
 
     def _evaluate(self) -> LanguageEvaluation | None:
-        """Evaluate and record it; None where a rank was asked to stop before its end."""
+        """Evaluate and write a record; return None if a rank was asked to stop during the evaluation."""
         if self._evaluated is not None and self._evaluated[0] == self.progress.step:
             return self._evaluated[1]  # the text ended after a step at which it was due
         try:
@@ -485,7 +484,7 @@ class LanguageTrainer:
             return None
         self._owes_evaluation = False
         self._evaluated = (self.progress.step, found)
-        self.engine.ledger.clear()  # records of training tell its own traffic
+        self.engine.ledger.clear()  # records of training contain its own traffic only
         if self.run is not None:
             self._record("evaluation", split="validation", **found._asdict())
             self._draw({"validation/loss": found.loss})
@@ -509,7 +508,8 @@ class LanguageTrainer:
     def _prune(self) -> None:
         """Remove all but the newest checkpoints; one that is being written does not count yet.
 
-        While steps are skipped nothing is removed, as the weights of the newest checkpoints may give no finite loss.
+        While steps are skipped, nothing is removed, because the weights of the newest checkpoints may give no finite
+        loss.
         """
         if self.run is not None and not self.progress.stale:
             self.checkpoints.prune(set(self.checkpoints.steps()[-self.config.keep_checkpoints :]))
@@ -520,23 +520,23 @@ def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation
 
     Args:
         run: The run.
-        step: After which its weights were evaluated.
-        tokens: Number of tokens that they had been trained on.
-        found: How well they did.
+        step: Step after which the weights were evaluated.
+        tokens: Number of tokens that the weights were trained on.
+        found: The evaluation.
     """
     place = {"step": step, "tokens": tokens}
     run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
 
 
 def peak_memory(device_type: str) -> int:
-    """The most bytes that this process had at a time: of the device, or of the host where that is the device.
+    """Return the largest number of bytes that this process used: on the GPU for ``cuda``, on the host for ``cpu``.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
     """
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
-    # getrusage counts in what the process that started this one had until then
+    # getrusage also counts the memory of the parent process until it started this one
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
         for line in file:
             if line.startswith("VmHWM:"):

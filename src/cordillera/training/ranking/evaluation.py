@@ -1,4 +1,4 @@
-"""One pass over a split: metrics with intervals, calibration, score histogram and segments, as a value that is JSON."""
+"""Evaluation of a split in one pass: metrics with intervals, calibration, score histogram and segments."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Samples with neighbouring scores.
+    """A bin of samples with neighbouring scores.
 
     Attributes:
-        count: Samples.
+        count: Number of samples.
         weight: Sum of their weights.
         prediction: Weighted mean probability.
         rate: Weighted mean label.
-        low: Lower end of Wilson's 95 % interval of ``rate``.
-        high: Upper end.
+        low: Lower bound of Wilson's 95 % interval of ``rate``.
+        high: Upper bound of the interval.
     """
 
     count: int
@@ -50,12 +50,12 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """How scores spread within either class.
+    """Distribution of scores within each class.
 
     Attributes:
-        edges: Bin edges in logits, one more than bins; equal steps.
-        negative: Weight of samples with label 0 in every bin.
-        positive: Weight of samples with label 1.
+        edges: Bin edges in logits at equal steps, one more than bins.
+        negative: Weight of the samples with label 0 in each bin.
+        positive: Weight of the samples with label 1 in each bin.
     """
 
     edges: list[float]
@@ -65,14 +65,14 @@ class ScoreHistogram:
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """What is known about one task.
+    """Evaluation of one task.
 
     Attributes:
-        metrics: As :meth:`RankingMetrics.compute` gives them; NaN is undefined.
-        undefined: Metrics without a value, with the reason.
+        metrics: Result of :meth:`RankingMetrics.compute`; NaN means undefined.
+        undefined: Reason for each metric without a value.
         intervals: Confidence intervals by metric.
-        calibration: Bins of equal weight, by rising score; equal scores never part.
-        histogram: None without samples.
+        calibration: Bins of equal weight in ascending order of score; equal scores share a bin.
+        histogram: Histogram of scores; None without samples.
     """
 
     metrics: dict[str, float]
@@ -87,8 +87,8 @@ class Segment:
     """Metrics of the samples that share a value of a feature.
 
     Attributes:
-        examples: Number of examples.
-        small: True if some task has too few samples of either class for its metrics to mean much.
+        examples: Number of samples.
+        small: Whether some task has too few samples of either class for meaningful metrics.
         tasks: Metrics by task.
         intervals: Confidence intervals by task and metric.
     """
@@ -101,7 +101,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of :func:`evaluate`.
+    """Result of :func:`evaluate`.
 
     Attributes:
         split: Name of the split.
@@ -113,7 +113,7 @@ class Evaluation:
         level: Confidence level of the intervals.
         unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
         step: Number of training steps behind the evaluated weights; None if unknown.
-        steps: Number of steps that training was to take; None if unknown.
+        steps: Number of steps of the whole training; None if unknown.
     """
 
     split: str
@@ -128,7 +128,7 @@ class Evaluation:
     steps: int | None = None
 
     def age(self, status: RunStatus | None, *, keeps_best: bool) -> str:
-        """Warning that training went on after these weights were evaluated; empty if it did not.
+        """Return a warning that training continued after these weights were evaluated; empty if it did not.
 
         Args:
             status: Status of the run.
@@ -142,19 +142,19 @@ class Evaluation:
         )
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Metrics by task name."""
+        """Return the metrics by task name."""
         return {task: dict(result.metrics) for task, result in self.tasks.items()}
 
     def to_json(self) -> str:
-        """As strict JSON; NaN becomes null, infinities become the strings ``Infinity`` and ``-Infinity``."""
+        """Return strict JSON; NaN becomes null, infinities the strings ``Infinity`` and ``-Infinity``."""
         return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Evaluation:
-        """Read what :meth:`to_json` wrote.
+        """Read the output of :meth:`to_json`.
 
         Raises:
-            DataError: the text is not an evaluation.
+            DataError: If the text is not an evaluation.
         """
         return cls.from_object(parse_json(text, "evaluation"), "evaluation")
 
@@ -163,11 +163,11 @@ class Evaluation:
         """Create an evaluation from the parsed output of :meth:`to_json`.
 
         Args:
-            raw: Value of the JSON text.
+            raw: Parsed JSON value.
             where: Place of the text, for errors.
 
         Raises:
-            DataError: the value is not an evaluation.
+            DataError: If the value is not an evaluation.
         """
         try:
             return cls(
@@ -193,7 +193,7 @@ class Evaluation:
 
 
 def jsonable(value: Any) -> Any:
-    """Replace what strict JSON cannot hold: NaN by null, infinities by the strings ``Infinity`` and ``-Infinity``."""
+    """Replace values that strict JSON lacks: NaN by null, infinities by ``Infinity`` and ``-Infinity``."""
     if isinstance(value, dict):
         return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -207,7 +207,7 @@ def number(value: Any) -> float:
     """Read a number that :func:`jsonable` wrote.
 
     Raises:
-        DataError: the value is not such a number, or its magnitude exceeds 1e300.
+        DataError: If the value is not such a number, or its magnitude exceeds 1e300.
     """
     if value is None:
         return math.nan
@@ -281,31 +281,32 @@ def evaluate(
     small_segment: int = 50,
     most_segments: int = 50,
 ) -> Evaluation:
-    """Score every batch and sum up how good the scores are.
+    """Score every batch and compute metrics of the scores.
 
-    Holds all logits in memory: 4 bytes a sample and task, and some 17 bytes a sample of bookkeeping.
+    All logits are held in memory: 4 bytes per sample and task, and about 17 bytes per sample of bookkeeping.
 
     Args:
-        score: Gives logits ``[B, tasks]`` of a batch. Runs without autograd; whether the model is in evaluation mode
-            and on which device it is, is the caller's business.
+        score: Function that returns logits ``[B, tasks]`` of a batch. It runs without autograd; the caller sets
+            evaluation mode and the device.
         loader: Batches with labels.
-        tasks: Names of the logits' columns.
+        tasks: Names of the columns of the logits.
         split: Name of the split, for the record.
-        segments: By feature either ``(codes, names)``, where ``codes`` holds a position in ``names`` for every row of
-            the data set (read at ``batch.rows``, or in order if batches have none); or a function of a batch that gives
-            one value a sample by feature.
-        level: Confidence of the intervals.
-        calibration_bins: Bins of equal weight.
-        histogram_bins: Bins of equal width in logits.
-        small_segment: Segments with fewer samples of either class in some task are marked small.
-        most_segments: So many of a feature's most frequent values are listed; the rest is one segment, ``(N others)``.
+        segments: Either ``(codes, names)`` by feature, where ``codes`` holds a position in ``names`` for every row of
+            the data set (read at ``batch.rows``, or in order if batches have none); or a function of a batch that
+            returns one value per sample by feature.
+        level: Confidence level of the intervals.
+        calibration_bins: Number of bins of equal weight.
+        histogram_bins: Number of bins of equal width in logits.
+        small_segment: Number of samples of either class in some task below which a segment is marked small.
+        most_segments: Number of a feature's most frequent values that are listed; the rest is one segment, ``(N
+            others)``.
 
     Returns:
         The evaluation. An empty loader gives undefined metrics, not an error.
 
     Raises:
-        TrainingError: logits are not finite; names the task, how many, and the first rows.
-        DataError: a batch has no labels, or shapes do not fit.
+        TrainingError: If logits are not finite; the message names the task, their number and the first rows.
+        DataError: If a batch has no labels, or shapes do not fit.
     """
     began = time.perf_counter()
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("logits", "labels", "weights", "groups", "rows")}
@@ -433,10 +434,10 @@ def calibration_table(
         logits: ``float64 [B]``, finite.
         positive: ``bool [B]``.
         weights: ``float64 [B]``, at least 0.
-        bins: At most so many; fewer where equal scores, which never part, fill a bin by themselves.
+        bins: Largest number of bins; there are fewer if equal scores, which share a bin, fill one.
 
     Returns:
-        Bins by rising score.
+        Bins in ascending order of score.
     """
     keep = weights > 0
     logits, positive, weights = logits[keep], positive[keep], weights[keep]
@@ -462,7 +463,7 @@ def calibration_table(
 def score_histogram(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 40
 ) -> ScoreHistogram | None:
-    """Histogram of logits by class, in equal steps from the smallest to the largest.
+    """Compute the histogram of logits by class, in equal steps from the smallest to the largest.
 
     Args:
         logits: ``float64 [B]``, finite.

@@ -1,8 +1,8 @@
 """A sum of floating-point numbers that does not depend on their order.
 
-Streaming metrics are sums. Adding shards' float64 sums gives a result that depends on how the data was cut; here the
-running sum is one integer, a multiple of the smallest step that float64 knows, so cutting, ordering and merging change
-no bit. Rounding happens once, when the value is read.
+Streaming metrics are sums. Adding the float64 sums of shards gives a result that depends on the shards. Here the
+running sum is one integer, a multiple of the smallest step of float64, so cutting, ordering and merging change no bit.
+Rounding happens once, when the value is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK = 1 << 25  # partial sums of 27-bit integers stay below 2**53, where floa
 
 
 def _quotient(dividend: int, divisor: int) -> float:
-    """Correctly rounded; an infinity beyond the largest float."""
+    """Return the correctly rounded quotient; infinity beyond the largest float."""
     try:
         return dividend / divisor
     except OverflowError:
@@ -30,8 +30,8 @@ class ExactSum:
 
     Attributes:
         units: The finite part, an integer number of ``2**-1126``.
-        positive_infinities: How many of the terms were ``+inf``.
-        negative_infinities: How many were ``-inf``.
+        positive_infinities: Number of ``+inf`` terms.
+        negative_infinities: Number of ``-inf`` terms.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ExactSum:
         """Add every element of ``values`` (any shape).
 
         Raises:
-            ValueError: an element is NaN.
+            ValueError: If an element is NaN.
         """
         values = np.asarray(values, dtype=np.float64).ravel()
         for start in range(0, values.size, _CHUNK):
@@ -76,7 +76,7 @@ class ExactSum:
         self.negative_infinities += other.negative_infinities
 
     def value(self) -> float:
-        """The sum, correctly rounded to float64; ``inf`` or ``-inf`` if such terms were added, NaN if both were."""
+        """Return the sum, correctly rounded to float64: ``inf`` or ``-inf`` with such terms, NaN with both."""
         if self.positive_infinities and self.negative_infinities:
             return math.nan
         if self.positive_infinities or self.negative_infinities:
@@ -84,18 +84,18 @@ class ExactSum:
         return _quotient(self.units, 1 << _UNIT_EXPONENT)
 
     def ratio(self, other: ExactSum) -> float:
-        """This sum over another, correctly rounded when both are finite; NaN if the other is zero."""
+        """Return this sum divided by another, correctly rounded if both are finite; NaN if the other is zero."""
         if self.positive_infinities or self.negative_infinities or other.positive_infinities:
             return math.nan if other.positive_infinities else self.value()
         return _quotient(self.units, other.units) if other.units else math.nan
 
     def state(self) -> str:
-        """The sum as text, for :meth:`from_state`."""
+        """Return the sum as text, for :meth:`from_state`."""
         return f"{self.units:x},{self.positive_infinities},{self.negative_infinities}"
 
     @classmethod
     def from_state(cls, state: str) -> ExactSum:
-        """Read back what :meth:`state` wrote."""
+        """Restore a sum from :meth:`state`."""
         result = cls()
         units, positive, negative = state.split(",")
         result.units = int(units, 16)

@@ -3,8 +3,8 @@
 Every metric is a smooth function of weighted means over samples (the AUC, over pairs), so its sampling variance is the
 sum of squared influences of the samples. For the unweighted AUC this is DeLong's estimator; for all metrics it agrees
 with a bootstrap over the same units to first order, and costs one sort. Samples of one group (a user) are not
-independent: with groups the influences are added up within a group before they are squared, which is what a bootstrap
-over groups would do.
+independent: with groups, the influences are summed within a group before they are squared, like a bootstrap over
+groups.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FEWEST_GROUPS = 20
 
 
 def auc_influence(scores: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> tuple[float, _Floats]:
-    """The weighted AUC and every sample's influence on it.
+    """Compute the weighted AUC and every sample's influence on it.
 
     Args:
         scores: ``float64 [B]``.
-        positive: ``bool [B]``, both values present.
+        positive: ``bool [B]``, with both values present.
         weights: ``float64 [B]``, positive.
 
     Returns:
@@ -54,21 +54,21 @@ def metric_intervals(
     groups: NDArray[np.int64] | None = None,
     level: float = 0.95,
 ) -> dict[str, tuple[float, float]]:
-    """Confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and ``gauc`` on one set of samples.
+    """Compute confidence intervals of ``ne``, ``auc``, ``log_loss``, ``calibration`` and ``gauc``.
 
-    Normal intervals on the scale where the metric is unbounded (the logit of an AUC, the logarithm of the others), with
-    Student's quantile for the number of groups. A metric is left out when its variance cannot be estimated: fewer than
-    two samples of either class, fewer than 20 groups for ``gauc``, or no variation (a perfect ranking).
+    Intervals are normal on a scale where the metric is unbounded (the logit of an AUC, the logarithm of the others),
+    with Student's quantile for the number of groups. A metric is left out if its variance cannot be estimated: fewer
+    than two samples of either class, fewer than 20 groups for ``gauc``, or no variation (a perfect ranking).
 
     Args:
         logits: ``float64 [B]``, finite.
         positive: ``bool [B]``.
         weights: ``float64 [B]``, at least 0.
-        groups: ``int64 [B]``: units that were sampled independently; used if there are at least 20 of them.
-        level: Confidence.
+        groups: ``int64 [B]``, units that were sampled independently; used if there are at least 20 of them.
+        level: Confidence level.
 
     Returns:
-        Metric name to lower and upper end.
+        Lower and upper bound by name of the metric.
     """
     if not weights.all():
         keep = weights > 0
@@ -134,5 +134,5 @@ def metric_intervals(
 
 
 def interval_unit(groups: NDArray[np.int64] | None) -> str:
-    """What :func:`metric_intervals` treats as independent: ``group`` with at least 20 groups, else ``sample``."""
+    """Return the independent unit of :func:`metric_intervals`: ``group`` with at least 20 groups, else ``sample``."""
     return "group" if groups is not None and np.unique(groups).size >= _FEWEST_GROUPS else "sample"

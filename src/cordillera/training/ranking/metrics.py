@@ -1,12 +1,13 @@
 """Streaming metrics of binary predictions that merge exactly over shards.
 
-:class:`RankingMetrics` reads logits batch by batch and gives normalised entropy (NE), AUC, log loss, calibration and
-GAUC. Sums are exact integers and the AUC keeps every distinct score, so for any cut of the data into batches and
+:class:`RankingMetrics` reads logits batch by batch and computes normalised entropy (NE), AUC, log loss, calibration and
+GAUC. Sums are exact integers and the AUC keeps every distinct score, so for any division of the data into batches and
 shards, in any order, ``merge`` gives the same bits as one pass over the union.
 
-A metric that the data does not define (one class only, no examples) is NaN and is named, with the reason, by
-:meth:`RankingMetrics.undefined`; it is never a number. NaN logits are refused. Infinite logits are taken at their word:
-right ones cost nothing, a wrong one costs an infinite log loss. Nothing is clamped, so over-confidence stays visible.
+A metric that the data does not define (one class only, no examples) is NaN, never a number;
+:meth:`RankingMetrics.undefined` names it with the reason. NaN logits are refused. Infinite logits are accepted: correct
+ones cost nothing, and an incorrect one costs an infinite log loss. Nothing is clamped, so over-confidence stays
+visible.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
 
 
 def cross_entropy(logits: _Floats, positive: NDArray[np.bool_]) -> _Floats:
-    """Binary cross-entropy in nats of every sample, from logits, without loss of precision at either end.
+    """Compute the binary cross-entropy in nats of every sample, from logits, without loss of precision.
 
     Args:
         logits: ``float64 [B]``, infinities allowed.
         positive: ``bool [B]``.
 
     Returns:
-        ``float64 [B]``; ``-log(sigmoid(x))`` where positive, ``-log(1 - sigmoid(x))`` elsewhere.
+        ``float64 [B]``; ``-log(sigmoid(x))`` for positive samples, ``-log(1 - sigmoid(x))`` for others.
     """
     return np.maximum(np.where(positive, -logits, logits), 0.0) + np.log1p(np.exp(-np.abs(logits)))
 
 
 def sigmoid(logits: _Floats) -> _Floats:
-    """Probabilities of logits in float64; keeps full relative precision for very negative logits."""
+    """Compute probabilities of logits in float64, with full relative precision for very negative logits."""
     small = np.exp(-np.abs(logits))
     return np.where(logits >= 0, 1.0, small) / (1.0 + small)
 
 
 def binary_entropy(positive: float, negative: float) -> float:
-    """Entropy in nats of a coin that shows the first side with weight ``positive``, the other with ``negative``."""
+    """Compute the entropy in nats of a binary variable with weights ``positive`` and ``negative``."""
     p, q = positive / (positive + negative), negative / (positive + negative)
     small, large = min(p, q), max(p, q)
     return -(small * math.log(small) + large * math.log1p(-small)) if small > 0 else 0.0
@@ -67,7 +68,7 @@ def binary_entropy(positive: float, negative: float) -> float:
 def _grouped_auc(
     groups: NDArray[np.int64], scores: _Floats, positive: NDArray[Any], negative: NDArray[Any]
 ) -> tuple[NDArray[np.int64], _Floats, NDArray[Any], NDArray[Any]]:
-    """AUC of every group; rows sorted by (group, score). Integer masses are counted without rounding.
+    """Compute the AUC of every group; rows are sorted by (group, score). Integer masses are counted exactly.
 
     Returns:
         ``groups [G]``, ``auc [G]`` (NaN with one class), positive mass ``[G]``, negative mass ``[G]``.
@@ -88,7 +89,7 @@ def _grouped_auc(
 
 
 class _ScoreTable:
-    """How often every distinct (group, score, weight) was seen with either label: the exact state of AUC and GAUC."""
+    """Counts of every distinct (group, score, weight) by label: the exact state of AUC and GAUC."""
 
     columns = ("groups", "scores", "weights", "positive", "negative")
 
@@ -130,7 +131,7 @@ class _ScoreTable:
         return self._table
 
     def masses(self) -> tuple[NDArray[np.int64], _Floats, NDArray[Any], NDArray[Any]]:
-        """Groups, scores, positive and negative mass; masses are counts while all weights are equal."""
+        """Return groups, scores, positive and negative mass; masses are counts while all weights are equal."""
         groups, scores, weights, positive, negative = self.compact()
         if weights.size and (weights != weights[0]).any():
             return groups, scores, positive * weights, negative * weights
@@ -140,19 +141,19 @@ class _ScoreTable:
 class RankingMetrics:
     """NE, AUC, log loss, calibration and GAUC of one task, over a stream.
 
-    NE is the weighted mean cross-entropy over the entropy of the weighted base rate of the same samples (He et al.
-    2014, section 3): 1 is what the constant base rate earns, lower is better. Calibration is the sum of predictions
-    over the sum of labels. AUC counts ties as one half and weights a pair by the product of its weights. GAUC is the
-    mean AUC of the groups, weighted by their samples' weights (their impressions when there are no weights); groups
-    with one class have no AUC, are left out, and are counted.
+    NE is the weighted mean cross-entropy divided by the entropy of the weighted base rate of the same samples (He et
+    al. 2014, section 3): a constant prediction of the base rate has NE 1, and lower is better. Calibration is the sum
+    of predictions divided by the sum of labels. AUC counts ties as one half and weights a pair by the product of its
+    weights. GAUC is the mean AUC of the groups, weighted by the weights of their samples (their impressions without
+    weights); groups with one class have no AUC and are left out and counted.
 
-    Memory: 40 bytes a distinct (group, score, weight). With ``auc_bins`` it is bounded instead.
+    The state takes 40 bytes for every distinct (group, score, weight). With ``auc_bins`` it is bounded.
 
     Args:
-        auc_bins: None for the exact AUC. Otherwise the AUC is read from a histogram of so many equal steps of logit
-            over [-16, 16] with open ends: pairs that share a bin count one half, so the error is at most half their
-            share of all pairs, which ``compute`` reports as ``auc_error``. GAUC is then undefined. With weights that
-            are not whole numbers, merging binned AUCs is exact only up to rounding.
+        auc_bins: None for the exact AUC. Otherwise the AUC is read from a histogram with this number of equal steps of
+            logit over [-16, 16] and open ends: pairs that share a bin count one half, so the error is at most half
+            their share of all pairs, which ``compute`` reports as ``auc_error``. GAUC is then undefined. With weights
+            that are not whole numbers, merging binned AUCs is exact only up to rounding.
     """
 
     def __init__(self, auc_bins: int | None = None) -> None:
@@ -176,15 +177,15 @@ class RankingMetrics:
         """Add one batch.
 
         Args:
-            logits: ``[B]``, any floating dtype and device; computed in float64.
+            logits: ``[B]``, any floating dtype and device; metrics are computed in float64.
             labels: ``[B]`` of zeros and ones.
-            weights: ``[B]``, finite and at least 0, or None for ones. Samples of weight 0 count in ``examples`` and
-                ``positives`` and nowhere else.
-            groups: ``int64 [B]`` for GAUC; in all updates or in none.
+            weights: ``[B]``, finite and at least 0, or None for ones. Samples of weight 0 count only in ``examples``
+                and ``positives``.
+            groups: ``int64 [B]`` for GAUC; given in all updates or in none.
 
         Raises:
-            TrainingError: a logit is NaN. Nothing of the batch is added then.
-            DataError: shapes differ, a label is neither 0 nor 1, or a weight is negative or not finite.
+            TrainingError: If a logit is NaN; then nothing of the batch is added.
+            DataError: If shapes differ, a label is neither 0 nor 1, or a weight is negative or not finite.
         """
         x, y = _numpy(logits), _numpy(labels)
         w = np.ones_like(x) if weights is None else _numpy(weights)
@@ -235,11 +236,11 @@ class RankingMetrics:
             self._bins[1] += np.bincount(place, weights=w * positive, minlength=self.auc_bins)
 
     def merge(self, other: RankingMetrics) -> RankingMetrics:
-        """Add what another shard has seen; returns self.
+        """Add the samples of another shard; returns self.
 
         Raises:
-            ValueError: the two were made with different ``auc_bins``.
-            DataError: one has groups and the other has samples without.
+            ValueError: If the two have different ``auc_bins``.
+            DataError: If one has groups and the other has samples without.
         """
         if self.auc_bins != other.auc_bins:
             raise ValueError(f"cannot merge metrics with auc_bins {self.auc_bins} and {other.auc_bins}")
@@ -255,7 +256,7 @@ class RankingMetrics:
         return self
 
     def undefined(self) -> dict[str, str]:
-        """Which metrics have no value, and why."""
+        """Return the metrics without a value, with the reasons."""
         reasons: dict[str, str] = {}
         positive, negative = self._sums["positive_weight"].units, self._sums["negative_weight"].units
         if not positive and not negative:
@@ -273,12 +274,12 @@ class RankingMetrics:
         return reasons
 
     def compute(self) -> dict[str, float]:
-        """The metrics so far.
+        """Compute the metrics so far.
 
         Returns:
             ``ne``, ``auc``, ``log_loss`` (nats), ``calibration``, ``gauc``, ``base_rate``, ``examples``, ``positives``
-            (samples with label 1), ``weight`` (sum of weights); with groups ``gauc_groups`` and
-            ``gauc_excluded_groups``; with ``auc_bins`` ``auc_error``. NaN where undefined.
+            (samples with label 1) and ``weight`` (sum of weights); with groups also ``gauc_groups`` and
+            ``gauc_excluded_groups``; with ``auc_bins`` also ``auc_error``. Undefined metrics are NaN.
         """
         sums = self._sums
         result = {
@@ -295,7 +296,7 @@ class RankingMetrics:
         positive, negative = sums["positive_weight"].value(), sums["negative_weight"].value()
         if positive > 0 and negative > 0:
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                # a class of almost no weight: the entropy is zero as a float, the ratio beyond the largest float
+                # a class of almost no weight: the entropy is zero as a float, and the ratio overflows
                 result["ne"] = float(np.float64(result["log_loss"]) / binary_entropy(positive, negative))
             if self.auc_bins is None:
                 _, scores, positives, negatives = self._sorted_by_score()
@@ -321,7 +322,7 @@ class RankingMetrics:
         return groups[order], scores[order], positive[order], negative[order]
 
     def _group_aucs(self) -> tuple[int, _Floats, NDArray[Any]]:
-        """How many groups have one class; AUC and mass of the others."""
+        """Return the number of groups with one class, and AUC and mass of the others."""
         groups, scores, positive, negative = self._scores.masses()
         if not groups.size:
             return 0, np.empty(0), np.empty(0)
@@ -330,7 +331,7 @@ class RankingMetrics:
         return int((~defined).sum()), aucs[defined], (positives + negatives)[defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as integers, strings and tensors: loads with ``weights_only=True``."""
+        """Return the state as integers, strings and tensors, which load with ``weights_only=True``."""
         table = dict(zip(_ScoreTable.columns, self._scores.compact(), strict=True))
         return {
             "auc_bins": self.auc_bins or 0,
@@ -343,10 +344,10 @@ class RankingMetrics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that :meth:`state_dict` gave.
+        """Restore a state from :meth:`state_dict`.
 
         Raises:
-            CheckpointError: the state is incomplete, or was saved with other ``auc_bins``.
+            CheckpointError: If the state is incomplete, or was saved with other ``auc_bins``.
         """
         try:
             if state["auc_bins"] != (self.auc_bins or 0):
@@ -374,10 +375,10 @@ class ProgressiveMetrics:
     samples show how quality changes with time; a window may begin and end inside a batch.
 
     Args:
-        tasks: Their names, in the order of the logits' columns.
-        window: Samples a window.
-        auc_bins: For the cumulative metrics (see :class:`RankingMetrics`), whose exact state would grow with the
-            stream; windows are exact.
+        tasks: Names of the tasks, in the order of the logits' columns.
+        window: Number of samples per window.
+        auc_bins: Number of bins of the cumulative metrics (see :class:`RankingMetrics`), whose exact state would grow
+            with the stream; windows are exact.
     """
 
     def __init__(self, tasks: Sequence[str], window: int = 100_000, auc_bins: int | None = 1 << 16) -> None:
@@ -401,8 +402,8 @@ class ProgressiveMetrics:
         Args:
             logits: ``[B, tasks]``.
             labels: ``[B, tasks]``.
-            weights: ``[B]`` or None.
-            groups: ``int64 [B]`` or None.
+            weights: ``[B]``, or None for ones.
+            groups: ``int64 [B]``, or None for no GAUC.
 
         Returns:
             The windows that this batch completed: ``{"begin", "end", "tasks": {task: metrics}}``, counted in samples.
@@ -438,11 +439,11 @@ class ProgressiveMetrics:
         return done
 
     def compute(self) -> dict[str, dict[str, float]]:
-        """Metrics of every task over the whole stream so far."""
+        """Compute the metrics of every task over the whole stream so far."""
         return {task: metrics.compute() for task, metrics in self.cumulative.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values and tensors."""
+        """Return the state as plain values and tensors."""
         return {
             "tasks": list(self.tasks),
             "window": self.window,
@@ -453,10 +454,10 @@ class ProgressiveMetrics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that :meth:`state_dict` gave.
+        """Restore a state from :meth:`state_dict`.
 
         Raises:
-            CheckpointError: the state belongs to other tasks or another window.
+            CheckpointError: If the state belongs to other tasks or another window.
         """
         if (tuple(state["tasks"]), state["window"]) != (self.tasks, self.window):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""How much a change of a model changes its quality on the same samples, with what can be said of chance."""
+"""Change of quality between two models on the same samples, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def relative_change(
     groups: NDArray[np.int64] | None = None,
     level: float = 0.95,
 ) -> Change:
-    """The relative change of NE (of log loss: the entropy of the labels is the same) with its interval.
+    """Compute the relative change of NE (equal to that of log loss) with its interval.
 
-    A ratio of two means over the same samples; its variance is that of its influences (delta method), summed within
-    groups before they are squared where samples of a group depend on one another.
+    It is a ratio of two means over the same samples; its variance is that of its influences (delta method), summed
+    within groups before they are squared if samples of a group are dependent.
 
     Args:
         losses: ``float64 [B]``, cross-entropy of each sample.
-        reference: Of the unchanged model.
-        weights: Of samples; None for ones.
-        groups: ``int64 [B]``, a user for instance; None for independent samples.
-        level: Confidence.
+        reference: ``float64 [B]``, cross-entropy of the unchanged model.
+        weights: ``float64 [B]``; None for ones.
+        groups: ``int64 [B]``, such as users; None for independent samples.
+        level: Confidence level.
 
     Raises:
-        DataError: there are no samples, or losses are not finite, or those of the reference sum to zero.
+        DataError: If there are no samples, losses are not finite, or those of the reference sum to zero.
     """
     if losses.shape != reference.shape or not losses.size:
         raise DataError(f"{losses.size} losses beside {reference.size}", where="relative_change")

@@ -1,9 +1,9 @@
-"""The loop that learns: batches in, updates out, and every interruption survived.
+"""Training loop of ranking models: batches in, updates out, resumable after any interruption.
 
-One step is: batch, forward under the chosen precision, weighted loss, backward, clip, AdamW for dense parameters, one
-fused exact update for the tables. Everything a step depends on (weights, moments, counters, random state, position in
-the data) is in a checkpoint, and the order of the data is a function of seed and epoch, so a resumed run takes the same
-steps that an uninterrupted one would have taken.
+One step is: batch, forward in the chosen precision, weighted loss, backward, clip, AdamW for dense parameters, and one
+fused exact update for the tables. Everything that a step depends on (weights, moments, counters, random state, position
+in the data) is in a checkpoint, and the order of the data is a function of seed and epoch, so that a resumed run takes
+the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetri
 _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
 
 TRAINING_PROBE = "training-probe.safetensors"
-"""In a run's folder: what its linear layers were given while it was trained."""
+"""File in a run's folder with statistics of the inputs of linear layers during training."""
 
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -50,34 +50,34 @@ class TrainingConfig(BaseModel):
     """Settings of training.
 
     Attributes:
-        epochs: Passes over the training split.
-        max_steps: Largest number of steps, whatever ``epochs`` says.
-        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32`` does
-            everything in float32.
-        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs
-            ``precision = "fp32"``. Evaluation and scoring are in float32.
+        epochs: Number of passes over the training split.
+        max_steps: Largest number of steps, regardless of ``epochs``; null for no limit.
+        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32``
+            computes everything in float32.
+        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs ``precision =
+            "fp32"``. Evaluation and scoring are in float32.
         learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
         betas: AdamW's decay rates, at least 0 and below 1.
-        eps: AdamW's denominator term.
+        eps: Term added to AdamW's denominator.
         weight_decay: AdamW's decoupled weight decay, applied to matrices only.
         warmup_fraction: Share of all steps over which rates rise linearly from zero.
         decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
         final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
-        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not
-            in the norm.
+        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
+            norm.
         task_weights: Weight of each task's loss, by task name; null for ones.
         patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
             null to never stop early and keep the last weights.
         evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
-        checkpoint_every: Steps between checkpoints, beside those at evaluations; null for none.
+        checkpoint_every: Steps between checkpoints, in addition to those at evaluations; null for none.
         log_every: Steps between records of the training loss.
-        progressive: Whether to predict every batch before training on it and report those predictions' metrics (for
-            streams).
+        progressive: Whether to predict every batch before training on it and report the metrics of those predictions
+            (for streams).
         progressive_window: Number of samples in a window of the progressive metrics.
         compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
         probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
-            The statistics take 8 bytes for each pair of a layer's inputs, in checkpoints too.
-        probe_marginals: Whether to keep quantiles of each input too, for layers of up to 2048 inputs, from which
+            The statistics take 8 bytes for each pair of a layer's inputs, also in checkpoints.
+        probe_marginals: Whether to also keep quantiles of each input, for layers of up to 2048 inputs, from which
             ``cordillera probe`` draws inputs with the observed tails and zeros.
         emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
     """
@@ -125,16 +125,16 @@ class TrainingConfig(BaseModel):
 
 @dataclass
 class Progress:
-    """Where a training stands. Everything in it is in the checkpoint.
+    """Position of training, all of which is in the checkpoint.
 
     Attributes:
-        step: Updates done.
-        epoch: The epoch in progress, from 0.
-        batch: Batches of that epoch already used.
-        examples: Samples used.
+        step: Number of updates done.
+        epoch: Epoch in progress, counted from 0.
+        batch: Number of batches of that epoch already used.
+        examples: Number of samples used.
         best: Lowest mean NE on the validation split so far.
-        best_step: The step of ``best``.
-        stale: Evaluations since ``best``.
+        best_step: Step of ``best``.
+        stale: Number of evaluations since ``best``.
     """
 
     step: int = 0
@@ -146,12 +146,12 @@ class Progress:
     stale: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {**self.__dict__, "best": None if math.isinf(self.best) else self.best}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """Undo :meth:`to_state`."""
+        """Restore the progress from :meth:`to_state`."""
         return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
 
 
@@ -163,7 +163,7 @@ class TrainingOutcome:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
         progress: Progress at the end.
         seconds: Wall time of this process's share.
-        probing_seconds: Of it, spent on statistics of what layers are given.
+        probing_seconds: Part of ``seconds`` spent on statistics of the inputs of layers.
     """
 
     ended: Literal["finished", "early", "interrupted"]
@@ -174,7 +174,7 @@ class TrainingOutcome:
 
 @dataclass
 class _RankingWindow:
-    """What happened since the last log record. Sums are checkpointed, clocks are not."""
+    """Sums since the last log record; they are saved in checkpoints, times are not."""
 
     loss: float = 0.0
     weight: float = 0.0
@@ -192,10 +192,10 @@ StepCallback = Callable[[dict[str, Any], Progress, int], None]
 
 
 def select_device(name: str) -> torch.device:
-    """The device that a recipe's ``device`` names; ``auto`` takes a GPU if there is one.
+    """Return the device that a recipe's ``device`` names; ``auto`` takes a GPU if there is one.
 
     Raises:
-        DependencyError: the named device is not there.
+        DependencyError: If the device is not available.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -208,19 +208,19 @@ def select_device(name: str) -> torch.device:
 
 
 def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    """The autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
+    """Return the autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def emulated(
     emulate: EmulationConfig | None, step: int = 0, loss_scale: LossScale | None = None
 ) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
-    """The region in which products are emulated: that of a config, or nothing without one.
+    """Return the region in which products are emulated, or an empty region.
 
     Args:
-        emulate: The format, or None.
+        emulate: Number format to emulate; None for an empty region.
         step: Number of the training step.
-        loss_scale: As it stands, or None.
+        loss_scale: Current loss scale; None for 1.
     """
     if emulate is None:
         return contextlib.nullcontext()
@@ -230,16 +230,16 @@ def emulated(
 def scorer(
     model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
 ) -> Callable[[RankingBatch], Tensor]:
-    """A function from a batch to logits, without gradients and in evaluation mode.
+    """Return a function from a batch to logits, without gradients and in evaluation mode.
 
     Args:
         model: Model that scores.
         device: Device of the model.
         precision: ``bf16`` or ``fp32``.
-        emulate: The number format to emulate, if any.
+        emulate: Number format to emulate; None for none.
 
     Returns:
-        A function that takes a :class:`RankingBatch` and gives ``float32 [B, tasks]`` on the CPU.
+        A function that takes a :class:`RankingBatch` and returns ``float32 [B, tasks]`` on the CPU.
     """
 
     def score(batch: RankingBatch) -> Tensor:
@@ -257,16 +257,16 @@ def scorer(
 def weighted_loss(
     logits: Tensor, labels: Tensor, weights: Tensor | None, task_weights: Tensor | None
 ) -> tuple[Tensor, float]:
-    """Mean binary cross-entropy over samples, summed over tasks.
+    """Compute the mean binary cross-entropy over samples, summed over tasks.
 
     Args:
-        logits: ``[B, tasks]``; taken to float32.
+        logits: ``[B, tasks]``; converted to float32.
         labels: ``float32 [B, tasks]`` of zeros and ones.
-        weights: ``float32 [B]`` sample weights or None.
-        task_weights: ``float32 [tasks]`` or None.
+        weights: ``float32 [B]`` sample weights; None for ones.
+        task_weights: ``float32 [tasks]``; None for ones.
 
     Returns:
-        The scalar loss and the samples' total weight. If that is zero the loss is zero: such a batch teaches nothing.
+        The scalar loss and the total weight of the samples. With zero total weight the loss is zero.
     """
     losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
     if task_weights is not None:
@@ -286,14 +286,14 @@ class Trainer:
         model: Model to train; it is moved to ``device``. If a number format is emulated, its weights are rounded to
             that format.
         training: Batches of the training split.
-        validation: Batches of the validation split, or None to evaluate nothing.
-        run: Run that records and checkpoints are written to.
+        validation: Batches of the validation split; None for no evaluation.
+        run: Run to which records and checkpoints are written.
         tasks: Names of the labels.
         device: Device to compute on.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
-            progress and the total number of steps; draws progress bars.
-        recipe: Recipe of the model and its training. It is saved in checkpoints, and a checkpoint of another recipe is
-            not resumed. None to save no recipe.
+            progress and the total number of steps.
+        recipe: Recipe of the model and its training, saved in checkpoints; a checkpoint of another recipe is not
+            resumed. None to save no recipe.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class Trainer:
             model.score = torch.compile(model.score)  # type: ignore[method-assign]
 
     def _stored_weights(self) -> dict[str, Tensor]:
-        """What a number format is chosen for: matrices and tables. Biases and norms are vectors."""
+        """Return the weights for which number formats are chosen: matrices and tables, but no biases or norms."""
         matrices: dict[str, Tensor] = {name: weight for name, weight in self.dense.items() if weight.dim() >= 2}
         return matrices | {f"{name}.weight": tables.weight for name, tables in self.tables.items()}
 
@@ -380,10 +380,10 @@ class Trainer:
         return tensors, state
 
     def save(self) -> None:
-        """Write a checkpoint of the present step; the newest and the best checkpoints are kept, others deleted.
+        """Write a checkpoint of the present step; keep the newest and the best checkpoints, and delete others.
 
         Raises:
-            TrainingError: a weight or a moment is NaN or infinite; nothing is written or deleted then.
+            TrainingError: If a weight or a moment is NaN or infinite; then nothing is written or deleted.
         """
         tensors, state = self._state()
         learnt = {name: tensor for name, tensor in tensors.items() if name.startswith(_LEARNT)}
@@ -401,14 +401,14 @@ class Trainer:
         self.run.write_status(None, self.progress.step, self.total_steps)
 
     def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
-        """Go to a checkpoint.
+        """Restore the state of a checkpoint.
 
         Args:
-            checkpoint: What :func:`cordillera.training.checkpoints.load` gave.
-            weights_only: Take the model's weights and leave optimizer, counters and random state as they are.
+            checkpoint: Checkpoint from :func:`cordillera.training.checkpoints.load`.
+            weights_only: Whether to restore only the model's weights and leave optimizer, counters and random state.
 
         Raises:
-            CheckpointError: it was written for another model.
+            CheckpointError: If the checkpoint is of another model.
         """
         load_weights(self.model, checkpoint)
         if weights_only:
@@ -417,7 +417,7 @@ class Trainer:
             prefix = f"optimizer.{name}."
             moments = {k[len(prefix) :]: v for k, v in checkpoint.tensors.items() if k.startswith(prefix)}
             if moments:
-                # AdamW's fused kernel wants moments beside the parameter and its step count as a tensor.
+                # AdamW's fused kernel needs moments on the parameter's device and the step count as a tensor.
                 self.optimizer.state[parameter] = {k: v.clone().to(self.device) for k, v in moments.items()}
         if self.storage is not None:
             prefix = "storage."
@@ -435,11 +435,11 @@ class Trainer:
         checkpoints.restore_random_state(checkpoint.tensors)
 
     def resume(self) -> bool:
-        """Restore the newest checkpoint of the run; returns False if there is none.
+        """Restore the newest checkpoint of the run; return False if there is none.
 
         Raises:
-            CheckpointError: the newest checkpoint is corrupt.
-            RunError: another process trains the run, or the recipe has changed since the checkpoint was written.
+            CheckpointError: If the newest checkpoint is corrupt.
+            RunError: If another process trains the run, or the recipe has changed since the checkpoint was written.
         """
         with self.run.lock():
             available = checkpoints.steps(self.run.checkpoints)
@@ -456,15 +456,15 @@ class Trainer:
         self._stop.set()
 
     def fit(self) -> TrainingOutcome:
-        """Train to the end, to the end of patience, or to a signal.
+        """Train until all steps are done, patience runs out, or a signal arrives.
 
         Returns:
-            How it ended. Unless interrupted, the model holds the weights that the run stands for: the best ones with
-            ``patience``, the last ones without.
+            The way training ended. Unless it was interrupted, the model then holds the final weights of the run: the
+            best ones with ``patience``, the last ones without.
 
         Raises:
-            TrainingError: the loss is not finite.
-            RunError: the disk is full or the run is in use.
+            TrainingError: If the loss is not finite.
+            RunError: If the disk is full or the run is in use.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -492,7 +492,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _status(self) -> Iterator[None]:
-        """Write to ``status.json`` that training goes on, and the error if one ends it."""
+        """Write to ``status.json`` that training is in progress, and the error if one ends it."""
         self.run.write_status(None, self.progress.step, self.total_steps)
         try:
             yield
@@ -503,7 +503,6 @@ class Trainer:
             raise
 
     def _way_on(self) -> str:
-        """Remedy for numbers that are not finite."""
         saved = checkpoints.steps(self.run.checkpoints)
         return (
             "lower training.learning_rate or tables.learning_rate, set training.gradient_clip, or use precision = "
@@ -512,7 +511,7 @@ class Trainer:
         )
 
     def _write_probe(self, finished: bool) -> float:
-        """Write what the probe gathered when training has ended; seconds that gathering took this process."""
+        """Write the statistics of the probe once training is finished; return the seconds that gathering took."""
         if self.probe is None:
             return 0.0
         seconds = sum(statistics.seconds for statistics in self.probe.inputs.values())
@@ -609,7 +608,7 @@ class Trainer:
         window.timed += len(batch)
 
     def _overflows(self, products: EmulatedProducts, loss: float) -> bool:
-        """Adapt the loss scale; whether gradients are infinite with it, in which case they are forgotten."""
+        """Adapt the loss scale; return whether gradients were infinite with it, in which case they are dropped."""
         assert self.loss_scale is not None
         if products.overflowed:
             place = {"step": self.progress.step + 1, "epoch": self.progress.epoch}
@@ -719,10 +718,10 @@ class Trainer:
 
 
 def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> None:
-    """Put a checkpoint's weights into a model.
+    """Load the weights of a checkpoint into a model.
 
     Raises:
-        CheckpointError: the checkpoint is of another model; the message names the first difference.
+        CheckpointError: If the checkpoint is of another model; the message names the first difference.
     """
     saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
     try:
@@ -736,14 +735,14 @@ def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> Non
 
 
 def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
-    """The checkpoint that a finished run stands for.
+    """Load the checkpoint that holds the final weights of a finished run.
 
     Args:
         run: The run.
         use_best: True for the step of the lowest validation NE, False for the newest.
 
     Raises:
-        CheckpointError: there is none, or it is corrupt.
+        CheckpointError: If there is none, or it is corrupt.
     """
     available = checkpoints.steps(run.checkpoints)
     if not available:

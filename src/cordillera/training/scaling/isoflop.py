@@ -1,9 +1,9 @@
-"""How a budget of training FLOPs splits best into parameters and tokens, from runs of several budgets.
+"""The best split of a budget of training FLOPs into parameters and tokens, from runs of several budgets.
 
 Runs of one budget differ in size alone: small models see many tokens, large ones few. A second-degree polynomial of the
 loss over the logarithm of tokens has its minimum at the optimal number of tokens for that budget (Grattafiori et al.
-2024, section 3.2.1, figure 2; after Hoffmann et al. 2022, section 3.2). How minima grow with compute is fitted in
-:mod:`cordillera.training.scaling.isoflop_laws`.
+2024, section 3.2.1, figure 2; after Hoffmann et al. 2022, section 3.2). The growth of the minima with compute is fitted
+in :mod:`cordillera.training.scaling.isoflop_laws`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cordillera.training.ranking.evaluation import number
 
 _Floats = NDArray[np.float64]
 FEWEST_SIZES = 3
-# By how much one more round of runs should pass the range that was trained, at most.
+# Largest factor by which one more round of runs should exceed the trained range.
 _REACH = 4.0
 QUANTITIES = {"tokens": "tokens", "parameters": "parameters", "non_embedding": "parameters without embeddings"}
 
 
 def amount(value: float) -> str:
-    """A number of tokens or parameters for people: ``950``, ``12.3k``, ``1.7B``."""
+    """Format a number of tokens or parameters: ``950``, ``12.3k``, ``1.7B``."""
     return compact(value).replace("G", "B")
 
 
 def power(value: float) -> str:
-    """A number of FLOPs for people: ``3.8e25``. Whole steps cost a budget to a few thousandths: those are not shown."""
+    """Format a number of FLOPs: ``3.8e25``. Whole steps match a budget to a few thousandths, which are not shown."""
     texts = [f"{value:.{digits}e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-") for digits in range(3)]
     return next((text for text in texts if abs(float(text) - value) <= 5e-3 * value), texts[-1])
 
@@ -44,12 +44,12 @@ class IsoFlopRun:
     """A trained language model.
 
     Attributes:
-        name: For messages.
+        name: Name for messages.
         compute: Training FLOPs of the whole run.
-        parameters: All of them; a tied head counts once.
-        non_embedding: Those outside the embedding and the head.
-        tokens: That it was trained on.
-        loss: Of held-out documents, nats a token; not finite where training diverged.
+        parameters: Number of parameters; a tied head counts once.
+        non_embedding: Number of parameters outside the embedding and the head.
+        tokens: Number of training tokens.
+        loss: Loss on held-out documents, nats per token; not finite if training diverged.
         counts_attention: Whether ``compute`` counts attention.
     """
 
@@ -64,13 +64,14 @@ class IsoFlopRun:
 
 @dataclass(frozen=True)
 class Optimum:
-    """Where a budget is spent best.
+    """The best split of a budget.
 
     Attributes:
-        tokens: At the parabola's minimum.
-        parameters: Of a model that takes so many tokens for the budget, between its neighbours among the runs.
-        non_embedding: Likewise.
-        loss: At the minimum.
+        tokens: Number of tokens at the minimum of the parabola.
+        parameters: Number of parameters of a model that takes this number of tokens for the budget, interpolated
+            between runs.
+        non_embedding: Number of such parameters outside the embedding and the head.
+        loss: Loss at the minimum.
     """
 
     tokens: float
@@ -85,12 +86,12 @@ class IsoFlopCurve:
 
     Attributes:
         budget: Geometric mean of the runs' FLOPs.
-        runs: That were fitted, by rising tokens.
-        left_out: Names of those that were not, and why.
+        runs: Runs that were fitted, in ascending order of tokens.
+        left_out: Reason for each run that was not fitted, by name.
         centre: Mean of ``log10(tokens)``.
-        coefficients: ``c0, c1, c2``; empty where there are too few sizes.
-        optimum: None where the curve shows none.
-        refusal: Why it shows none, and what to run next.
+        coefficients: ``c0, c1, c2``; empty if there are too few sizes.
+        optimum: The optimum; None if the curve shows none.
+        refusal: Reason why the curve shows none, and which runs to add.
     """
 
     budget: float
@@ -102,33 +103,33 @@ class IsoFlopCurve:
     refusal: str | None = None
 
     def predict(self, tokens: Any) -> _Floats:
-        """The parabola at ``tokens`` (an array or a number)."""
+        """Return the parabola at ``tokens`` (an array or a number)."""
         x = np.log10(np.asarray(tokens, dtype=np.float64)) - self.centre
         c0, c1, c2 = self.coefficients
         return c0 + c1 * x + c2 * x * x
 
     @property
     def range(self) -> tuple[int, int]:
-        """Fewest and most tokens of a run."""
+        """Smallest and largest number of tokens of a run."""
         return self.runs[0].tokens, self.runs[-1].tokens
 
 
 def isoflops(runs: Sequence[IsoFlopRun], *, tolerance: float = 0.1) -> list[IsoFlopCurve]:
     """Group runs by budget and fit a parabola to each group.
 
-    Runs that diverged, and copies of a run, are left out and named. A curve shows no optimum, and says so, where it has
+    Runs that diverged, and copies of a run, are left out and named. A curve shows no optimum, and says so, if it has
     fewer than three sizes, opens downwards, or has its minimum outside the trained range.
 
     Args:
-        runs: Of any budgets, in any order.
-        tolerance: Runs whose FLOPs follow one another more closely than this part are of one budget.
+        runs: Runs of any budgets, in any order.
+        tolerance: Largest relative gap between the FLOPs of consecutive runs of one budget.
 
     Returns:
-        Curves by rising budget.
+        Curves in ascending order of budget.
 
     Raises:
-        DataError: There are no runs, a number of one is not positive, some count attention and some do not, or runs of
-            one group spread too far to have one budget.
+        DataError: If there are no runs, a number of one is not positive, some count attention and some do not, or runs
+            of one group spread too far to have one budget.
     """
     if not runs:
         raise DataError("there are no runs", where="IsoFLOP", remedy="train some, in several sizes for each budget")
@@ -195,12 +196,12 @@ def _sort_out(group: list[IsoFlopRun]) -> tuple[list[IsoFlopRun], dict[str, str]
 
 
 def design(x: _Floats) -> _Floats:
-    """Powers 0 to 2 of ``x [n]``: ``[n, 3]``."""
+    """Return the powers 0 to 2 of ``x [n]``: ``[n, 3]``."""
     return np.stack([np.ones_like(x), x, x * x], axis=-1)
 
 
 def projection(x: _Floats) -> _Floats:
-    """What takes losses at ``x [n]`` to the coefficients of their parabola: ``[3, n]``."""
+    """Return the matrix that maps losses at ``x [n]`` to the coefficients of their parabola: ``[3, n]``."""
     return np.asarray(np.linalg.pinv(design(x)), dtype=np.float64)
 
 
@@ -213,7 +214,7 @@ def _with_optimum(curve: IsoFlopCurve) -> IsoFlopCurve:
         if best in (fewest, most):
             advice = _beyond(curve, most * _REACH if best == most else fewest / _REACH)
         return replace(curve, refusal=f"its parabola opens downwards, so it has no minimum; {advice}")
-    # What lies 100 times beyond the runs is only known to be far.
+    # An optimum 100 times beyond the runs is only known to be far away.
     place = curve.centre - c1 / (2 * c2)
     tokens = 10.0 ** min(max(place, math.log10(fewest) - 2), math.log10(most) + 2)
     if not fewest <= tokens <= most:
@@ -235,7 +236,7 @@ def _with_optimum(curve: IsoFlopCurve) -> IsoFlopCurve:
 
 
 def _beyond(curve: IsoFlopCurve, tokens: float) -> str:
-    """What to run next, outside the trained range."""
+    """Return which runs to add outside the trained range."""
     is_more = tokens > curve.range[1]
     end = curve.runs[-1] if is_more else curve.runs[0]
     kind, bound = ("smaller", "down") if is_more else ("larger", "up")
@@ -247,10 +248,10 @@ def _beyond(curve: IsoFlopCurve, tokens: float) -> str:
 
 
 def along(runs: Sequence[IsoFlopRun], quantity: str, log_tokens: _Floats) -> _Floats:
-    """Logarithm of a quantity of a budget's runs: straight between them, beyond them as between the outermost.
+    """Return the logarithm of a quantity along a budget's runs, with linear interpolation and extrapolation.
 
     Args:
-        runs: Of at least two sizes.
+        runs: Runs of at least two sizes.
         quantity: A key of :data:`QUANTITIES`.
         log_tokens: Natural logarithms of tokens, of any shape.
     """
@@ -264,15 +265,15 @@ def along(runs: Sequence[IsoFlopRun], quantity: str, log_tokens: _Floats) -> _Fl
 def measure_language(runs: Sequence[Run]) -> list[IsoFlopRun]:
     """Read compute, size, tokens and held-out loss of finished language runs.
 
-    Compute is the FLOPs a token of the run's records, document mask counted, times its tokens. Where a run has no such
-    records, FLOPs of all runs are counted without attention instead: the two are never mixed.
+    Compute is the recorded FLOPs per token, with the document mask, times the tokens. If a run has no such records,
+    FLOPs of all runs are counted without attention instead: the two are never mixed.
 
     Args:
         runs: Runs with ``model.json``, ``evaluation.json`` and ``metrics.jsonl``.
 
     Raises:
-        RunError: A file is missing or damaged.
-        DataError: A run is not of a language model, or a file lacks a number.
+        RunError: If a file is missing or damaged.
+        DataError: If a run is not of a language model, or a file lacks a number.
     """
     found = [_measure(run) for run in runs]
     counted = [
@@ -282,7 +283,7 @@ def measure_language(runs: Sequence[Run]) -> list[IsoFlopRun]:
 
 
 def _measure(run: Run) -> tuple[IsoFlopRun, float | None]:
-    """A run with FLOPs that leave out attention, and the true FLOPs a token where they were recorded."""
+    """Return a run with FLOPs without attention, and the true FLOPs per token if they were recorded."""
     card, evaluation = run.read_json("model.json"), run.read_json("evaluation.json")
     if evaluation.get("kind") != "language":
         raise DataError(
@@ -297,7 +298,7 @@ def _measure(run: Run) -> tuple[IsoFlopRun, float | None]:
     except KeyError as error:
         raise DataError(f"does not hold {error}", where=str(run.folder)) from error
     entry = IsoFlopRun(run.name, plain, parameters, parameters - embeddings, tokens, loss, counts_attention=False)
-    # A resumed or unfinished window counts its clocks in part, hence FLOPs and tokens of the same seconds.
+    # A resumed or unfinished window is timed only in part, so FLOPs and tokens of the same seconds are used.
     flops = timed = 0.0
     for record in run.metrics():
         if record.get("kind") == "train" and record.get("flops_per_second") and record.get("tokens_per_second"):

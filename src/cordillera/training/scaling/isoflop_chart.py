@@ -1,4 +1,4 @@
-"""The two drawings of an IsoFLOP study: parabolas with their minima, and how the minima grow with compute."""
+"""The two drawings of an IsoFLOP study: parabolas with their minima, and the growth of the minima with compute."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def plot(result: IsoFlopStudy, paths: Sequence[Path], *, title: str | None = Non
     """Draw the curves of all budgets, and the optimal tokens and parameters over compute with their intervals.
 
     Args:
-        result: What to draw.
-        paths: Where to; the suffix chooses the format (``.png``, ``.svg``).
-        title: Above the drawing.
+        result: Study to draw.
+        paths: Files to write; the suffix chooses the format (``.png``, ``.svg``).
+        title: Title above the drawing.
     """
     save_figure(lambda: _draw(result, title), paths)
 
@@ -114,7 +114,7 @@ def _draw_laws(axes: Axes, result: IsoFlopStudy) -> None:
 
 
 def _label(axis: Axis, text: Callable[[float], str]) -> None:
-    """Label a logarithmic axis at round numbers, as many as its range bears."""
+    """Label a logarithmic axis at as many round numbers as fit its range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()

@@ -1,12 +1,13 @@
-"""How the best split of compute grows with it: power laws through the minima of IsoFLOP curves, with intervals.
+"""Growth of the best split of compute: power laws through the minima of IsoFLOP curves, with intervals.
 
-``D*(C) = A C^alpha`` (Grattafiori et al. 2024, section 3.2.1, figure 3). The paper prints (alpha, A) = (0.53, 0.29) and
-16.55T tokens at 3.8e25 FLOPs; the printed constants give 10.5T there, the printed tokens ask for alpha = 0.538.
+The law is ``D*(C) = A C^alpha`` (Grattafiori et al. 2024, section 3.2.1, figure 3). The paper prints (alpha, A) =
+(0.53, 0.29) and 16.55T tokens at 3.8e25 FLOPs; the printed constants give 10.5T there, and the printed tokens require
+alpha = 0.538.
 
-Intervals come from a bootstrap of residuals: a budget has too few runs for some of them to be drawn twice, so the
-sizes stay, and every run's distance from its parabola is drawn from those of all budgets, which are taken to be equally
-noisy. Distances are divided by ``sqrt(1 - leverage)`` and the draws are stretched by Student's over the normal
-quantile, without which few runs would look surer than they are.
+Intervals come from a bootstrap of residuals. A budget has too few runs for some of them to be drawn twice, so the sizes
+stay, and every run's distance from its parabola is drawn from those of all budgets, which are assumed to be equally
+noisy. Distances are divided by ``sqrt(1 - leverage)``, and the draws are stretched by the ratio of Student's to the
+normal quantile; without this, intervals of few runs would be too narrow.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _FEWEST_BUDGETS = 3
 
 @dataclass(frozen=True)
 class ComputeLaw:
-    """The optimal amount of something for every budget: ``A C^alpha``.
+    """The optimal amount of a quantity for every budget: ``A C^alpha``.
 
     Attributes:
         quantity: A key of :data:`QUANTITIES`.
-        line: The fit over budgets; its own interval is of the scatter of the budgets about the line.
-        exponent_low: Lower end of the exponent's interval over runs; NaN where no run is left to judge noise by.
-        exponent_high: Upper end.
-        optima_low: Lower end of each budget's own optimum.
-        optima_high: Upper end.
-        level: Confidence of all.
-        draws: ``float64 [2, R]``: log of the value at the line's centre and exponent, of every resample.
+        line: Fit over budgets; its own interval reflects the scatter of the budgets about the line.
+        exponent_low: Lower bound of the exponent's interval over runs; NaN if no run is left to estimate noise.
+        exponent_high: Upper bound of that interval.
+        optima_low: Lower bound of each budget's own optimum.
+        optima_high: Upper bound of each budget's own optimum.
+        level: Confidence level of all intervals.
+        draws: ``float64 [2, R]``: log of the value at the line's centre, and exponent, of every resample.
     """
 
     quantity: str
@@ -68,17 +69,17 @@ class ComputeLaw:
 
     @property
     def exponent(self) -> float:
-        """``alpha``."""
+        """``alpha``, exponent of the law."""
         return self.line.exponent
 
     def predict(self, compute: Any) -> tuple[_Floats, _Floats, _Floats]:
-        """The law, and lower and upper end of its interval over runs (not of a new study), at ``compute`` FLOPs."""
+        """Return the law and the bounds of its interval over runs (not of a new study) at ``compute`` FLOPs."""
         log = np.log(np.asarray(compute, dtype=np.float64)) - self.line.centre
         low, high = _ends(self.draws[0] + self.draws[1] * log[..., None], self.level)
         return self.line.predict(compute), _exp(low), _exp(high)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, without the draws."""
+        """Return values for JSON, without the draws."""
         return {
             "quantity": QUANTITIES[self.quantity],
             "scale": self.line.scale,
@@ -102,26 +103,26 @@ def _ends(draws: _Floats, level: float) -> tuple[_Floats, _Floats]:
 
 
 def _exp(log: _Floats) -> _Floats:
-    with np.errstate(over="ignore"):  # an interval without an end is one
+    with np.errstate(over="ignore"):  # an infinite bound is valid
         return np.exp(log)
 
 
 def fit_laws(
     curves: Sequence[IsoFlopCurve], *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> tuple[dict[str, ComputeLaw], list[str]]:
-    """Fit how optimal tokens and parameters grow with compute.
+    """Fit the growth of optimal tokens and parameters with compute.
 
     Args:
-        curves: Those without an optimum are passed over.
-        level: Confidence.
-        resamples: Draws of the bootstrap.
-        seed: Of those draws; equal seeds give equal intervals.
+        curves: Curves; those without an optimum are ignored.
+        level: Confidence level.
+        resamples: Number of draws of the bootstrap.
+        seed: Seed of those draws; equal seeds give equal intervals.
 
     Returns:
-        Laws by the keys of :data:`QUANTITIES`, and warnings: why they may mean less than they seem.
+        Laws by the keys of :data:`QUANTITIES`, and warnings why they may mean less than they seem.
 
     Raises:
-        DataError: Fewer than three budgets show an optimum.
+        DataError: If fewer than three budgets show an optimum.
     """
     shown = [curve for curve in curves if curve.optimum is not None]
     if len(shown) < _FEWEST_BUDGETS:
@@ -154,7 +155,7 @@ def fit_laws(
 
 
 def _resample(curves: Sequence[IsoFlopCurve], resamples: int, seed: int) -> tuple[_Floats, int, float]:
-    """Optimal log tokens of every budget in every usable resample, degrees of freedom, share of unusable resamples."""
+    """Return optimal log tokens per budget and usable resample, degrees of freedom, and the share of unusable ones."""
     projections, pool = [], []
     for curve in curves:
         x = np.log10([run.tokens for run in curve.runs]) - curve.centre
@@ -217,12 +218,12 @@ def _warnings(
 
 @dataclass(frozen=True)
 class Forecast:
-    """The best split of a budget that was not trained.
+    """The best split of an untrained budget.
 
     Attributes:
-        compute: FLOPs.
-        factor: How many times the nearest budget with an optimum this is; 1 between the smallest and the largest.
-        values: By quantity: the law, and lower and upper end of its interval over runs.
+        compute: FLOPs of the budget.
+        factor: Ratio to the nearest budget with an optimum; 1 between the smallest and the largest.
+        values: For each quantity, the law and the bounds of its interval over runs.
     """
 
     compute: float
@@ -231,7 +232,7 @@ class Forecast:
 
     @property
     def summary(self) -> str:
-        """In one sentence."""
+        """The forecast in one sentence."""
 
         def told(name: str) -> str:
             value, low, high = self.values[name]
@@ -247,15 +248,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class IsoFlopStudy:
-    """Curves, laws, and what they foretell.
+    """Curves, laws and forecast of a study.
 
     Attributes:
-        curves: By rising budget.
-        laws: By the keys of :data:`QUANTITIES`; empty where ``failure`` says why.
-        failure: None where there are laws.
-        warnings: Why the laws may mean less than they seem.
-        left_out: Names of runs that were not fitted, and why.
-        forecast: At the target budget; None without one.
+        curves: Curves in ascending order of budget.
+        laws: Laws by the keys of :data:`QUANTITIES`; empty if ``failure`` gives a reason.
+        failure: Reason why there are no laws; None if there are.
+        warnings: Reasons why the laws may mean less than they seem.
+        left_out: Reason for each run that was not fitted, by name.
+        forecast: Forecast at the target budget; None without one.
         counts_attention: Whether FLOPs count attention.
     """
 
@@ -268,7 +269,7 @@ class IsoFlopStudy:
     counts_attention: bool
 
     def to_json(self) -> str:
-        """As strict JSON; NaN becomes null."""
+        """Return strict JSON; NaN becomes null."""
         content = {
             "counts_attention": self.counts_attention,
             "curves": [asdict(curve) for curve in self.curves],
@@ -282,7 +283,7 @@ class IsoFlopStudy:
         return json.dumps(jsonable(content), indent=1, allow_nan=False)
 
     def to_table(self) -> Table:
-        """The budgets with their optima, for the terminal."""
+        """Return a table of the budgets with their optima, for the terminal."""
         table = Table(title="optimum of each budget", title_justify="left")
         for heading in ("FLOPs", "runs", "tokens", "interval", "parameters", "no embeddings", "loss"):
             table.add_column(heading, justify="right")
@@ -304,7 +305,7 @@ class IsoFlopStudy:
 
     @property
     def summary(self) -> str:
-        """What was found, in plain sentences, one a line."""
+        """The results in plain sentences, one per line."""
         lines = []
         fitted = sum(len(curve.runs) for curve in self.curves)
         budgets = [curve.budget for curve in self.curves]
@@ -343,19 +344,19 @@ def study(
     resamples: int = 1000,
     seed: int = 0,
 ) -> IsoFlopStudy:
-    """Fit curves and laws; where the runs show no law, say why instead.
+    """Fit curves and laws; if the runs show no law, give the reason.
 
     Args:
-        runs: Of several budgets.
-        target: FLOPs to foretell the best split of.
-        left_out: Runs that have no measurement, and why; named in the summary.
-        tolerance: See :func:`isoflops`.
-        level: Confidence.
-        resamples: See :func:`fit_laws`.
-        seed: Likewise.
+        runs: Runs of several budgets.
+        target: FLOPs for which to predict the best split; None for none.
+        left_out: Reasons for runs without a measurement, which the summary names.
+        tolerance: Largest relative gap within a budget; see :func:`isoflops`.
+        level: Confidence level.
+        resamples: Number of draws of the bootstrap; see :func:`fit_laws`.
+        seed: Seed of those draws.
 
     Raises:
-        DataError: What :func:`isoflops` refuses, or the target is not positive.
+        DataError: If :func:`isoflops` refuses the runs, or the target is not positive.
     """
     if target is not None and not (math.isfinite(target) and target > 0):
         raise DataError(f"{target} is no number of FLOPs", where="IsoFLOP target", remedy="above 0, like 3.8e25")

@@ -1,6 +1,6 @@
-"""Which runs an IsoFLOP study needs, and the study that trains them.
+"""The runs of an IsoFLOP study, and their training.
 
-A budget is spent on models of several sizes, each trained on as many tokens as the budget pays for; the sizes lie on
+A budget is spent on models of several sizes, each trained on as many tokens as the budget pays for. The sizes lie on
 both sides of the expected optimum, so that a parabola through their losses has its minimum between them.
 """
 
@@ -21,10 +21,10 @@ from cordillera.training.scaling.isoflop_chart import plot
 from cordillera.training.scaling.isoflop_laws import IsoFlopStudy, study
 
 FlopsCounter = Callable[[LlamaConfig, Sequence[int]], float]
-"""Training FLOPs of documents of these lengths, attention within them counted."""
+"""Function that returns the training FLOPs of documents of given lengths, including attention within them."""
 
 _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "tied")
-# Budgets closer than this could not be told apart by what their runs cost in the end.
+# Least ratio of two budgets; closer ones could not be told apart by the final costs of their runs.
 _APART = 1.25
 _WIDTH_OF_LAYER = 24
 
@@ -32,22 +32,23 @@ _WIDTH_OF_LAYER = 24
 def ladder(
     base: LlamaConfig, smallest: float, largest: float, count: int, *, head_dim: int = 8, allow_gaps: bool = False
 ) -> list[LlamaConfig]:
-    """Models of one family, evenly spaced by the logarithm of their size.
+    """Return models of one family, evenly spaced by the logarithm of their size.
 
-    A model has about a layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
-    has its own keys and values. The size is that of all parameters but an embedding which is not the head as well:
-    those that multiply every token, besides some norms.
+    A model has about one layer for every 24 of its width, at least one for 48 and at most one for 12; every query head
+    has its own keys and values. The size counts all parameters that multiply every token and some norms; an embedding
+    counts only if it is also the head.
 
     Args:
-        base: Vocabulary, context, tied head and rotary positions of all.
-        smallest: Size of the first.
-        largest: Size of the last.
-        count: How many.
+        base: Vocabulary, context, tied head and rotary positions of all models.
+        smallest: Size of the first model, in parameters.
+        largest: Size of the last model, in parameters.
+        count: Number of models.
         head_dim: Width of a head; widths of models are multiples of it.
-        allow_gaps: Leave out sizes that the family lacks. The smallest ones are far apart: their head is most of them.
+        allow_gaps: Whether to leave out sizes that the family lacks. The smallest ones are far apart, because their
+            head is most of them.
 
     Raises:
-        PlanError: The family has no ``count`` sizes between the two, and gaps are not allowed.
+        PlanError: If the family has no ``count`` sizes between the two, and gaps are not allowed.
     """
     if not 0 < smallest < largest or count < 2:
         raise PlanError(f"{count} sizes from {smallest:g} to {largest:g} parameters are no ladder", where="ladder")
@@ -79,7 +80,7 @@ def _size(config: LlamaConfig) -> int:
 
 
 def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfig]:
-    """All shapes up to about twice the largest size."""
+    """Return all shapes up to about twice the largest size."""
     family: list[LlamaConfig] = []
     smallest_of_width, heads = 0, 0
     while smallest_of_width <= 2 * largest:
@@ -98,11 +99,13 @@ def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfi
 
 
 def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
-    """Where the optimum of a budget is looked for: ``D = r N`` and ``C = 6 N D`` (``r = 20``: Hoffmann et al. 2022).
+    """Return the expected optimum of tokens for a budget: ``D = r N`` and ``C = 6 N D``.
+
+    With ``r = 20``: Hoffmann et al. 2022.
 
     Args:
         budget: FLOPs.
-        tokens_per_parameter: ``r``. Small vocabularies and small models ask for more; a first study says.
+        tokens_per_parameter: ``r``. Small vocabularies and small models need more; a first study shows how many.
     """
     return math.sqrt(budget * tokens_per_parameter / 6)
 
@@ -116,20 +119,21 @@ def sizes_for(
     span: float = 4.0,
     head_dim: int = 8,
 ) -> list[LlamaConfig]:
-    """A :func:`ladder` with about so many sizes around the expected optimum of every budget, with gaps where the
-    family has none.
+    """Return a :func:`ladder` of sizes around the expected optimum of every budget.
+
+    There are gaps where the family has no size.
 
     Args:
-        base: As there.
-        budgets: FLOPs.
-        per_budget: Sizes wanted for each.
-        tokens_per_parameter: See :func:`expected_tokens`.
-        span: Of the largest size over the optimum, and of the optimum over the smallest; less than that of
-            :func:`plan_runs`, which counts attention too.
-        head_dim: As there.
+        base: Vocabulary, context, tied head and rotary positions of all models.
+        budgets: FLOPs of each budget.
+        per_budget: Approximate number of sizes for each budget.
+        tokens_per_parameter: Tokens per parameter at the optimum; see :func:`expected_tokens`.
+        span: Ratio of the largest size to the optimum, and of the optimum to the smallest; less than that of
+            :func:`plan_runs`, which also counts attention.
+        head_dim: Width of a head; widths of models are multiples of it.
 
     Raises:
-        PlanError: A budget is not positive.
+        PlanError: If a budget is not positive.
     """
     optima = [budget / 6 / expected_tokens(budget, tokens_per_parameter) for budget in _ordered(budgets)]
     smallest, largest = optima[0] / span, optima[-1] * span
@@ -148,13 +152,13 @@ class PlannedRun:
     """One run of a study.
 
     Attributes:
-        name: Of its folder.
-        budget: FLOPs that it is to cost.
-        model: Its sizes.
-        steps: Updates.
-        warmup_steps: Of these.
-        tokens: That it will see.
-        compute: FLOPs that it will cost in whole steps.
+        name: Name of its folder.
+        budget: FLOPs to spend.
+        model: Sizes of the model.
+        steps: Number of updates.
+        warmup_steps: Number of these updates with rising rates.
+        tokens: Number of training tokens.
+        compute: FLOPs of the whole steps.
     """
 
     name: str
@@ -167,7 +171,7 @@ class PlannedRun:
 
     @property
     def overrides(self) -> list[str]:
-        """What this run changes in the recipe."""
+        """Changes of this run to the recipe."""
         values = {f"model.{key}": getattr(self.model, key) for key in _SHAPES}
         values |= {"training.steps": self.steps, "training.warmup_steps": self.warmup_steps}
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -190,23 +194,23 @@ def plan_runs(
     """Choose sizes, tokens and steps for every budget.
 
     Args:
-        budgets: FLOPs.
-        sizes: To choose from, as of :func:`ladder`, or presets.
-        training_flops: Counts FLOPs as the training loop does.
-        lengths: Of a sample of the documents, in tokens, as they are trained on.
-        tokens_per_step: Tokens of an update, on average.
-        most_tokens: That the text has; None for no bound.
-        tokens_per_parameter: Where the optimum is expected; see :func:`expected_tokens`.
-        span: Tokens at most, and at least, over those of the expected optimum.
-        fewest_steps: Runs with fewer say little of a size; they are not planned.
-        fewest_sizes: Of a budget; three make a parabola, every further one tells of its noise.
-        warmup: Part of the steps.
+        budgets: FLOPs of each budget.
+        sizes: Models to choose from, such as a :func:`ladder` or presets.
+        training_flops: Function that counts FLOPs as the training loop does.
+        lengths: Lengths in tokens of a sample of the documents, as they are trained on.
+        tokens_per_step: Mean number of tokens of an update.
+        most_tokens: Number of tokens of the text; None for no bound.
+        tokens_per_parameter: Tokens per parameter at the expected optimum; see :func:`expected_tokens`.
+        span: Largest ratio of tokens to those of the expected optimum, and of those to tokens.
+        fewest_steps: Least number of steps of a run; runs with fewer say little about a size and are not planned.
+        fewest_sizes: Least number of sizes of a budget; three determine a parabola, and further ones show its noise.
+        warmup: Part of the steps with rising rates.
 
     Returns:
-        Runs by rising budget and size.
+        Runs in ascending order of budget and size.
 
     Raises:
-        PlanError: Budgets are not positive or lie too close, or one has too few sizes, or none on a side of the
+        PlanError: If budgets are not positive or too close, or a budget has too few sizes, or none on one side of the
             expected optimum.
     """
     ordered = _ordered(budgets)
@@ -273,12 +277,12 @@ def _check(
 
 @dataclass(frozen=True)
 class IsoFlopOutcome:
-    """What a study left behind.
+    """Result of a study.
 
     Attributes:
-        folder: Where the runs, ``isoflop.json`` and the plots are.
+        folder: Folder with the runs, ``isoflop.json`` and the plots.
         study: Curves and laws.
-        plot: Their drawing.
+        plot: Path of the drawing.
     """
 
     folder: Path
@@ -296,24 +300,24 @@ def train_plan(
     title: str | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> IsoFlopOutcome:
-    """Train what is planned, fit, draw, and write ``isoflop.json``.
+    """Train the planned runs, fit and draw the laws, and write ``isoflop.json``.
 
     Finished runs are not trained again. A run whose training fails is left out and named.
 
     Args:
-        plan: See :func:`plan_runs`.
-        folder: Of the study; runs lie in it by name.
-        train: Trains the recipe with these overrides into this folder, or goes on with what it finds there.
-        agrees: Whether the run in this folder is of the recipe with these overrides; asked of all before any is
-            trained.
-        target: FLOPs to foretell the best split of.
-        title: Above the drawing.
-        say: Called with one line of text for each run.
+        plan: Runs from :func:`plan_runs`.
+        folder: Folder of the study, which holds the folders of the runs.
+        train: Function that trains the recipe with these overrides into this folder, or resumes the run that is there.
+        agrees: Function that returns whether the run in this folder is of the recipe with these overrides; it is called
+            for all runs before any is trained.
+        target: FLOPs for which to predict the best split; None for none.
+        title: Title above the drawing.
+        say: Function called with one line of text for each run.
 
     Raises:
-        RunError: A folder holds a run of another plan.
-        Interrupted: Training was.
-        DataError: The text of a run ended early, or nothing could be trained.
+        RunError: If a folder holds a run of another plan.
+        Interrupted: If training was interrupted.
+        DataError: If the text of a run ended early, or nothing could be trained.
     """
     for planned in plan:
         place = folder / planned.name
@@ -348,7 +352,7 @@ def train_plan(
 
 
 def _is_done(folder: Path, planned: PlannedRun) -> bool:
-    """Whether a run was evaluated after its last step; one that was stopped may have been evaluated as well."""
+    """Return whether a run was evaluated after its last step; a stopped run may have been evaluated as well."""
     if not (folder / "evaluation.json").is_file():
         return False
     return bool(Run(folder).read_json("evaluation.json")["step"] >= planned.steps)

@@ -1,12 +1,12 @@
-"""How quality follows compute: power laws fitted to NE (or a loss) against FLOPs, with honest intervals.
+"""Power laws of quality against compute: fits of NE (or a loss) to FLOPs, with confidence intervals.
 
 The law is ``y = floor + a * x ** b``. The exponent keeps the sign that the data gives it: a loss that falls with
 compute has ``b < 0``. Wukong (Zhang et al. 2024) prints its fit as ``y = -100 + 99.56 x ** 0.00071`` for the relative
-log loss in percent over GFLOP an example; with that sign the loss would rise with compute, while its own Table 5 falls.
-The law that its table supports is ``y = -100 + 99.56 x ** -0.00071``: the same figures with the true sign.
+log loss in percent over GFLOP per example; with that sign the loss would rise with compute, whereas its own Table 5
+falls. The law that its table supports is ``y = -100 + 99.56 x ** -0.00071``: the same figures with the opposite sign.
 
-Seeds of one size are averaged before the fit and the interval of the exponent comes from the scatter of sizes about the
-line, so ten seeds of three sizes count as three points. What seeds alone would move is given separately.
+Seeds of one size are averaged before the fit, and the interval of the exponent comes from the scatter of sizes about
+the line, so ten seeds of three sizes count as three points. The variation due to seeds alone is reported separately.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class MeasuredRun:
     """One trained model.
 
     Attributes:
-        model: Which family it belongs to; one law is fitted to each.
-        flops: Training FLOPs an example (any unit, the same for all).
+        model: Model family; one law is fitted to each.
+        flops: Training FLOPs per example (any unit, the same for all).
         value: NE or a loss.
-        seed: The repetition, or None.
+        seed: Number of the repetition, or None.
     """
 
     model: str
@@ -68,21 +68,21 @@ class PowerLaw:
     Attributes:
         scale: ``a``.
         exponent: ``b``, with the sign that the data has.
-        exponent_low: Lower end of the exponent's interval (Student's t over sizes).
-        exponent_high: Upper end.
-        floor: What remains at infinite compute.
+        exponent_low: Lower bound of the exponent's interval (Student's t over sizes).
+        exponent_high: Upper bound of that interval.
+        floor: Limit at infinite compute.
         floor_fitted: Whether the floor was fitted rather than given.
-        seed_low: Lower end of the exponent's percentile interval when seeds are drawn again within each size; NaN
+        seed_low: Lower bound of the exponent's percentile interval under resampling of seeds within each size; NaN
             unless every size has at least two.
-        seed_high: Upper end.
-        level: Confidence of both intervals.
-        r_squared: Of the size means; of ``log(y - floor)`` with a given floor, of ``y`` with a fitted one.
-        x: Sizes, rising.
-        y: Mean value of each.
+        seed_high: Upper bound of that interval.
+        level: Confidence level of both intervals.
+        r_squared: R squared of the size means: of ``log(y - floor)`` with a given floor, of ``y`` with a fitted one.
+        x: Sizes, ascending.
+        y: Mean value of each size.
         residuals: ``y`` minus the law, for each size.
-        repetitions: Seeds of each size.
-        decades: ``log10`` of the largest over the smallest size.
-        warnings: Why the fit may mean less than it seems.
+        repetitions: Number of seeds of each size.
+        decades: ``log10`` of the ratio of the largest to the smallest size.
+        warnings: Reasons why the fit may mean less than it seems.
         centre: Mean of ``log(x)``.
         covariance: Covariance of ``(floor, log(scale * exp(centre) ** exponent), exponent)``.
     """
@@ -107,11 +107,11 @@ class PowerLaw:
     covariance: list[list[float]]
 
     def predict(self, x: Any) -> _Floats:
-        """The law at ``x`` (an array or a number)."""
+        """Return the law at ``x`` (an array or a number)."""
         return self.floor + self.scale * np.asarray(x, dtype=np.float64) ** self.exponent
 
     def band(self, x: Any) -> tuple[_Floats, _Floats]:
-        """Lower and upper end of the interval of the law itself (not of new runs) at ``x``."""
+        """Return the bounds of the interval of the law itself (not of new runs) at ``x``."""
         distance = np.log(np.asarray(x, dtype=np.float64)) - self.centre
         above = self.predict(x) - self.floor
         covariance = np.array(self.covariance)
@@ -127,12 +127,12 @@ class PowerLaw:
 
     @property
     def falls(self) -> bool:
-        """True if the whole interval of the exponent is below zero: more compute helps."""
+        """Whether the whole interval of the exponent is below zero, so that more compute helps."""
         return self.exponent_high < 0
 
     @property
     def summary(self) -> str:
-        """The fit in one line."""
+        """The fit in one line of text."""
         floor = (
             f"{self.floor:.6g}{' (fitted)' if self.floor_fitted else ''} + " if self.floor or self.floor_fitted else ""
         )
@@ -155,26 +155,27 @@ def fit_power_law(
 ) -> PowerLaw:
     """Fit ``y = floor + a * x ** b``.
 
-    With a given floor: ordinary least squares of ``log(mean y - floor)`` on ``log x``, one point a size, Student's
-    interval with ``sizes - 2`` degrees of freedom. With a fitted floor: least squares in ``y`` (in log space a floor
-    going to minus infinity would always fit best), interval from the Jacobian with ``sizes - 3``.
+    With a given floor, the fit is an ordinary least squares of ``log(mean y - floor)`` on ``log x``, one point per
+    size, with Student's interval and ``sizes - 2`` degrees of freedom. With a fitted floor, it is a least squares in
+    ``y`` (in log space a floor going to minus infinity would always fit best), with the interval from the Jacobian and
+    ``sizes - 3`` degrees.
 
     Args:
-        x: FLOPs of each run, positive. Runs of equal ``x`` are repetitions of one size.
+        x: FLOPs of each run, positive. Runs with equal ``x`` are repetitions of one size.
         y: NE or loss of each run.
         floor: A known floor (the Bayes-optimal NE; 0 for a plain power law), or None to fit it.
-        floor_bounds: Where a fitted floor may lie. Default: from 0 (or below the smallest ``y`` if that is negative) to
-            the smallest mean ``y``.
-        level: Confidence.
-        resamples: Draws of the seed-level bootstrap (given floor only).
-        seed: Of those draws.
+        floor_bounds: Bounds of a fitted floor. Default: from 0 (or below the smallest ``y`` if that is negative) to the
+            smallest mean ``y``.
+        level: Confidence level.
+        resamples: Number of draws of the bootstrap over seeds (given floor only).
+        seed: Seed of those draws.
 
     Returns:
         The fit.
 
     Raises:
-        DataError: lengths differ, values are not finite or not positive where they must be, there are fewer than three
-            sizes (four with a fitted floor), or a mean lies at or below the floor.
+        DataError: If lengths differ, values are not finite or not positive where they must be, there are fewer than
+            three sizes (four with a fitted floor), or a mean lies at or below the floor.
     """
     xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if xs.ndim != 1 or xs.shape != ys.shape:
@@ -257,7 +258,7 @@ def _above(means: _Floats, floor: float, sizes: _Floats) -> None:
 
 
 def _least_squares(logs: _Floats, targets: _Floats) -> tuple[float, float, _Floats]:
-    """Value at the centre, slope, and the covariance of (no floor, value, slope)."""
+    """Return the value at the centre, the slope, and the covariance of (no floor, value, slope)."""
     distance = logs - logs.mean()
     spread = float(distance @ distance)
     start, slope = float(targets.mean()), float(distance @ targets) / spread
@@ -287,7 +288,7 @@ def _fit_floor(
     best = None
     for share in (0.02, 0.3, 0.7, 0.97):
         floor = low + share * (high - low)
-        # Only a start: the smallest mean may sit on the upper bound, hence the little air.
+        # Only a starting point; the smallest mean may lie on the upper bound, hence the small margin.
         start, exponent, _ = _least_squares(logs, np.log(means - floor + 1e-3 * span))
         limits = ([low, -np.inf, -np.inf], [high, np.inf, np.inf])
         found = scipy.optimize.least_squares(
@@ -343,14 +344,14 @@ def _seed_interval(
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """Laws of several models over one measure.
+    """Laws of several models for one metric.
 
     Attributes:
         measurements: All runs.
-        laws: By model; models whose law could not be fitted are in ``failures``.
-        failures: Why, by model.
-        metric: What ``value`` is.
-        unit: What ``flops`` counts.
+        laws: Laws by model; models whose law could not be fitted are in ``failures``.
+        failures: Reason for each failed fit, by model.
+        metric: Name of the measured value.
+        unit: Unit of ``flops``.
     """
 
     measurements: list[MeasuredRun]
@@ -360,11 +361,11 @@ class ScalingStudy:
     unit: str = "training FLOPs an example"
 
     def to_json(self) -> str:
-        """As strict JSON; NaN becomes null."""
+        """Return strict JSON; NaN becomes null."""
         return json.dumps(jsonable(asdict(self)), indent=1, allow_nan=False)
 
     def to_table(self) -> Table:
-        """Sizes with mean, seeds and residual, for the terminal."""
+        """Return a table for the terminal: sizes with mean, seeds and residual."""
         table = Table()
         for heading in ("model", self.unit, self.metric, "seeds", "law", "residual"):
             table.add_column(heading, justify="left" if heading == "model" else "right")
@@ -376,7 +377,7 @@ class ScalingStudy:
 
     @property
     def summary(self) -> str:
-        """One line a model."""
+        """One line of text per model."""
         lines = [f"{model}: {law.summary}" for model, law in self.laws.items()]
         return "\n".join([*lines, *(f"{model}: no law ({why})" for model, why in self.failures.items())])
 
@@ -386,11 +387,11 @@ def measure(runs: Sequence[Run], *, task: str | None = None, metric: str = "ne")
 
     Args:
         runs: Runs with ``model.json`` and ``evaluation.json``.
-        task: Default: the only task, or the mean over tasks if there are several.
-        metric: Its name in the evaluation.
+        task: Name of the task. Default: the only task, or the mean over tasks if there are several.
+        metric: Name of the metric in the evaluation.
 
     Raises:
-        DataError: a run lacks one of the files, the task or the metric.
+        DataError: If a run lacks one of the files, the task or the metric.
     """
     measurements = []
     for run in runs:
@@ -418,14 +419,14 @@ def study(
     unit: str = "training FLOPs an example",
     level: float = 0.95,
 ) -> ScalingStudy:
-    """Fit one law a model, in the order in which models first appear.
+    """Fit one law per model, in the order in which models first appear.
 
     Args:
         measurements: Runs of all models.
-        floor: See :func:`fit_power_law`.
-        metric: What the values are, for labels.
-        unit: What the FLOPs count, for labels.
-        level: Confidence.
+        floor: Floor as in :func:`fit_power_law`.
+        metric: Name of the values, for labels.
+        unit: Unit of the FLOPs, for labels.
+        level: Confidence level.
     """
     laws, failures = {}, {}
     for model in dict.fromkeys(entry.model for entry in measurements):
@@ -446,30 +447,30 @@ def plot(
     references: Mapping[str, float] | None = None,
     title: str | None = None,
 ) -> None:
-    """Draw the measurements of all models with their laws and the laws' intervals.
+    """Draw the measurements of all models with their laws and the intervals of the laws.
 
     Args:
-        result: What to draw.
-        paths: Where to; the suffix chooses the format (``.png``, ``.svg``).
+        result: Study to draw.
+        paths: Files to write; the suffix chooses the format (``.png``, ``.svg``).
         bayes: Value of the best possible model, drawn as a line.
-        references: More horizontal lines, by label.
-        title: Above the drawing.
+        references: Further horizontal lines, by label.
+        title: Title above the drawing.
     """
     save_figure(lambda: _draw(result, bayes, references or {}, title), paths)
 
 
 def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
-    """Write a drawing in the style of all laws; equal drawings give equal files.
+    """Write a drawing in the common style; equal drawings give equal files.
 
     Args:
-        draw: Makes a new figure.
-        paths: Where to; the suffix chooses the format (``.png``, ``.svg``).
+        draw: Function that makes a new figure.
+        paths: Files to write; the suffix chooses the format (``.png``, ``.svg``).
     """
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
         for path in paths:
-            # Saving adjusts the layout, so each file gets a figure of its own and depends on no other.
+            # Saving adjusts the layout, so each file gets its own figure and does not depend on the others.
             figure = draw()
             beside = path.with_name(f".{path.name}.tmp")
             # Without a date, equal measurements give equal files.
@@ -491,7 +492,7 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
     models = list(dict.fromkeys(entry.model for entry in result.measurements))
     lines = dict(references) | ({} if bayes is None else {"Bayes-optimal": bayes})
     values = [entry.value for entry in result.measurements if math.isfinite(entry.value)]
-    # A reference far from the measurements would press them into a line: it is named in the legend instead.
+    # A reference far from the measurements would compress them; it is named in the legend instead.
     reach = 3 * (max(values) - min(values))
     near = {label: value for label, value in lines.items() if min(values) - reach <= value <= max(values) + reach}
     for label, value in near.items():
@@ -515,7 +516,7 @@ def _draw(result: ScalingStudy, bayes: float | None, references: Mapping[str, fl
             axes.fill_between(grid, low, high, color=colour, alpha=0.13, linewidth=0, zorder=1)
             label = f"{model}: exponent {law.exponent:.3g} [{law.exponent_low:.3g}, {law.exponent_high:.3g}]"
         axes.plot(sizes, means, linestyle="none", marker=marker, markersize=6.5, color=colour, label=label, zorder=4)
-    # A wide band (three sizes) must not squeeze the points: the frame follows the data.
+    # A wide band (three sizes) must not compress the points, so the frame follows the data.
     values += near.values()
     air = 0.12 * (max(values) - min(values)) or 0.01
     axes.set_ylim(min(values) - air, max(values) + air)
