@@ -198,8 +198,8 @@ _STEP_OF_MANY = """
 import json, resource, time
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
-from cordillera.planning import workload
-from cordillera.planning.language.job import Job
+from cordillera.planning import workloads
+from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.schedules import interleaved
 from cordillera.planning.language.step import simulate_step
@@ -209,7 +209,7 @@ cluster = topology.load("llama4-region").changed({"region.members": 4, "zone.mem
 job = workloads.load("llama3-405b").model_copy(update={"batch": 16384})
 layout = Layout(tensor=8, pipeline=16, data=1024, shards=1024, chunks=7, sequence_parallel=True, overlap_gradients=True)
 assert layout.devices == cluster.devices == 131072, (layout.devices, cluster.devices)
-one = Job(job, Mesh.of(cluster, layout), layout, CostModel(cluster.device, calibration_for(cluster.device)))
+one = PlannedJob(job, Mesh.of(cluster, layout), layout, CostModel(cluster.device, calibration_for(cluster.device)))
 step = simulate_step(one, interleaved(16, one.microbatches, 7))
 peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")][0].split()[1]
 print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": int(peak) * 1024, "step": step.seconds}))

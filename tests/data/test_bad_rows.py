@@ -260,7 +260,7 @@ def test_a_killed_preparation_leaves_a_folder_that_the_next_one_removes(tmp_path
     setting = config(path, SMALL, tmp_path, split="random")
     script = (
         "import sys, time\n"
-        "from cordillera.data import cache, datasets\n"
+        "from cordillera.data.ranking import cache, datasets\n"
         "cache.CacheWriter.finish = lambda *_: (print('filling', flush=True), time.sleep(60))\n"
         "datasets.prepare(datasets.DataConfig.model_validate_json(sys.argv[1]), progress=False)\n"
     )
