@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, Throttle, recorded_timeline
+from cordillera.distributed.pipeline.mail import Throttle
+from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, recorded_timeline
+from cordillera.planning.pipeline.greedy import greedy
 from cordillera.planning.pipeline.schedules import (
     Kind,
     Schedule,
     breadth_first,
     dual_pipe_v,
     gpipe,
-    greedy,
     interleaved,
     one_forward_one_backward,
     warmup_for_latency,

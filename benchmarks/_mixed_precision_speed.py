@@ -21,7 +21,9 @@ from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking import build
 from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.ranking.trainer import TrainingConfig, autocast, weighted_loss
+from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.scoring import autocast
+from cordillera.training.ranking.trainer import weighted_loss
 
 EMBEDDING_DIM = 64
 BATCH_SIZE = 4096

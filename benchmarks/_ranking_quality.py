@@ -38,8 +38,10 @@ from cordillera.models.ranking.wukong import WukongConfig
 from cordillera.numerics.formats.precision import Precision
 from cordillera.reports.ranking.comparison import mean_interval
 from cordillera.run import Run
+from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.metrics import RankingMetrics
-from cordillera.training.ranking.trainer import Trainer, TrainingConfig, scorer
+from cordillera.training.ranking.scoring import scorer
+from cordillera.training.ranking.trainer import Trainer
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 1024

@@ -26,8 +26,10 @@ from cordillera.models.ranking.dlrm import DLRMConfig
 from cordillera.models.ranking.lr import LRConfig
 from cordillera.models.ranking.wukong import WukongConfig
 from cordillera.run import Run
+from cordillera.training.ranking.config import TrainingConfig
 from cordillera.training.ranking.metrics import RankingMetrics
-from cordillera.training.ranking.trainer import Trainer, TrainingConfig, scorer
+from cordillera.training.ranking.scoring import scorer
+from cordillera.training.ranking.trainer import Trainer
 from cordillera.training.scaling.power_law import MeasuredRun, plot, study
 
 EMBEDDING_DIM = 16

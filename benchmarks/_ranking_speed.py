@@ -43,7 +43,9 @@ from cordillera.models.ranking.wukong import Wukong, WukongConfig
 from cordillera.numerics.formats.precision import Precision
 from cordillera.run import Run
 from cordillera.training.optimizers import build_adamw
-from cordillera.training.ranking.trainer import Trainer, TrainingConfig, autocast, weighted_loss
+from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.scoring import autocast
+from cordillera.training.ranking.trainer import Trainer, weighted_loss
 
 EMBEDDING_DIM = 16
 BATCH_SIZE = 4096

@@ -14,7 +14,8 @@ from _machine import fingerprint
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from cordillera.training.ranking.trainer import Trainer, TrainingOutcome
+    from cordillera.training.ranking.config import TrainingOutcome
+    from cordillera.training.ranking.trainer import Trainer
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -31,7 +31,8 @@ from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.run import Run
 from cordillera.training.ranking.metrics import RankingMetrics
-from cordillera.training.ranking.trainer import Trainer, scorer
+from cordillera.training.ranking.scoring import scorer
+from cordillera.training.ranking.trainer import Trainer
 from cordillera.workflows.trained import model_of
 
 SEEDS = 5

@@ -35,7 +35,7 @@ from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.sites import replaced
 from cordillera.recipe import load
-from cordillera.training.ranking.trainer import scorer
+from cordillera.training.ranking.scoring import scorer
 from cordillera.workflows.probing import probe
 from cordillera.workflows.trained import load_model
 

@@ -34,7 +34,7 @@ from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.serving.ranking import quantized_model
 from cordillera.serving.ranking.observation import Observer
-from cordillera.training.ranking.trainer import scorer
+from cordillera.training.ranking.scoring import scorer
 from cordillera.workflows.quantization import quantize
 from cordillera.workflows.trained import load_model, model_of
 

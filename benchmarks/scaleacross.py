@@ -38,8 +38,9 @@ from rich.table import Table
 from cordillera import topology as clusters
 from cordillera.cost import Calibration, CostModel
 from cordillera.planning import calibration, workloads
-from cordillera.planning.language.explorer import ALL, Explorer, Plan
+from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.plans import ALL, Plan
 from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh

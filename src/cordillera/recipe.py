@@ -34,7 +34,7 @@ from cordillera.models.ranking import MODELS, ModelConfig
 from cordillera.serving.language.language_model import find_model
 from cordillera.toml_files import explain, known_keys, models_of
 from cordillera.training.language.trainer import LanguageTrainingConfig
-from cordillera.training.ranking.trainer import TrainingConfig
+from cordillera.training.ranking.config import TrainingConfig
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -26,7 +26,8 @@ from cordillera.recipe import load
 from cordillera.reports.ranking.run import render
 from cordillera.run import Run, RunError, check_recipe
 from cordillera.training import checkpoints
-from cordillera.training.ranking.trainer import Progress, Trainer
+from cordillera.training.ranking.config import Progress
+from cordillera.training.ranking.trainer import Trainer
 from cordillera.workflows import prediction
 from cordillera.workflows.trained import card_of, recipe_of
 from tests.fuzzing import damaged, flips, survives

@@ -20,10 +20,11 @@ import pytest
 from pydantic import ValidationError
 
 from cordillera.data.ranking.cache import SPLITS, open_splits
-from cordillera.data.ranking.datasets import DataConfig, prepare, raw_rows, read_rows
+from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import CategoricalFeature, DenseFeature, ListFeature, Schema
 from cordillera.data.ranking.logs.click_logs import CRITEO_COLUMNS, FileLog
+from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
 from cordillera.files import read_sealed, read_toml, sealed_json
 from tests.fuzzing import damaged, flips, survives

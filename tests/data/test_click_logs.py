@@ -11,8 +11,9 @@ import polars as pl
 import pytest
 
 from cordillera.data.files import expand_paths
-from cordillera.data.ranking.datasets import DataConfig, prepare, raw_rows, read_rows
+from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.logs.click_logs import AVAZU_CATEGORICAL, AVAZU_COLUMNS, CRITEO_COLUMNS, guess_format
+from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
 
 from .test_datasets import same

@@ -7,9 +7,10 @@ import polars as pl
 import pytest
 
 from cordillera.data.files import cache_folder
-from cordillera.data.ranking.datasets import DataConfig, prepare, raw_rows
+from cordillera.data.ranking.datasets import DataConfig, prepare
 from cordillera.data.ranking.logs import movielens
 from cordillera.data.ranking.logs.movielens import HISTORY, PAST, with_past
+from cordillera.data.ranking.rows import raw_rows
 from cordillera.errors import DataError
 
 

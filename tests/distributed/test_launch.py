@@ -22,7 +22,7 @@ from cordillera.distributed.job.failures import RankTraceback, pack, unpack
 from cordillera.distributed.job.heartbeats import RankError
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
-from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.distributed.pipeline.mail import PeerError
 from cordillera.errors import CordilleraError, DataError, DependencyError, PlanError, RecipeError
 from tests.distributed.processes import needs_gloo
 

@@ -24,16 +24,9 @@ from _executed_schedules import SleepingPipeline, families, simulated_seconds, t
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cordillera.distributed.pipeline.runner import (
-    PeerError,
-    PipelineRunner,
-    Recording,
-    Throttle,
-    _Forward,
-    _messages,
-    _split,
-    recorded_timeline,
-)
+from cordillera.distributed.pipeline.mail import PeerError, Throttle, _messages
+from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, recorded_timeline
+from cordillera.distributed.pipeline.split_backward import _Forward, _split
 from cordillera.errors import CordilleraError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Action,

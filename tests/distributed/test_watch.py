@@ -21,7 +21,7 @@ from cordillera.distributed.job import watchdog as watch
 from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
 from cordillera.distributed.job.store import JobStore
 from cordillera.distributed.job.watchdog import ABANDONED, Watchdog, WatchdogConfig
-from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.distributed.pipeline.mail import PeerError
 from tests.distributed.processes import needs_gloo
 
 pytestmark = needs_gloo

@@ -14,21 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_cost import (
-    ALGORITHMS,
-    DomainNetwork,
-    bidirectional_ring_seconds,
-    chain_seconds,
-    cheapest,
-    direct_seconds,
-    doubling_seconds,
-    hierarchical_all_reduce_seconds,
-    plan_seconds,
-    ring_seconds,
-    tree_seconds,
-)
-from cordillera.planning.network.collective_plans import (
-    CollectivePlan,
+from cordillera.planning.network.collective_algorithms import (
     chain_broadcast,
     direct_all_gather,
     direct_all_reduce,
@@ -48,6 +34,20 @@ from cordillera.planning.network.collective_plans import (
     tree_all_reduce,
     tree_broadcast,
 )
+from cordillera.planning.network.collective_cost import (
+    ALGORITHMS,
+    DomainNetwork,
+    bidirectional_ring_seconds,
+    chain_seconds,
+    cheapest,
+    direct_seconds,
+    doubling_seconds,
+    hierarchical_all_reduce_seconds,
+    plan_seconds,
+    ring_seconds,
+    tree_seconds,
+)
+from cordillera.planning.network.collective_plans import CollectivePlan
 from cordillera.planning.network.flows import FlowLink
 
 INNER, CROSS = FlowLink(5e-6, 50e9), FlowLink(150e-6, 17.86e9)

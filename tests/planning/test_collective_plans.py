@@ -12,18 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_plans import (
-    Chunk,
-    CollectivePlan,
-    Transfer,
+from cordillera.planning.network.collective_algorithms import (
     chain_broadcast,
-    compose,
     direct_all_gather,
     direct_all_reduce,
     direct_all_to_all,
     direct_reduce_scatter,
     doubling_all_gather,
-    execute,
     halving_doubling_all_reduce,
     halving_reduce_scatter,
     hierarchical_all_gather,
@@ -31,16 +26,22 @@ from cordillera.planning.network.collective_plans import (
     hierarchical_broadcast,
     hierarchical_reduce_scatter,
     pairwise_all_to_all,
-    reverse,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
-    synthesise_all_gather,
-    synthesise_reduce_scatter,
     tree_all_reduce,
     tree_broadcast,
+)
+from cordillera.planning.network.collective_plans import (
+    Chunk,
+    CollectivePlan,
+    Transfer,
+    compose,
+    execute,
+    reverse,
     verify,
 )
+from cordillera.planning.network.collective_synthesis import synthesise_all_gather, synthesise_reduce_scatter
 from cordillera.planning.network.flows import FlowLink
 
 MAKERS: dict[str, Callable[[int], CollectivePlan]] = {

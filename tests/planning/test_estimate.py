@@ -9,11 +9,11 @@ import pytest
 from cordillera import topology
 from cordillera.cost import CostModel, calibration_for
 from cordillera.planning import workloads
-from cordillera.planning.language.explorer import production_network, tuned_network
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import simulate_step
 from cordillera.planning.language.workload import BYTES, Layout
 from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.network.settings import production_network, tuned_network
 from cordillera.planning.pipeline.schedules import one_forward_one_backward
 
 CLUSTER = topology.load("two-buildings").changed({"building.members": 1, "pod.members": 16})  # 512 devices

@@ -11,8 +11,9 @@ import pytest
 from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
-from cordillera.planning.language.explorer import ALL, Explorer
+from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.plans import ALL
 from cordillera.planning.language.step import families, held, simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh

@@ -16,11 +16,13 @@ from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
 from cordillera.planning.language import what_if as faults
-from cordillera.planning.language.explorer import Explorer, Plan, tuned_network
+from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.plans import Plan
 from cordillera.planning.language.step import families, simulate_step
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.network.settings import tuned_network
 from cordillera.planning.pipeline.schedules import (
     Schedule,
     breadth_first,

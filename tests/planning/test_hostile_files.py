@@ -14,13 +14,13 @@ from cordillera.cost import CostModel, calibration_for
 from cordillera.errors import CordilleraError
 from cordillera.planning import workloads
 from cordillera.planning.language import workload
-from cordillera.planning.language.explorer import production_network, tuned_network
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
+from cordillera.planning.network.settings import production_network, tuned_network
 from cordillera.planning.pipeline.schedules import Schedule, interleaved
+from cordillera.planning.ranking.exchange import TableLayout, TableSchedule
 from cordillera.planning.ranking.explorer import RecommenderExplorer
-from cordillera.planning.ranking.step import TableLayout, TableSchedule
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.topology import Topology
 from tests.fuzzing import damaged, survives

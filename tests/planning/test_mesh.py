@@ -14,8 +14,8 @@ from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.workload import Layout
+from cordillera.planning.network.collective_algorithms import hierarchical_all_reduce
 from cordillera.planning.network.collective_cost import DomainNetwork, plan_seconds, ring_seconds
-from cordillera.planning.network.collective_plans import hierarchical_all_reduce
 from cordillera.planning.network.flows import FlowLink
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.network.settings import NetworkSettings

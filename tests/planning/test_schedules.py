@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordillera.errors import PlanError
+from cordillera.planning.pipeline.greedy import greedy
 from cordillera.planning.pipeline.schedules import (
     Action,
     Kind,
@@ -16,7 +17,6 @@ from cordillera.planning.pipeline.schedules import (
     breadth_first,
     dual_pipe_v,
     gpipe,
-    greedy,
     interleaved,
     one_forward_one_backward,
     warmup_for_latency,

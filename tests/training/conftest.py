@@ -13,7 +13,8 @@ from cordillera.embeddings.tables import TablesConfig
 from cordillera.jagged import JaggedBatch, JaggedTensor
 from cordillera.models.ranking import MODELS, build
 from cordillera.run import Run
-from cordillera.training.ranking.trainer import Trainer, TrainingConfig
+from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.trainer import Trainer
 
 FEATURES = FeatureSpec(
     dense=("a", "b"),

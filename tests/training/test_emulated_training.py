@@ -12,7 +12,8 @@ from cordillera.numerics.formats.formats import FORMATS
 from cordillera.numerics.formats.rounding import Rounding, round_to
 from cordillera.recipe import dump, load
 from cordillera.training import checkpoints
-from cordillera.training.ranking.trainer import Trainer, TrainingConfig
+from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.trainer import Trainer
 
 from .conftest import MemoryLoader
 

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from cordillera.numerics.dispatch.probe import Probed
 from cordillera.numerics.dispatch.row_statistics import RowStatistics
 from cordillera.numerics.sites import Recorder, sites
-from cordillera.training.ranking.trainer import TRAINING_PROBE, Trainer, TrainingConfig
+from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.trainer import TRAINING_PROBE, Trainer
 
 
 def gathered(trainer: Trainer) -> Probed:

@@ -12,7 +12,9 @@ from cordillera.errors import CheckpointError, TrainingError
 from cordillera.jagged import JaggedBatch
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import dense_parameters, embedding_tables, schedule
-from cordillera.training.ranking.trainer import TrainingConfig, best_checkpoint, load_weights, scorer, weighted_loss
+from cordillera.training.ranking.config import TrainingConfig
+from cordillera.training.ranking.scoring import best_checkpoint, load_weights, scorer
+from cordillera.training.ranking.trainer import weighted_loss
 
 from .conftest import MemoryLoader
 

@@ -21,8 +21,8 @@ from cordillera.errors import printable
 if TYPE_CHECKING:
     from cordillera.numerics.dispatch.dispatch import Profile
     from cordillera.training.language.trainer import LanguageEvaluation, LanguageProgress
+    from cordillera.training.ranking.config import Progress as TrainingProgress
     from cordillera.training.ranking.evaluation import Evaluation
-    from cordillera.training.ranking.trainer import Progress as TrainingProgress
     from cordillera.workflows.quantization import Quantized
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.distributed.pipeline.mail import PeerError
 from cordillera.errors import PlanError
 
 # torch 2.13 renamed these functions and warns about the old names

@@ -9,14 +9,8 @@ from typing import Protocol, TypeVar
 from cordillera.topology import Topology
 
 AnyPlan = TypeVar("AnyPlan")
-
-
 _Taken = TypeVar("_Taken", contravariant=True)
-
-
 DISTANCES_KM = (0.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0)
-
-
 OVERSUBSCRIPTIONS = (1.0, 2.0, 2.8, 4.0, 7.0, 14.0)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cordillera.data.ranking.datasets import read_rows
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.rows import read_rows
 from cordillera.errors import CheckpointError, DataError
 from cordillera.numerics.drift import Alarm, DriftCheck, check_false_alarms
 from cordillera.run import Run

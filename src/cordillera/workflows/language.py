@@ -50,7 +50,7 @@ from cordillera.training.language.trainer import (
     LanguageTrainer,
     write_evaluation,
 )
-from cordillera.training.ranking.trainer import select_device
+from cordillera.training.ranking.scoring import select_device
 from cordillera.workflows._say import Say, silent
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of

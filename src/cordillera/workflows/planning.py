@@ -17,7 +17,8 @@ from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
-from cordillera.planning.language.explorer import ALL, Exploration, Explorer, Plan, SearchDimension
+from cordillera.planning.language.explorer import Explorer
+from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.workload import Recommender
 from cordillera.planning.sensitivity import sensitivity

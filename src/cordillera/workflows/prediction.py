@@ -15,16 +15,13 @@ import polars as pl
 import pyarrow.parquet
 import torch
 
-from cordillera.data.ranking.datasets import read_rows
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, NumericsError
 from cordillera.run import Run, disk_errors
 from cordillera.serving.ranking import quantized_model
-from cordillera.training.ranking.trainer import (
-    scorer,
-    select_device,
-)
+from cordillera.training.ranking.scoring import scorer, select_device
 from cordillera.workflows._say import silent
 from cordillera.workflows.threads import threads_of
 from cordillera.workflows.trained import card_of, load_model, model_of, recipe_of, with_threads

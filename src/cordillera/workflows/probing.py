@@ -21,7 +21,8 @@ from cordillera.numerics.formats.cast_checks import self_test
 from cordillera.numerics.selection import BUDGET, Change, check_budget
 from cordillera.numerics.sites import replaced, sites
 from cordillera.run import Run, disk_errors
-from cordillera.training.ranking.trainer import TRAINING_PROBE, scorer, select_device, weighted_loss
+from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.training.ranking.trainer import TRAINING_PROBE, weighted_loss
 from cordillera.workflows._say import Say, silent
 from cordillera.workflows.quantization import say_skipped
 from cordillera.workflows.scores import check_weights, scored, some_batches

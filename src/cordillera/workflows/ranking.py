@@ -25,15 +25,11 @@ from cordillera.recipe import RankingRecipe
 from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run, RunError, disk_errors, next_folder
 from cordillera.training import checkpoints
+from cordillera.training.ranking.config import TrainingOutcome
 from cordillera.training.ranking.evaluation import Evaluation
 from cordillera.training.ranking.evaluation import evaluate as evaluate_split
-from cordillera.training.ranking.trainer import (
-    StepCallback,
-    Trainer,
-    TrainingOutcome,
-    scorer,
-    select_device,
-)
+from cordillera.training.ranking.scoring import scorer, select_device
+from cordillera.training.ranking.trainer import StepCallback, Trainer
 from cordillera.workflows._say import Say, silent
 from cordillera.workflows.threads import keep as keep_threads
 from cordillera.workflows.threads import threads_of

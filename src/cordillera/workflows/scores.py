@@ -21,7 +21,7 @@ from cordillera.numerics.selection import Change
 from cordillera.recipe import RankingRecipe
 from cordillera.training.ranking.metrics import cross_entropy
 from cordillera.training.ranking.paired_change import relative_change
-from cordillera.training.ranking.trainer import scorer
+from cordillera.training.ranking.scoring import scorer
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,7 @@ from cordillera.models.ranking.base import RankingModel
 from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, RunError, check_recipe
 from cordillera.training import checkpoints
-from cordillera.training.ranking.trainer import (
-    best_checkpoint,
-    load_weights,
-)
+from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 
 
 def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:

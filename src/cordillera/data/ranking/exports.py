@@ -14,8 +14,9 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from cordillera.data.files import disk_errors
-from cordillera.data.ranking.datasets import DataConfig, open_schema, raw_rows
+from cordillera.data.ranking.datasets import DataConfig
 from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.rows import open_schema, raw_rows
 from cordillera.errors import DataError
 
 

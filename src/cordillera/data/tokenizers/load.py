@@ -27,7 +27,6 @@ MAX_RUN = 25_000
 """Number of characters at which Llama 3 cuts runs of white space, or of anything else."""
 
 LLAMA3_BASE_TOKENS = 128_000
-
 _LLAMA3_NAMES = (
     "<|begin_of_text|>",
     "<|end_of_text|>",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cordillera.distributed.job.heartbeats import RankError
-from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.distributed.pipeline.mail import PeerError
 from cordillera.errors import CordilleraError
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cordillera.distributed.job.store import JobStore
-from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.distributed.pipeline.mail import PeerError
 from cordillera.errors import printable
 
 _MOST_NAMED = 8

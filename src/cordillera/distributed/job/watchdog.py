@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
 from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent
-from cordillera.distributed.pipeline.runner import PeerError
+from cordillera.distributed.pipeline.mail import PeerError
 from cordillera.errors import CordilleraError
 
 ABANDONED = 75

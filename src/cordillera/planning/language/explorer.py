@@ -12,26 +12,23 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 from cordillera.cost import Calibration, CostModel, Products, calibration_for
 from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.planning.language.job import PlannedJob
+from cordillera.planning.language.plans import _USABLE, ALL, Exploration, Plan, SearchDimension
 from cordillera.planning.language.step import SimulatedStep, families, held, simulate_step, stage_seconds, ways
 from cordillera.planning.language.workload import Layout, Recompute, Workload
 from cordillera.planning.network.mesh import Mesh
-from cordillera.planning.network.settings import NetworkSettings, tuned
+from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.pipeline.problem import Problem
-from cordillera.planning.pipeline.schedules import Schedule
 from cordillera.planning.pipeline.tuning import shortest
 from cordillera.topology import Topology
-
-SearchDimension = Literal["placement", "scheduling", "network"]
-ALL: tuple[SearchDimension, ...] = ("placement", "scheduling", "network")
 
 # Order of the dimensions on the cluster, innermost first; the last crosses the outermost links.
 PRODUCTION_ORDER = ("tensor", "context", "pipeline", "data")
@@ -46,124 +43,6 @@ _EFFORT = 0.25  # effort for making a schedule, relative to a search of schedule
 _LITTLE = 0.005  # part of a step: a plan nearer to its bound keeps its schedule
 _MOST_ACTIONS = 300_000  # forward passes of a simulated step; memory and time grow with their number
 _FREELY = 64  # layouts simulated for a baseline if none follows the rules
-_USABLE = 0.94  # usable part of a device's memory; the runtime takes the rest
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One way to run a job, with its predicted step.
-
-    Attributes:
-        layout: Degrees of parallelism.
-        order: Order of the dimensions on the cluster, innermost first.
-        network: Network settings by level.
-        schedule: Schedule of the pipeline.
-        step: The simulated step.
-        flops: FLOPs of the model's own arithmetic in a step.
-        peak: FLOPs per second of all devices' matrix engines.
-    """
-
-    layout: Layout
-    order: tuple[str, ...]
-    network: Mapping[str, NetworkSettings]
-    schedule: Schedule
-    step: SimulatedStep
-    flops: float
-    peak: float
-
-    @property
-    def seconds(self) -> float:
-        """Time of a step in seconds."""
-        return self.step.seconds
-
-    @property
-    def utilisation(self) -> float:
-        """Model FLOPs as a fraction of the peak of all devices (MFU)."""
-        return self.flops / (self.seconds * self.peak)
-
-    @property
-    def across(self) -> str:
-        """Name of the dimension that crosses the outermost links."""
-        sizes = {name: getattr(self.layout, name) for name in self.order}
-        return next((name for name in reversed(self.order) if sizes[name] > 1), "none")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the prediction and all that a training run needs to follow the plan."""
-        return {
-            "layout": asdict(self.layout),
-            "mesh": {"names": list(reversed(self.order)), "sizes": [getattr(self.layout, n) for n in self.order][::-1]},
-            "network": {name: asdict(one) for name, one in self.network.items()},
-            "schedule": {"name": self.schedule.name, "csv": self.schedule.to_csv()},
-            "seconds": self.seconds,
-            "parts": self.step.parts,
-            "memory": list(self.step.memory),
-            "utilisation": self.utilisation,
-            "evidence": "simulated",
-        }
-
-
-@dataclass
-class Exploration:
-    """Result of a search.
-
-    Attributes:
-        plans: Simulated plans, best first, at most one for each layout and order.
-        searched: Dimensions that were searched.
-        estimated: Number of layouts that were ranked by estimate.
-        simulated: Number of steps that were simulated.
-        dropped: Number of layouts dropped for each reason.
-        seconds: Duration of the search in seconds.
-        interrupted: Whether the search was stopped before its end.
-        alone: Best plan of each dimension searched alone, if more than one was searched.
-        least_memory: Bytes on the fullest device of the layout that needed least, among those that did not fit.
-        enough: Number of devices that can be planned instead, if the requested number cannot.
-    """
-
-    plans: list[Plan] = field(default_factory=list)
-    searched: tuple[SearchDimension, ...] = ALL
-    estimated: int = 0
-    simulated: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    interrupted: bool = False
-    least_memory: float = math.inf
-    enough: int | None = None
-    alone: dict[SearchDimension, Plan] = field(default_factory=dict)
-
-    def take(self, dimension: SearchDimension, smaller: Exploration) -> None:
-        """Add the results of a search of one dimension.
-
-        Args:
-            dimension: Dimension that was searched.
-            smaller: Results of that search, including the plan that it began with.
-        """
-        self.plans += smaller.plans
-        self.alone[dimension] = min(smaller.plans, key=lambda plan: plan.seconds)
-        self.estimated += smaller.estimated
-        self.simulated += smaller.simulated
-        self.dropped += smaller.dropped
-        self.least_memory = min(self.least_memory, smaller.least_memory)
-
-    @property
-    def best(self) -> Plan:
-        """The fastest plan.
-
-        Raises:
-            PlanError: If no plan fits, with the reasons and the smallest change that would help.
-        """
-        if not self.plans:
-            reasons = "; ".join(f"{count:,} layouts: {reason}" for reason, count in self.dropped.most_common(4))
-            remedy = "a batch that the number of devices divides, or another number of devices"
-            if self.enough is not None:
-                remedy += f": {self.enough:,} would do"
-            if math.isfinite(self.least_memory):
-                remedy = (
-                    f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
-                    f"{self.least_memory / _USABLE / 1e9:,.0f} GB, or more of them"
-                    + (f": {self.enough:,} would do" if self.enough is not None else "")
-                )
-            raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
-        return self.plans[0]
 
 
 def _lengthy(layout: Layout, order: Sequence[str]) -> tuple[str, ...]:
@@ -284,28 +163,6 @@ def divisible(workload: Workload, topology: Topology) -> set[int]:
     copies = _divisors(workload.batch, topology.devices)
     flat = {a * b for a, b in product(powers, copies) if a * b <= topology.devices}
     return {one * p for one in flat for p in range(1, min(workload.model.layers, topology.devices // one) + 1)}
-
-
-def production_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Return the default settings of a communication library: few connections, hashing, copies.
-
-    Args:
-        topology: Cluster with the names of the levels.
-    """
-    return {level.name: NetworkSettings() for level in topology.levels[1:]}
-
-
-def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Return the best settings of every level for its latency, its losses and a device's share of it.
-
-    Args:
-        topology: The cluster.
-    """
-    found = {}
-    for i, level in enumerate(topology.levels[1:], 1):
-        share = topology.device.nic_bytes_per_s
-        found[level.name] = tuned(share, topology.levels[i].latency, level.loss_rate, level.planes)
-    return found
 
 
 class Explorer:

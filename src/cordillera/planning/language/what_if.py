@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.language.explorer import ALL, Exploration, Explorer, Plan, SearchDimension, divisible
+from cordillera.planning.language.explorer import Explorer, divisible
+from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
 from cordillera.planning.language.step import (
     SimulatedStep,
     last_backwards,

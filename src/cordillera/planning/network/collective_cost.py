@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_plans import CollectivePlan, PlanStep, check_domains, tree_broadcast
+from cordillera.planning.network.collective_algorithms import check_domains, tree_broadcast
+from cordillera.planning.network.collective_plans import CollectivePlan, PlanStep
 from cordillera.planning.network.flows import Flow, FlowLink, finish_times
 
 _ROUNDING = 1e-12  # relative difference below which two costs are equal

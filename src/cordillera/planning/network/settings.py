@@ -12,9 +12,10 @@ from typing import Literal
 
 import numpy as np
 
+from cordillera.topology import Topology
+
 MTU = 4096  # bytes per packet
 SWITCH_BUFFER = 64e6  # bytes that a deep-buffered switch holds for one port
-
 Balance = Literal["ecmp", "enhanced", "spray"]
 Recovery = Literal["go-back-n", "selective"]
 
@@ -142,3 +143,25 @@ def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1
     ]
     fit = [one for one in options if one.queued(bytes_per_s, latency) <= SWITCH_BUFFER] or [best]
     return max(fit, key=lambda one: (one.rate(bytes_per_s, latency, loss, planes), -one.window))
+
+
+def production_network(topology: Topology) -> dict[str, NetworkSettings]:
+    """Return the default settings of a communication library: few connections, hashing, copies.
+
+    Args:
+        topology: Cluster with the names of the levels.
+    """
+    return {level.name: NetworkSettings() for level in topology.levels[1:]}
+
+
+def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
+    """Return the best settings of every level for its latency, its losses and a device's share of it.
+
+    Args:
+        topology: The cluster.
+    """
+    found = {}
+    for i, level in enumerate(topology.levels[1:], 1):
+        share = topology.device.nic_bytes_per_s
+        found[level.name] = tuned(share, topology.levels[i].latency, level.loss_rate, level.planes)
+    return found

@@ -18,18 +18,10 @@ import numpy as np
 
 from cordillera.cost import Calibration, CostModel, calibration_for
 from cordillera.errors import PlanError
-from cordillera.planning.language.explorer import ALL, SearchDimension, production_network, tuned_network
-from cordillera.planning.network.settings import NetworkSettings
-from cordillera.planning.ranking.step import (
-    INSIDE,
-    Exchange,
-    Reduction,
-    TableJob,
-    TableLayout,
-    TableSchedule,
-    TableStep,
-    local_samples,
-)
+from cordillera.planning.language.plans import ALL, SearchDimension
+from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
+from cordillera.planning.ranking.exchange import INSIDE, Exchange, Reduction, TableLayout, TableSchedule
+from cordillera.planning.ranking.step import TableJob, TableStep, local_samples
 from cordillera.planning.ranking.workload import Placement, Recommender, copied, place_tables
 from cordillera.topology import Topology
 

@@ -8,8 +8,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from cordillera.planning.language.explorer import Exploration, Explorer, Plan
+from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.operators import measured_share
+from cordillera.planning.language.plans import Exploration, Plan
 from cordillera.planning.language.what_if import Case
 from cordillera.planning.pipeline.schedules import Kind
 from cordillera.planning.pipeline.simulator import Timeline

@@ -8,8 +8,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from cordillera.planning.ranking.exchange import CAUSES, STREAMS, Operation
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
-from cordillera.planning.ranking.step import CAUSES, STREAMS, Operation
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
 from cordillera.reports.plan_charts import _seconds, _ticks, bars_svg, lines_svg
 

@@ -14,162 +14,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel
 from torch import Tensor
 from torch.nn import functional
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.distributed.job.job import stopped_by_signals
-from cordillera.errors import CheckpointError, CordilleraError, DependencyError, TrainingError
+from cordillera.errors import CordilleraError, TrainingError
 from cordillera.kernels.host_memory import keep_freed_memory
 from cordillera.models.ranking.base import RankingModel
 from cordillera.numerics.dispatch.probe import Probe, ProbeConfig
-from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
-from cordillera.numerics.emulation.scaling import LossScale
+from cordillera.numerics.emulation.emulation import EmulatedProducts
 from cordillera.numerics.emulation.weight_storage import WeightStorage
 from cordillera.numerics.formats.cast_checks import self_test
-from cordillera.numerics.formats.precision import Precision
 from cordillera.run import Run, RunError, check_recipe, disk_errors, recipe_state
 from cordillera.training import checkpoints
 from cordillera.training.optimizers import build_adamw, dense_parameters, embedding_tables, schedule
+from cordillera.training.ranking.config import Progress, TrainingConfig, TrainingOutcome
 from cordillera.training.ranking.metrics import ProgressiveMetrics, RankingMetrics
+from cordillera.training.ranking.scoring import autocast, emulated, load_weights, scorer
 
 _LEARNT = ("model.", "optimizer.", "storage.")  # prefixes of tensors that must be finite
 
 TRAINING_PROBE = "training-probe.safetensors"
 """File in a run's folder with statistics of the inputs of linear layers during training."""
-
-DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-
-
-class TrainingConfig(BaseModel):
-    """Settings of training.
-
-    Attributes:
-        epochs: Number of passes over the training split.
-        max_steps: Largest number of steps, regardless of ``epochs``; null for no limit.
-        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32``
-            computes everything in float32.
-        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs ``precision =
-            "fp32"``. Evaluation and scoring are in float32.
-        learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
-        betas: AdamW's decay rates, at least 0 and below 1.
-        eps: Term added to AdamW's denominator.
-        weight_decay: AdamW's decoupled weight decay, applied to matrices only.
-        warmup_fraction: Share of all steps over which rates rise linearly from zero.
-        decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
-        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
-        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
-            norm.
-        task_weights: Weight of each task's loss, by task name; null for ones.
-        patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
-            null to never stop early and keep the last weights.
-        evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
-        checkpoint_every: Steps between checkpoints, in addition to those at evaluations; null for none.
-        log_every: Steps between records of the training loss.
-        progressive: Whether to predict every batch before training on it and report the metrics of those predictions
-            (for streams).
-        progressive_window: Number of samples in a window of the progressive metrics.
-        compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
-        probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
-            The statistics take 8 bytes for each pair of a layer's inputs, also in checkpoints.
-        probe_marginals: Whether to also keep quantiles of each input, for layers of up to 2048 inputs, from which
-            ``cordillera probe`` draws inputs with the observed tails and zeros.
-        emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    epochs: int = Field(1, ge=1, le=10**9)
-    max_steps: int | None = Field(None, ge=1, le=10**12)
-    precision: Precision = "bf16"
-    plan: str | None = None
-    learning_rate: float = Field(1e-3, gt=0)
-    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_fraction: float = Field(0.0, ge=0, le=1)
-    decay: Literal["none", "linear", "cosine"] = "none"
-    final_rate: float = Field(0.0, ge=0, le=1)
-    gradient_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
-    task_weights: dict[str, FiniteFloat] | None = None
-    patience: int | None = Field(None, ge=1, le=10**12)
-    evaluate_every: int | None = Field(None, ge=1, le=10**12)
-    checkpoint_every: int | None = Field(None, ge=1, le=10**12)
-    log_every: int = Field(20, ge=1, le=10**12)
-    progressive: bool = False
-    progressive_window: int = Field(10_000, ge=1, le=10**9)
-    compile: bool = False
-    probe_every: int = Field(0, ge=0)
-    probe_marginals: bool = False
-    emulate: EmulationConfig | None = None
-
-    @model_validator(mode="after")
-    def _emulates_from_float32(self) -> TrainingConfig:
-        if self.probe_every and self.compile:
-            raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
-        if self.emulate is not None:
-            self.emulate.check(self.precision, self.compile)
-        return self
-
-    @model_validator(mode="after")
-    def _plans_are_for_float32(self) -> TrainingConfig:
-        if self.plan is not None and (self.precision != "fp32" or self.compile or self.emulate is not None):
-            raise ValueError("a plan is for float32: set precision = 'fp32', compile = false, and emulate nothing")
-        return self
-
-
-@dataclass
-class Progress:
-    """Position of training, all of which is in the checkpoint.
-
-    Attributes:
-        step: Number of updates done.
-        epoch: Epoch in progress, counted from 0.
-        batch: Number of batches of that epoch already used.
-        examples: Number of samples used.
-        best: Lowest mean NE on the validation split so far.
-        best_step: Step of ``best``.
-        stale: Number of evaluations since ``best``.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    examples: int = 0
-    best: float = math.inf
-    best_step: int | None = None
-    stale: int = 0
-
-    def to_state(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {**self.__dict__, "best": None if math.isinf(self.best) else self.best}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Progress:
-        """Restore the progress from :meth:`to_state`."""
-        return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
-
-
-@dataclass
-class TrainingOutcome:
-    """How a training ended.
-
-    Attributes:
-        ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
-        progress: Progress at the end.
-        seconds: Wall time of this process's share.
-        probing_seconds: Part of ``seconds`` spent on statistics of the inputs of layers.
-    """
-
-    ended: Literal["finished", "early", "interrupted"]
-    progress: Progress
-    seconds: float
-    probing_seconds: float = 0.0
 
 
 @dataclass
@@ -189,69 +61,6 @@ class _RankingWindow:
 
 
 StepCallback = Callable[[dict[str, Any], Progress, int], None]
-
-
-def select_device(name: str) -> torch.device:
-    """Return the device that a recipe's ``device`` names; ``auto`` takes a GPU if there is one.
-
-    Raises:
-        DependencyError: If the device is not available.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DependencyError(
-            "no CUDA device is usable here", where=f"device = {name!r}", remedy="use device = 'auto' or 'cpu'"
-        )
-    return device
-
-
-def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    """Return the autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
-def emulated(
-    emulate: EmulationConfig | None, step: int = 0, loss_scale: LossScale | None = None
-) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
-    """Return the region in which products are emulated, or an empty region.
-
-    Args:
-        emulate: Number format to emulate; None for an empty region.
-        step: Number of the training step.
-        loss_scale: Current loss scale; None for 1.
-    """
-    if emulate is None:
-        return contextlib.nullcontext()
-    return EmulatedProducts(emulate, step, 1.0 if loss_scale is None else loss_scale.value)
-
-
-def scorer(
-    model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
-) -> Callable[[RankingBatch], Tensor]:
-    """Return a function from a batch to logits, without gradients and in evaluation mode.
-
-    Args:
-        model: Model that scores.
-        device: Device of the model.
-        precision: ``bf16`` or ``fp32``.
-        emulate: Number format to emulate; None for none.
-
-    Returns:
-        A function that takes a :class:`RankingBatch` and returns ``float32 [B, tasks]`` on the CPU.
-    """
-
-    def score(batch: RankingBatch) -> Tensor:
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.inference_mode(), autocast(device, precision), emulated(emulate):
-                return model(batch.to(device)).float().cpu()
-        finally:
-            model.train(was_training)
-
-    return score
 
 
 def weighted_loss(
@@ -715,42 +524,3 @@ class Trainer:
             progress.best, progress.best_step, progress.stale = mean, progress.step, 0
         else:
             progress.stale += 1
-
-
-def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> None:
-    """Load the weights of a checkpoint into a model.
-
-    Raises:
-        CheckpointError: If the checkpoint is of another model; the message names the first difference.
-    """
-    saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
-    try:
-        model.load_state_dict(saved)
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"holds another model: {str(error).splitlines()[-1].strip()}",
-            where=str(checkpoint.folder),
-            remedy="use the recipe that stands in the run's folder",
-        ) from error
-
-
-def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
-    """Load the checkpoint that holds the final weights of a finished run.
-
-    Args:
-        run: The run.
-        use_best: True for the step of the lowest validation NE, False for the newest.
-
-    Raises:
-        CheckpointError: If there is none, or it is corrupt.
-    """
-    available = checkpoints.steps(run.checkpoints)
-    if not available:
-        raise CheckpointError(
-            "holds no checkpoint", where=str(run.checkpoints), remedy="train first: `cordillera train RECIPE`"
-        )
-    newest = checkpoints.load(checkpoints.folder_of(run.checkpoints, available[-1]))
-    best = newest.state.get("best_step")
-    if not use_best or best in (None, newest.step):
-        return newest
-    return checkpoints.load(checkpoints.folder_of(run.checkpoints, int(best)))

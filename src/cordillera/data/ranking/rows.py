@@ -1,0 +1,134 @@
+"""Rows of files outside of a run's data, for prediction and description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from polars.exceptions import PolarsError
+
+from cordillera.data.files import expand_paths
+from cordillera.data.ranking.cache import SPLITS
+from cordillera.data.ranking.datasets import DataConfig, _Splitter, open_log
+from cordillera.data.ranking.features import Schema
+from cordillera.data.ranking.logs import adult, movielens
+from cordillera.data.ranking.logs.click_logs import (
+    CRITEO_COLUMNS,
+    FileLog,
+    Format,
+    RowChunk,
+    avazu_schema,
+    avazu_times,
+    criteo_schema,
+    guess_format,
+)
+from cordillera.data.ranking.logs.columns import RowPlace, timestamps_of
+from cordillera.errors import DataError
+
+
+def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -> Iterator[pl.DataFrame]:
+    """Iterate over the rows of a split as they were before encoding, in the order of the split.
+
+    Args:
+        config: Data set and split.
+        split: ``train``, ``validation`` or ``test``.
+        rows: Number of rows to read, from the first. Default: all.
+
+    Yields:
+        Frames with the columns of the schema: ids, features, labels, bookkeeping.
+    """
+    if split not in SPLITS:
+        raise DataError(f"unknown split '{split}'", remedy=f"choose one of {list(SPLITS)}")
+    log = open_log(config)
+    splitter, number = _Splitter(config, log), SPLITS.index(split)
+    columns = list(dict.fromkeys((*log.schema.ids, *log.schema.columns)))
+    sort = splitter.kind == "time" and config.unordered == "sort"
+    left, held = rows, []
+    for frame, place in log.chunks(columns):
+        chosen = frame.select(columns).filter(pl.Series(splitter.of(frame, place) == number))
+        if sort:
+            held.append(chosen)
+            continue
+        chosen = chosen if left is None else chosen.head(left)
+        if len(chosen):
+            yield chosen
+        if left is not None:
+            left -= len(chosen)
+            if left == 0:
+                return
+    if held:
+        try:
+            joined = pl.concat(held, how="vertical_relaxed")
+        except PolarsError as error:
+            raise DataError(
+                f"the files of the log hold a column in several types ({error})",
+                where=config.label,
+                remedy="write the column in one type",
+            ) from error
+        times = timestamps_of(joined[splitter.column], splitter.column, RowPlace(config.label))
+        joined = joined[np.argsort(times, kind="stable")]
+        yield joined if rows is None else joined.head(rows)
+
+
+def open_schema(config: DataConfig) -> Schema:
+    """Return the schema of a configuration's rows, without reading the rows."""
+    if config.schema_ is not None:
+        return config.schema_
+    made: dict[str | None, Callable[[], Schema]] = {
+        "movielens-100k": movielens.schema,
+        "adult": adult.schema,
+        "synthetic": config.synthetic.log_schema,
+        "criteo": criteo_schema,
+        "avazu": avazu_schema,
+    }
+    return made[config.dataset]()
+
+
+def read_rows(
+    path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: Format | None = None
+) -> Iterator[RowChunk]:
+    """Iterate over the rows of files to predict on, chunk by chunk, with their places.
+
+    Args:
+        path: One or several files, folders or patterns.
+        config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
+            label; other files by their column names.
+        schema: Schema of the trained model. Default: the schema of ``config``.
+        format: Format of the files. Default: the format that the file names imply.
+
+    Yields:
+        Frames with all columns of the file, and their places, for
+        ``Encoder.encode(frame, where=place, labels=False)``.
+
+    Raises:
+        DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.
+    """
+    paths = expand_paths(path)
+    kind = format or guess_format(paths[0])
+    schema = schema or open_schema(config)
+    header: tuple[str, ...] | None = None
+    prepare_frame = None
+    if config.dataset == "criteo" and kind == "tsv":
+        header = CRITEO_COLUMNS if _fields(paths[0]) == len(CRITEO_COLUMNS) else CRITEO_COLUMNS[1:]
+    if config.dataset == "avazu":
+        prepare_frame = lambda frame, place: frame if "timestamp" in frame.columns else avazu_times(frame, place)  # noqa: E731
+    for frame, place in FileLog(schema, paths, kind, header, prepare_frame).chunks():
+        needed = [feature.name for feature in (*schema.dense, *schema.categorical, *schema.lists)]
+        absent = [name for name in needed if name not in frame.columns]
+        if absent:
+            raise DataError(
+                f"column '{absent[0]}' is missing; there are {frame.columns}",
+                where=place.source,
+                remedy="the file must have every feature that the model was trained on",
+            )
+        yield frame, place
+
+
+def _fields(path: Path) -> int:
+    with pa.input_stream(str(path), compression="detect") as stream:
+        return stream.read(1 << 16).split(b"\n", 1)[0].count(b"\t") + 1

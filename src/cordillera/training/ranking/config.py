@@ -1,0 +1,140 @@
+"""Settings of training a ranking model, and its progress."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from cordillera.numerics.emulation.emulation import EmulationConfig
+from cordillera.numerics.formats.precision import Precision
+
+DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainingConfig(BaseModel):
+    """Settings of training.
+
+    Attributes:
+        epochs: Number of passes over the training split.
+        max_steps: Largest number of steps, regardless of ``epochs``; null for no limit.
+        precision: ``bf16`` computes matrix products in bfloat16 over float32 master weights (autocast); ``fp32``
+            computes everything in float32.
+        plan: File of ``cordillera probe RUN --training`` whose kernels train the linear layers; needs ``precision =
+            "fp32"``. Evaluation and scoring are in float32.
+        learning_rate: Peak rate of AdamW for dense parameters; the rate of the tables is in ``[tables]``.
+        betas: AdamW's decay rates, at least 0 and below 1.
+        eps: Term added to AdamW's denominator.
+        weight_decay: AdamW's decoupled weight decay, applied to matrices only.
+        warmup_fraction: Share of all steps over which rates rise linearly from zero.
+        decay: Decay of the rates after the warm-up: ``none``, ``linear``, ``cosine``.
+        final_rate: Factor of the rates at the last step, with ``linear`` and ``cosine``.
+        gradient_clip: Largest global norm of the dense gradients; null for no limit. Table gradients are not in the
+            norm.
+        task_weights: Weight of each task's loss, by task name; null for ones.
+        patience: Number of evaluations without a better NE after which training stops and returns to the best weights;
+            null to never stop early and keep the last weights.
+        evaluate_every: Steps between evaluations on the validation split; null for once an epoch.
+        checkpoint_every: Steps between checkpoints, in addition to those at evaluations; null for none.
+        log_every: Steps between records of the training loss.
+        progressive: Whether to predict every batch before training on it and report the metrics of those predictions
+            (for streams).
+        progressive_window: Number of samples in a window of the progressive metrics.
+        compile: Whether to compile the dense part with torch.compile; needs a C++ compiler on the CPU.
+        probe_every: Steps between observations of the inputs of linear layers, for ``cordillera probe``; 0 for none.
+            The statistics take 8 bytes for each pair of a layer's inputs, also in checkpoints.
+        probe_marginals: Whether to also keep quantiles of each input, for layers of up to 2048 inputs, from which
+            ``cordillera probe`` draws inputs with the observed tails and zeros.
+        emulate: Number format of hardware to emulate; needs ``precision = "fp32"``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    epochs: int = Field(1, ge=1, le=10**9)
+    max_steps: int | None = Field(None, ge=1, le=10**12)
+    precision: Precision = "bf16"
+    plan: str | None = None
+    learning_rate: float = Field(1e-3, gt=0)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_fraction: float = Field(0.0, ge=0, le=1)
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final_rate: float = Field(0.0, ge=0, le=1)
+    gradient_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
+    task_weights: dict[str, FiniteFloat] | None = None
+    patience: int | None = Field(None, ge=1, le=10**12)
+    evaluate_every: int | None = Field(None, ge=1, le=10**12)
+    checkpoint_every: int | None = Field(None, ge=1, le=10**12)
+    log_every: int = Field(20, ge=1, le=10**12)
+    progressive: bool = False
+    progressive_window: int = Field(10_000, ge=1, le=10**9)
+    compile: bool = False
+    probe_every: int = Field(0, ge=0)
+    probe_marginals: bool = False
+    emulate: EmulationConfig | None = None
+
+    @model_validator(mode="after")
+    def _emulates_from_float32(self) -> TrainingConfig:
+        if self.probe_every and self.compile:
+            raise ValueError("layers of compiled code cannot be listened to: set compile = false, or probe_every = 0")
+        if self.emulate is not None:
+            self.emulate.check(self.precision, self.compile)
+        return self
+
+    @model_validator(mode="after")
+    def _plans_are_for_float32(self) -> TrainingConfig:
+        if self.plan is not None and (self.precision != "fp32" or self.compile or self.emulate is not None):
+            raise ValueError("a plan is for float32: set precision = 'fp32', compile = false, and emulate nothing")
+        return self
+
+
+@dataclass
+class Progress:
+    """Position of training, all of which is in the checkpoint.
+
+    Attributes:
+        step: Number of updates done.
+        epoch: Epoch in progress, counted from 0.
+        batch: Number of batches of that epoch already used.
+        examples: Number of samples used.
+        best: Lowest mean NE on the validation split so far.
+        best_step: Step of ``best``.
+        stale: Number of evaluations since ``best``.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    examples: int = 0
+    best: float = math.inf
+    best_step: int | None = None
+    stale: int = 0
+
+    def to_state(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**self.__dict__, "best": None if math.isinf(self.best) else self.best}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """Restore the progress from :meth:`to_state`."""
+        return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
+
+
+@dataclass
+class TrainingOutcome:
+    """How a training ended.
+
+    Attributes:
+        ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
+        progress: Progress at the end.
+        seconds: Wall time of this process's share.
+        probing_seconds: Part of ``seconds`` spent on statistics of the inputs of layers.
+    """
+
+    ended: Literal["finished", "early", "interrupted"]
+    progress: Progress
+    seconds: float
+    probing_seconds: float = 0.0

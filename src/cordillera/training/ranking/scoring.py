@@ -1,0 +1,121 @@
+"""Devices, precisions and checkpoints of models that score samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cordillera.data.ranking.features import RankingBatch
+from cordillera.errors import CheckpointError, DependencyError
+from cordillera.models.ranking.base import RankingModel
+from cordillera.numerics.emulation.emulation import EmulatedProducts, EmulationConfig
+from cordillera.numerics.emulation.scaling import LossScale
+from cordillera.numerics.formats.precision import Precision
+from cordillera.run import Run
+from cordillera.training import checkpoints
+
+
+def select_device(name: str) -> torch.device:
+    """Return the device that a recipe's ``device`` names; ``auto`` takes a GPU if there is one.
+
+    Raises:
+        DependencyError: If the device is not available.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DependencyError(
+            "no CUDA device is usable here", where=f"device = {name!r}", remedy="use device = 'auto' or 'cpu'"
+        )
+    return device
+
+
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Return the autocast region of a precision on a device: bfloat16 for ``bf16``, nothing for ``fp32``."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def emulated(
+    emulate: EmulationConfig | None, step: int = 0, loss_scale: LossScale | None = None
+) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
+    """Return the region in which products are emulated, or an empty region.
+
+    Args:
+        emulate: Number format to emulate; None for an empty region.
+        step: Number of the training step.
+        loss_scale: Current loss scale; None for 1.
+    """
+    if emulate is None:
+        return contextlib.nullcontext()
+    return EmulatedProducts(emulate, step, 1.0 if loss_scale is None else loss_scale.value)
+
+
+def scorer(
+    model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
+) -> Callable[[RankingBatch], Tensor]:
+    """Return a function from a batch to logits, without gradients and in evaluation mode.
+
+    Args:
+        model: Model that scores.
+        device: Device of the model.
+        precision: ``bf16`` or ``fp32``.
+        emulate: Number format to emulate; None for none.
+
+    Returns:
+        A function that takes a :class:`RankingBatch` and returns ``float32 [B, tasks]`` on the CPU.
+    """
+
+    def score(batch: RankingBatch) -> Tensor:
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode(), autocast(device, precision), emulated(emulate):
+                return model(batch.to(device)).float().cpu()
+        finally:
+            model.train(was_training)
+
+    return score
+
+
+def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> None:
+    """Load the weights of a checkpoint into a model.
+
+    Raises:
+        CheckpointError: If the checkpoint is of another model; the message names the first difference.
+    """
+    saved = {k[len("model.") :]: v for k, v in checkpoint.tensors.items() if k.startswith("model.")}
+    try:
+        model.load_state_dict(saved)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"holds another model: {str(error).splitlines()[-1].strip()}",
+            where=str(checkpoint.folder),
+            remedy="use the recipe that stands in the run's folder",
+        ) from error
+
+
+def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
+    """Load the checkpoint that holds the final weights of a finished run.
+
+    Args:
+        run: The run.
+        use_best: True for the step of the lowest validation NE, False for the newest.
+
+    Raises:
+        CheckpointError: If there is none, or it is corrupt.
+    """
+    available = checkpoints.steps(run.checkpoints)
+    if not available:
+        raise CheckpointError(
+            "holds no checkpoint", where=str(run.checkpoints), remedy="train first: `cordillera train RECIPE`"
+        )
+    newest = checkpoints.load(checkpoints.folder_of(run.checkpoints, available[-1]))
+    best = newest.state.get("best_step")
+    if not use_best or best in (None, newest.step):
+        return newest
+    return checkpoints.load(checkpoints.folder_of(run.checkpoints, int(best)))
