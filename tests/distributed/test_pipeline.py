@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cordillera.distributed.pipeline.mail import PeerError, Throttle, _messages
 from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, recorded_timeline
-from cordillera.distributed.pipeline.split_backward import _Forward, _split
+from cordillera.distributed.pipeline.split_backward import ForwardState, split_backward
 from cordillera.errors import CordilleraError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Action,
@@ -575,7 +575,7 @@ def parts_of_a_backward(
     module: nn.Module, whole: bool, needs_input: bool = True
 ) -> tuple[list[Tensor | None], list[int]]:
     """Gradients of the input and the weights, and the floating-point operations of each part."""
-    forward = _Forward(torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    forward = ForwardState(torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     forward.input.requires_grad_(needs_input)
     forward.output = module(forward.input)
     gradient = torch.randn(forward.output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -586,7 +586,7 @@ def parts_of_a_backward(
             given = forward.backward(gradient)
             flops.append(counter.get_total_flops())
         else:
-            left, given = _split(forward, gradient)
+            left, given = split_backward(forward, gradient)
             assert all(parameter.grad is None for parameter in module.parameters())
             flops.append(counter.get_total_flops())
             left.weights()

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDTH = 960.0
+CHART_WIDTH = 960.0
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Return seconds as text in the unit that suits them."""
     if value == 0:
         return "0"
     if value >= 1:
@@ -30,7 +31,8 @@ def _round(value: float) -> float:
     return next(ten * one for one in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if ten * one >= value * (1 - 1e-9))
 
 
-def _ticks(left: float, bottom: float, total: float, scale: float) -> str:
+def time_ticks(left: float, bottom: float, total: float, scale: float) -> str:
+    """SVG grid lines and labels at quarters of ``total`` seconds, from ``left``; ``scale`` is in pixels a second."""
     return "".join(
         f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
         f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
@@ -57,21 +59,21 @@ def bars_svg(
     most = max(most, limit[1] if limit else 0.0)
     kind = "part" if unit == "s" else "held"
     left, height = 210.0 if unit == "s" else 70.0, 26.0 if len(rows) <= 12 else 16.0
-    scale = (_WIDTH - left - 90) / most
+    scale = (CHART_WIDTH - left - 90) / most
     drawn = []
     for i, (label, values) in enumerate(rows):
         x, y = left, 4 + i * height
         drawn.append(f'<text x="{left - 8:.0f}" y="{y + height * 0.37 + 4:.1f}" class="end">{escape(label)}</text>')
         for number, (name, title) in enumerate(names.items()):
             value = max(values.get(name, 0.0), 0.0)
-            shown = _seconds(value) if unit == "s" else f"{value / 1e9:.1f} GB"
+            shown = seconds_text(value) if unit == "s" else f"{value / 1e9:.1f} GB"
             drawn.append(
                 f'<rect class="{kind}{number}" x="{x:.2f}" y="{y:.1f}" width="{value * scale:.2f}" '
                 f'height="{height * 0.74:.1f}"><title>{escape(title)}: {shown}</title></rect>'
             )
             x += value * scale
         total = sum(values.get(name, 0.0) for name in names)
-        text = _seconds(total) if unit == "s" else f"{total / 1e9:.1f} GB"
+        text = seconds_text(total) if unit == "s" else f"{total / 1e9:.1f} GB"
         beside = max(x, left + limit[1] * scale) if limit is not None else x
         drawn.append(f'<text x="{beside + 6:.1f}" y="{y + height * 0.37 + 4:.1f}">{text}</text>')
     bottom = 8 + len(rows) * height
@@ -80,12 +82,12 @@ def bars_svg(
         drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom:.1f}"/>')
         drawn.append(f'<text x="{x:.1f}" y="{bottom + 12:.1f}" class="middle">{escape(limit[0])}</text>')
         bottom += 16
-    return f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom:.0f}" role="img">{"".join(drawn)}</svg>'
+    return f'<svg viewBox="0 0 {CHART_WIDTH:.0f} {bottom:.0f}" role="img">{"".join(drawn)}</svg>'
 
 
 def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
     """Draw step time over a property of the network, one line for each plan, at equally spaced points."""
-    width, height, left, bottom = _WIDTH / 2 - 10, 220.0, 52.0, 180.0
+    width, height, left, bottom = CHART_WIDTH / 2 - 10, 220.0, 52.0, 180.0
     tick = _round(max(max(values) for values in series.values()) / 3)
     most = 3 * tick
     step = (width - left - 20) / max(len(x) - 1, 1)
@@ -105,7 +107,7 @@ def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: 
         drawn.append(f'<polyline class="line{number}" points="{points}"><title>{escape(name)}</title></polyline>')
         drawn += [
             f'<circle class="dot{number}" cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="3">'
-            f"<title>{escape(name)}, {value:g}: {_seconds(seconds)}</title></circle>"
+            f"<title>{escape(name)}, {value:g}: {seconds_text(seconds)}</title></circle>"
             for point, value, seconds in zip(points.split(), x, values, strict=True)
         ]
     drawn.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 4:.0f}" class="middle">{escape(title)}</text>')

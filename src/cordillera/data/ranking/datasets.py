@@ -220,7 +220,7 @@ def _split_kind(config: DataConfig, schema: Schema) -> Split:
     return "time" if schema.timestamp is not None else "random"
 
 
-class _Splitter:
+class Splitter:
     """Assigns the rows of a log to splits, chunk by chunk in the order of the log."""
 
     def __init__(self, config: DataConfig, log: ClickLog) -> None:
@@ -296,7 +296,7 @@ class _Splitter:
         return splits[0].astype(np.int8) + splits[1].astype(np.int8)
 
     def of(self, frame: pl.DataFrame, place: RowPlace) -> np.ndarray:
-        """Split numbers ``[N]`` of the next rows, with the timestamps read from ``frame``."""
+        """Split numbers ``[N]`` of the next rows, with the timestamps read from ``frame``; ``place`` is for errors."""
         times = timestamps_of(frame[self.column], self.column, place) if self.kind == "time" else None
         return self(frame, times)
 
@@ -383,7 +383,7 @@ def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> N
     )
     with bar:
         before = log.fingerprint()
-        splitter = _Splitter(config, log)
+        splitter = Splitter(config, log)
         columns = [*log.schema.columns, *((log.probability,) if log.probability else ())]
         encoder = Encoder.fit(log.schema, ())
         if Encoder.needs_fit(log.schema):

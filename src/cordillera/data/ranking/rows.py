@@ -14,7 +14,7 @@ from polars.exceptions import PolarsError
 
 from cordillera.data.files import expand_paths
 from cordillera.data.ranking.cache import SPLITS
-from cordillera.data.ranking.datasets import DataConfig, _Splitter, open_log
+from cordillera.data.ranking.datasets import DataConfig, Splitter, open_log
 from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs import adult, movielens
 from cordillera.data.ranking.logs.click_logs import (
@@ -45,7 +45,7 @@ def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}'", remedy=f"choose one of {list(SPLITS)}")
     log = open_log(config)
-    splitter, number = _Splitter(config, log), SPLITS.index(split)
+    splitter, number = Splitter(config, log), SPLITS.index(split)
     columns = list(dict.fromkeys((*log.schema.ids, *log.schema.columns)))
     sort = splitter.kind == "time" and config.unordered == "sort"
     left, held = rows, []

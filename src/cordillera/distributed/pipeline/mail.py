@@ -30,8 +30,8 @@ _FIRST = 1 << 20
 _START = _FIRST - 1
 _LAYOUT = _FIRST - 2
 PASSED_ON = "activations and gradients between stages"
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST_DIMENSIONS = 8
+MAIL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_DIMENSIONS = 8
 
 
 class PeerError(CordilleraError):
@@ -95,7 +95,7 @@ class Throttle:
 StageLinks = Mapping[tuple[int, int], Throttle] | Callable[[int, int], Throttle | None]
 
 
-class _Message(NamedTuple):
+class MailMessage(NamedTuple):
     """Activations (``F``) or a gradient (``B``), identified by the stage that produces them."""
 
     kind: Kind
@@ -104,6 +104,7 @@ class _Message(NamedTuple):
 
     @property
     def to_stage(self) -> int:
+        """Stage that receives the message."""
         return self.stage + 1 if self.kind is Kind.FORWARD else self.stage - 1
 
     @property
@@ -116,14 +117,14 @@ class _Message(NamedTuple):
         return f"{what} of stage {self.stage}, microbatch {self.microbatch}"
 
 
-def _messages(schedule: Schedule) -> dict[tuple[int, int], list[_Message]]:
+def _messages(schedule: Schedule) -> dict[tuple[int, int], list[MailMessage]]:
     """Return the messages between each ordered pair of ranks, in the order in which they are produced."""
-    found: dict[tuple[int, int], list[_Message]] = {}
+    found: dict[tuple[int, int], list[MailMessage]] = {}
     for rank, actions in enumerate(schedule.actions):
         for kind, stage, microbatch, _ in actions:
             if kind is Kind.WEIGHT:
                 continue
-            message = _Message(kind if kind is Kind.FORWARD else Kind.BACKWARD, stage, microbatch)
+            message = MailMessage(kind if kind is Kind.FORWARD else Kind.BACKWARD, stage, microbatch)
             if 0 <= message.to_stage < schedule.stages and schedule.rank_of[message.to_stage] != rank:
                 found.setdefault((rank, schedule.rank_of[message.to_stage]), []).append(message)
     return found
@@ -138,13 +139,13 @@ class _Layout(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def to_tensor(self) -> Tensor:
-        padded = (*self.shape, *[0] * (_MOST_DIMENSIONS - len(self.shape)))
-        return torch.tensor([_DTYPES.index(self.dtype), len(self.shape), *padded])
+        padded = (*self.shape, *[0] * (MOST_DIMENSIONS - len(self.shape)))
+        return torch.tensor([MAIL_DTYPES.index(self.dtype), len(self.shape), *padded])
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> _Layout:
         dtype, dimensions, *sizes = tensor.tolist()
-        return cls(tuple(sizes[:dimensions]), _DTYPES[dtype])
+        return cls(tuple(sizes[:dimensions]), MAIL_DTYPES[dtype])
 
 
 class _Letter(NamedTuple):
@@ -154,10 +155,10 @@ class _Letter(NamedTuple):
     tag: int
     tensor: Tensor
     queued: float  # seconds of time.perf_counter
-    message: _Message
+    message: MailMessage
 
 
-class _Mail:
+class Mail:
     """Messages that one rank sends and receives in a step.
 
     A Gloo send ends only when the other side has posted its receive, so each target has a thread that waits for its
@@ -191,7 +192,7 @@ class _Mail:
             if throttle is not None:
                 self._throttles[target] = throttle
         self._posted: dict[int, int] = {}
-        self._arriving: dict[_Message, tuple[dist.Work | None, Tensor]] = {}
+        self._arriving: dict[MailMessage, tuple[dist.Work | None, Tensor]] = {}
         self._rows: Sequence[int] | None = None
         self._senders: dict[int, _Sender] = {}
         self._reapers: dict[int, _Reaper] = {}
@@ -224,7 +225,7 @@ class _Mail:
                 self._senders[target] = _Sender(self, self._throttles[target], reaper)
         return origin
 
-    def send(self, message: _Message, tensor: Tensor, queued: float) -> None:
+    def send(self, message: MailMessage, tensor: Tensor, queued: float) -> None:
         """Send a message without waiting."""
         target, index = self._target[message]
         layout, agreed = _Layout.of(tensor), self._layout(message)
@@ -250,7 +251,8 @@ class _Mail:
             self._reapers[target].put((letter, self.dispatch(letter)))
         self._raise_failures()
 
-    def receive(self, message: _Message) -> Tensor:
+    def receive(self, message: MailMessage) -> Tensor:
+        """Wait for a message and return its tensor."""
         self._raise_failures()
         began = time.perf_counter()
         source, index = self._number[message]
@@ -282,9 +284,11 @@ class _Mail:
             self._ledger.record(PASSED_ON, Traffic(seconds=seconds, exposed_seconds=seconds))
 
     def dispatch(self, letter: _Letter) -> dist.Work:
+        """Start to send a letter."""
         return self._send(letter.tensor, letter.target, letter.tag, letter.message)
 
     def reap(self, letter: _Letter, work: dist.Work) -> None:
+        """Wait until ``work`` has sent the letter."""
         self._wait(work, letter.target, "take", letter.message)
 
     def _post(self, source: int, end: int, needed: int = -1) -> None:
@@ -302,14 +306,14 @@ class _Mail:
             self._arriving[message] = work, tensor
             self._posted[source] = index + 1
 
-    def _layout(self, message: _Message) -> _Layout | None:
+    def _layout(self, message: MailMessage) -> _Layout | None:
         """Return the layout agreed for a message's boundary, with its microbatch's rows; None before the agreement."""
         agreed = self._layouts.get(message.boundary)
         if agreed is None or self._rows is None:
             return agreed
         return agreed._replace(shape=(self._rows[message.microbatch], *agreed.shape[1:]))
 
-    def _check_rows(self, message: _Message, layout: _Layout) -> None:
+    def _check_rows(self, message: MailMessage, layout: _Layout) -> None:
         if self._rows is not None and layout.shape[:1] != (self._rows[message.microbatch],):
             raise PlanError(
                 f"microbatch {message.microbatch} gives {list(layout.shape)}, "
@@ -318,14 +322,14 @@ class _Mail:
                 remedy="as many rows as step() is told",
             )
 
-    def _ask_for_layout(self, message: _Message, source: int) -> _Layout | None:
-        header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64)
+    def _ask_for_layout(self, message: MailMessage, source: int) -> _Layout | None:
+        header = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
         work = self._receive(header, source, _LAYOUT - message.boundary, message)
         self._wait(work, source, "give", message)
         self._layouts[message.boundary] = _Layout.from_tensor(header)
         return self._layout(message)
 
-    def _send(self, tensor: Tensor, target: int, tag: int, message: _Message | None = None) -> dist.Work:
+    def _send(self, tensor: Tensor, target: int, tag: int, message: MailMessage | None = None) -> dist.Work:
         try:
             work = dist.isend(tensor, group=self._group, tag=tag, group_dst=target)
         except RuntimeError as error:
@@ -333,7 +337,7 @@ class _Mail:
         assert work is not None
         return work
 
-    def _receive(self, tensor: Tensor, source: int, tag: int, message: _Message | None = None) -> dist.Work:
+    def _receive(self, tensor: Tensor, source: int, tag: int, message: MailMessage | None = None) -> dist.Work:
         try:
             work = dist.irecv(tensor, group=self._group, tag=tag, group_src=source)
         except RuntimeError as error:
@@ -342,7 +346,7 @@ class _Mail:
         return work
 
     def _wait(
-        self, work: dist.Work, peer: int, verb: str, message: _Message | None, until: float | None = None
+        self, work: dist.Work, peer: int, verb: str, message: MailMessage | None, until: float | None = None
     ) -> None:
         start = time.perf_counter()
         seconds = self._deadline if until is None else max(until - start, 0.001)
@@ -367,7 +371,7 @@ class _Mail:
             if worker.failure is not None:
                 raise worker.failure
 
-    def _late(self, peer: int, verb: str, message: _Message | None) -> PeerError:
+    def _late(self, peer: int, verb: str, message: MailMessage | None) -> PeerError:
         what = f"did not {verb} {message}" if message else "did not come to the start of the step"
         return self._error(
             f"rank {peer} {what} within {self._deadline:g} s",
@@ -376,13 +380,13 @@ class _Mail:
             f"see what rank {peer} does; a larger deadline_s if it is only slow",
         )
 
-    def _broken(self, peer: int, verb: str, message: _Message | None) -> PeerError:
+    def _broken(self, peer: int, verb: str, message: MailMessage | None) -> PeerError:
         waited = f"it was to {verb} {message}" if message else "it was to come to the start of the step"
         return self._error(
             f"the connection to rank {peer} broke when {waited}", peer, message, f"see why rank {peer} ended"
         )
 
-    def _error(self, what: str, peer: int, message: _Message | None, remedy: str) -> PeerError:
+    def _error(self, what: str, peer: int, message: MailMessage | None, remedy: str) -> PeerError:
         where = f"pipeline rank {self._rank}, schedule {self._name}"
         stage, microbatch = (message.stage, message.microbatch) if message else (None, None)
         return PeerError(what, peer=peer, stage=stage, microbatch=microbatch, where=where, remedy=remedy)
@@ -405,7 +409,7 @@ class _Worker(Generic[_Item]):
     def put(self, item: _Item) -> None:
         self._items.put(item)
 
-    def close(self, seconds: float) -> _Message | None:
+    def close(self, seconds: float) -> MailMessage | None:
         """Wait until all items are handled; return the message of the current item if that exceeds ``seconds``."""
         self._items.put(None)
         self._thread.join(seconds)
@@ -432,28 +436,28 @@ class _Worker(Generic[_Item]):
     def _do(self, item: _Item) -> None:
         raise NotImplementedError
 
-    def _message(self, item: _Item) -> _Message:
+    def _message(self, item: _Item) -> MailMessage:
         raise NotImplementedError
 
 
 class _Reaper(_Worker[tuple[_Letter, "dist.Work"]]):
     """Worker that keeps tensors sent to a rank until they have arrived."""
 
-    def __init__(self, mail: _Mail) -> None:
+    def __init__(self, mail: Mail) -> None:
         self._mail = mail
         super().__init__()
 
     def _do(self, item: tuple[_Letter, dist.Work]) -> None:
         self._mail.reap(*item)
 
-    def _message(self, item: tuple[_Letter, dist.Work]) -> _Message:
+    def _message(self, item: tuple[_Letter, dist.Work]) -> MailMessage:
         return item[0].message
 
 
 class _Sender(_Worker[_Letter]):
     """Worker that delivers messages to a rank with the delay of a slow link."""
 
-    def __init__(self, mail: _Mail, throttle: Throttle, reaper: _Reaper) -> None:
+    def __init__(self, mail: Mail, throttle: Throttle, reaper: _Reaper) -> None:
         self._mail, self._throttle, self._reaper = mail, throttle, reaper
         self._free = -math.inf  # time.perf_counter() at which the link is free
         self._occupied = 0.0  # seconds that the messages put so far occupy the link
@@ -474,5 +478,5 @@ class _Sender(_Worker[_Letter]):
             return
         self._reaper.put((item, self._mail.dispatch(item)))
 
-    def _message(self, item: _Letter) -> _Message:
+    def _message(self, item: _Letter) -> MailMessage:
         return item.message

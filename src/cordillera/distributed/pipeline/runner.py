@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cordillera.distributed.ledger import Ledger
-from cordillera.distributed.pipeline.mail import _DTYPES, _MOST_DIMENSIONS, StageLinks, _Mail, _Message
-from cordillera.distributed.pipeline.split_backward import _accumulate, _Forward, _Split, _split
+from cordillera.distributed.pipeline.mail import MAIL_DTYPES, MOST_DIMENSIONS, Mail, MailMessage, StageLinks
+from cordillera.distributed.pipeline.split_backward import ForwardState, SplitBackward, accumulate, split_backward
 from cordillera.errors import PlanError
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
 from cordillera.planning.pipeline.simulator import Timeline
@@ -150,8 +150,8 @@ class PipelineRunner:
         self._stages, self._loss, self._failed = dict(stages), loss, False
         self._divisor = schedule.microbatches if reduction == "mean" else 1
         self._before = before or (lambda action: None)
-        self._mail = _Mail(schedule, rank, group, link, deadline_s, ledger or Ledger())
-        self._held: dict[tuple[int, int], _Forward | _Split] = {}
+        self._mail = Mail(schedule, rank, group, link, deadline_s, ledger or Ledger())
+        self._held: dict[tuple[int, int], ForwardState | SplitBackward] = {}
         self._passed: dict[tuple[Kind, int, int], Tensor] = {}  # between two stages of this rank
 
     def step(
@@ -228,7 +228,7 @@ class PipelineRunner:
             given = self._from(kind, stage - 1, action) if stage else inputs[microbatch]
             start = time.perf_counter()
             self._before(action)
-            forward = _Forward(given.detach().requires_grad_(stage > 0 or given.requires_grad))
+            forward = ForwardState(given.detach().requires_grad_(stage > 0 or given.requires_grad))
             result = forward.output = self._stages[stage](forward.input, *arguments)
             if stage == last:
                 loss = self._loss(forward.output, targets[microbatch])
@@ -247,14 +247,14 @@ class PipelineRunner:
             start = time.perf_counter()
             self._before(action)
             held = self._held.pop((stage, microbatch))
-            assert isinstance(held, _Forward)
+            assert isinstance(held, ForwardState)
             if kind is Kind.INPUT:
-                self._held[stage, microbatch], result = _split(held, gradient)
+                self._held[stage, microbatch], result = split_backward(held, gradient)
             else:
                 result = held.backward(gradient)
             del held  # a whole backward frees the activations within its own time
             if stage == 0 and result is not None:
-                _accumulate(inputs[microbatch], result)
+                accumulate(inputs[microbatch], result)
         end = time.perf_counter()
         self._pass_on(action, result, end)
         return start, end
@@ -263,22 +263,22 @@ class PipelineRunner:
         """Return the input of an action that another stage produces."""
         if self.schedule.rank_of[stage] == self.rank:
             return self._passed.pop((kind, stage, action.microbatch))
-        return self._mail.receive(_Message(kind, stage, action.microbatch))
+        return self._mail.receive(MailMessage(kind, stage, action.microbatch))
 
     def _pass_on(self, action: Action, result: Tensor | None, end: float) -> None:
         """Hand the result of an action to the stage that needs it."""
         kind, stage, microbatch = action[:3]
         if kind is Kind.WEIGHT:
             return
-        message = _Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, microbatch)
+        message = MailMessage(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, microbatch)
         if not 0 <= message.to_stage < self.schedule.stages:
             return
-        if not isinstance(result, Tensor) or result.dtype not in _DTYPES or result.dim() > _MOST_DIMENSIONS:
-            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        if not isinstance(result, Tensor) or result.dtype not in MAIL_DTYPES or result.dim() > MOST_DIMENSIONS:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in MAIL_DTYPES)
             raise PlanError(
                 "what it gives cannot be passed on",
                 where=f"stage {stage}",
-                remedy=f"a tensor of {kinds} with at most {_MOST_DIMENSIONS} dimensions",
+                remedy=f"a tensor of {kinds} with at most {MOST_DIMENSIONS} dimensions",
             )
         if self.schedule.rank_of[message.to_stage] == self.rank:
             self._passed[message] = result.detach()

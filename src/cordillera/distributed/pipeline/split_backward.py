@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
-class _Forward:
+class ForwardState:
     """Forward of one microbatch in a stage: its input and its output (the loss in the last stage), with their graph."""
 
     output: Tensor
@@ -28,10 +28,11 @@ class _Forward:
         return torch.zeros_like(self.input) if self.input.grad is None else self.input.grad
 
     def weights(self) -> None:
+        """Refuse: the gradients of the weights were added by :meth:`backward`."""
         raise AssertionError("a checked schedule has W after I")
 
 
-class _Split(NamedTuple):
+class SplitBackward(NamedTuple):
     """Remainder of a backward after the gradient of its input.
 
     Attributes:
@@ -59,7 +60,7 @@ class _Split(NamedTuple):
             torch.autograd.backward(edges, gradients, inputs=weights)
 
 
-def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor | None]:
+def split_backward(forward: ForwardState, gradient: Tensor | None) -> tuple[SplitBackward, Tensor | None]:
     """Run the first half of a split backward: return what the second half needs, and the input's gradient or None.
 
     The trunk of the graph consists of the nodes between output and input. A weight joins it at some node (the weight of
@@ -70,12 +71,12 @@ def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor |
     """
     given, output = forward.input, forward.output
     if not given.requires_grad:
-        return _Split(output, gradient), None
+        return SplitBackward(output, gradient), None
     joints = None
     if output.requires_grad:
         joints = _joints(get_gradient_edge(output), get_gradient_edge(given).node)
     if joints is None:  # the output does not depend on the input
-        return _Split(output, gradient), torch.zeros_like(given)
+        return SplitBackward(output, gradient), torch.zeros_like(given)
     times = Counter(weight for _, weights in joints for weight in weights)
     shared = [weight for weight, count in times.items() if count > 1]
     single = [(edges, [weight for weight in weights if times[weight] == 1]) for edges, weights in joints]
@@ -90,7 +91,7 @@ def _split(forward: _Forward, gradient: Tensor | None) -> tuple[_Split, Tensor |
         have = [edge for edge in edges if reached[edge] is not None]
         if have:
             kept.append((have, [reached[edge] for edge in have], weights))
-    return _Split(output, gradient, shared, kept), torch.zeros_like(given) if found[0] is None else found[0]
+    return SplitBackward(output, gradient, shared, kept), torch.zeros_like(given) if found[0] is None else found[0]
 
 
 def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
@@ -137,5 +138,6 @@ def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], lis
     return joints if root.node in trunk else None
 
 
-def _accumulate(tensor: Tensor, gradient: Tensor) -> None:
+def accumulate(tensor: Tensor, gradient: Tensor) -> None:
+    """Add ``gradient`` to the gradient of ``tensor``."""
     tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient

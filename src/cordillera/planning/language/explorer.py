@@ -21,7 +21,7 @@ from cordillera.cost import Calibration, CostModel, Products, calibration_for
 from cordillera.errors import PlanError
 from cordillera.partition import divisors
 from cordillera.planning.language.job import PlannedJob
-from cordillera.planning.language.plans import _USABLE, ALL, Exploration, Plan, SearchDimension
+from cordillera.planning.language.plans import ALL, USABLE_MEMORY, Exploration, Plan, SearchDimension
 from cordillera.planning.language.step import SimulatedStep, families, held, simulate_step, stage_seconds, ways
 from cordillera.planning.language.workload import Layout, Recompute, Workload
 from cordillera.planning.network.mesh import Mesh
@@ -198,7 +198,7 @@ class Explorer:
             )
         self._progress = progress or (lambda text: None)
         self._production: Plan | None = None
-        self._limit = _USABLE * topology.device.memory_bytes
+        self._limit = USABLE_MEMORY * topology.device.memory_bytes
 
     def job(
         self,

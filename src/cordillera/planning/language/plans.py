@@ -128,11 +128,11 @@ class Exploration:
             if math.isfinite(self.least_memory):
                 remedy = (
                     f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
-                    f"{self.least_memory / _USABLE / 1e9:,.0f} GB, or more of them"
+                    f"{self.least_memory / USABLE_MEMORY / 1e9:,.0f} GB, or more of them"
                     + (f": {self.enough:,} would do" if self.enough is not None else "")
                 )
             raise PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)
         return self.plans[0]
 
 
-_USABLE = 0.94  # usable part of a device's memory; the runtime takes the rest
+USABLE_MEMORY = 0.94  # usable part of a device's memory; the runtime takes the rest

@@ -12,24 +12,26 @@ from cordillera.planning.network.collective_plans import (
     CollectivePlan,
     PlanStep,
     Transfer,
-    _all_reduced,
-    _scattered,
+    all_reduced,
     compose,
     reverse,
+    scattered,
 )
 
 
-def _check_ranks(n: int) -> None:
+def check_ranks(n: int) -> None:
+    """Refuse a collective of no rank."""
     if n < 1:
         raise ValueError(f"n is {n}; a collective needs at least 1 rank")
 
 
-def _steps(steps: Iterable[Iterable[Transfer]]) -> tuple[PlanStep, ...]:
+def plan_steps(steps: Iterable[Iterable[Transfer]]) -> tuple[PlanStep, ...]:
+    """Return the steps that have transfers."""
     return tuple(step for step in map(tuple, steps) if step)
 
 
 def _ring_order(n: int, order: Sequence[int] | None) -> list[int]:
-    _check_ranks(n)
+    check_ranks(n)
     ring = list(range(n)) if order is None else list(order)
     if sorted(ring) != list(range(n)):
         raise ValueError(f"order must name each of the {n} ranks once, got {ring}")
@@ -60,10 +62,11 @@ def ring_all_gather(n: int, *, order: Sequence[int] | None = None, bidirectional
                 yield Transfer(rank, ring[(p - 1) % n], (ring[(p + s) % n],), False)
 
     algorithm = "bidirectional-ring" if bidirectional else "ring"
-    return CollectivePlan("all-gather", algorithm, n, _one_each(n), _steps(step(s) for s in range(forward)))
+    return CollectivePlan("all-gather", algorithm, n, one_chunk_each(n), plan_steps(step(s) for s in range(forward)))
 
 
-def _one_each(n: int) -> tuple[Chunk, ...]:
+def one_chunk_each(n: int) -> tuple[Chunk, ...]:
+    """Return one chunk that originates at each of ``n`` ranks."""
     return tuple(Chunk(1, rank, None) for rank in range(n))
 
 
@@ -81,7 +84,7 @@ def ring_reduce_scatter(n: int, *, order: Sequence[int] | None = None, bidirecti
         ValueError: If ``n`` is below 1 or ``order`` is not an order of the ranks.
     """
     ring = _ring_order(n, order)
-    return _scattered(ring_all_gather(n, order=ring[::-1], bidirectional=bidirectional))
+    return scattered(ring_all_gather(n, order=ring[::-1], bidirectional=bidirectional))
 
 
 def ring_all_reduce(n: int, *, order: Sequence[int] | None = None, bidirectional: bool = False) -> CollectivePlan:
@@ -113,7 +116,7 @@ def doubling_all_gather(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    _check_ranks(n)
+    check_ranks(n)
     steps: list[PlanStep] = []
     if n & (n - 1) == 0:
         held: list[tuple[int, ...]] = [(rank,) for rank in range(n)]
@@ -137,7 +140,7 @@ def doubling_all_gather(n: int) -> CollectivePlan:
                 )
             )
             distance *= 2
-    return CollectivePlan("all-gather", "halving-doubling", n, _one_each(n), tuple(steps))
+    return CollectivePlan("all-gather", "halving-doubling", n, one_chunk_each(n), tuple(steps))
 
 
 def halving_reduce_scatter(n: int) -> CollectivePlan:
@@ -149,7 +152,7 @@ def halving_reduce_scatter(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    return _scattered(doubling_all_gather(n))
+    return scattered(doubling_all_gather(n))
 
 
 def halving_doubling_all_reduce(n: int) -> CollectivePlan:
@@ -161,11 +164,11 @@ def halving_doubling_all_reduce(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    return _all_reduced(doubling_all_gather(n))
+    return all_reduced(doubling_all_gather(n))
 
 
 def _check_root(n: int, root: int, chunks: int) -> None:
-    _check_ranks(n)
+    check_ranks(n)
     if not 0 <= root < n:
         raise ValueError(f"root is {root}; it must be one of the {n} ranks")
     if chunks < 1:
@@ -189,7 +192,7 @@ def tree_broadcast(n: int, root: int = 0) -> CollectivePlan:
             yield Transfer((rank + root) % n, (rank + distance + root) % n, (0,), False)
 
     distances = [1 << bit for bit in reversed(range((n - 1).bit_length()))]
-    return CollectivePlan("broadcast", "tree", n, (Chunk(1, root, None),), _steps(map(step, distances)))
+    return CollectivePlan("broadcast", "tree", n, (Chunk(1, root, None),), plan_steps(map(step, distances)))
 
 
 def tree_all_reduce(n: int) -> CollectivePlan:
@@ -223,7 +226,7 @@ def chain_broadcast(n: int, root: int = 0, *, chunks: int = 1) -> CollectivePlan
             yield Transfer((rank + root) % n, (rank + 1 + root) % n, (s - rank,), False)
 
     parts = tuple(Chunk(1, root, None) for _ in range(chunks))
-    return CollectivePlan("broadcast", "chain", n, parts, _steps(step(s) for s in range(n - 2 + chunks)))
+    return CollectivePlan("broadcast", "chain", n, parts, plan_steps(step(s) for s in range(n - 2 + chunks)))
 
 
 def direct_all_gather(n: int) -> CollectivePlan:
@@ -235,9 +238,9 @@ def direct_all_gather(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    _check_ranks(n)
+    check_ranks(n)
     step = (Transfer(a, (a + s) % n, (a,), False) for s in range(1, n) for a in range(n))
-    return CollectivePlan("all-gather", "direct", n, _one_each(n), _steps([step]))
+    return CollectivePlan("all-gather", "direct", n, one_chunk_each(n), plan_steps([step]))
 
 
 def direct_reduce_scatter(n: int) -> CollectivePlan:
@@ -249,7 +252,7 @@ def direct_reduce_scatter(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    return _scattered(direct_all_gather(n))
+    return scattered(direct_all_gather(n))
 
 
 def direct_all_reduce(n: int) -> CollectivePlan:
@@ -261,12 +264,12 @@ def direct_all_reduce(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    return _all_reduced(direct_all_gather(n))
+    return all_reduced(direct_all_gather(n))
 
 
 def _all_to_all(n: int, algorithm: str, steps: Iterable[Iterable[Transfer]]) -> CollectivePlan:
     chunks = tuple(Chunk(1, source, target) for source in range(n) for target in range(n))
-    return CollectivePlan("all-to-all", algorithm, n, chunks, _steps(steps))
+    return CollectivePlan("all-to-all", algorithm, n, chunks, plan_steps(steps))
 
 
 def direct_all_to_all(n: int) -> CollectivePlan:
@@ -278,7 +281,7 @@ def direct_all_to_all(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    _check_ranks(n)
+    check_ranks(n)
     step = (_block(n, a, (a + s) % n) for s in range(1, n) for a in range(n))
     return _all_to_all(n, "direct", [step])
 
@@ -292,7 +295,7 @@ def pairwise_all_to_all(n: int) -> CollectivePlan:
     Raises:
         ValueError: If ``n`` is below 1.
     """
-    _check_ranks(n)
+    check_ranks(n)
     return _all_to_all(n, "pairwise", ((_block(n, a, (a + s) % n) for a in range(n)) for s in range(1, n)))
 
 
@@ -332,7 +335,7 @@ def hierarchical_all_reduce(
     Raises:
         ValueError: If there is no domain or a domain has no rank.
     """
-    return _all_reduced(_hierarchical(sizes, gather))
+    return all_reduced(_hierarchical(sizes, gather))
 
 
 def hierarchical_all_gather(
@@ -364,7 +367,7 @@ def hierarchical_reduce_scatter(
         ValueError: If a domain has no rank, or the domains differ in size.
     """
     _check_equal(sizes)
-    return _scattered(_hierarchical(sizes, gather))
+    return scattered(_hierarchical(sizes, gather))
 
 
 def _check_equal(sizes: Sequence[int]) -> None:
@@ -407,7 +410,7 @@ def _hierarchical(sizes: Sequence[int], gather: Callable[[int], CollectivePlan])
                 yield Transfer(base[k] + source, base[k] + target, moved, False)
 
     cross = gather(domains)
-    steps = _steps([*map(across, cross.steps), *(within(s) for s in range(max(map(len, inside))))])
+    steps = plan_steps([*map(across, cross.steps), *(within(s) for s in range(max(map(len, inside))))])
     return CollectivePlan("all-gather", f"hierarchical {cross.algorithm}", ranks, chunks, steps)
 
 
@@ -430,4 +433,4 @@ def hierarchical_broadcast(sizes: Sequence[int]) -> CollectivePlan:
     for first, size in zip(base, sizes, strict=True):
         for s, step in enumerate(tree_broadcast(size).steps):
             inside[s] += [Transfer(first + sent.source, first + sent.target, (0,), False) for sent in step]
-    return CollectivePlan("broadcast", "hierarchical", sum(sizes), (Chunk(1, 0, None),), _steps([*across, *inside]))
+    return CollectivePlan("broadcast", "hierarchical", sum(sizes), (Chunk(1, 0, None),), plan_steps([*across, *inside]))

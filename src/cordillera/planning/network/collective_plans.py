@@ -147,12 +147,14 @@ def compose(first: CollectivePlan, second: CollectivePlan, collective: str) -> C
     return CollectivePlan(collective, second.algorithm, first.ranks, chunks, first.steps + second.steps)
 
 
-def _scattered(gather: CollectivePlan) -> CollectivePlan:
+def scattered(gather: CollectivePlan) -> CollectivePlan:
+    """Return the reduce-scatter that reverses an all-gather."""
     return reverse(gather, "reduce-scatter")
 
 
-def _all_reduced(gather: CollectivePlan) -> CollectivePlan:
-    return compose(_scattered(gather), gather, "all-reduce")
+def all_reduced(gather: CollectivePlan) -> CollectivePlan:
+    """Return the all-reduce of an all-gather: its reversal, followed by itself."""
+    return compose(scattered(gather), gather, "all-reduce")
 
 
 def _named(ranks: int) -> list[int]:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from cordillera.errors import PlanError
-from cordillera.planning.network.collective_algorithms import _check_ranks, _one_each, _steps
-from cordillera.planning.network.collective_plans import CollectivePlan, Transfer, _scattered
+from cordillera.planning.network.collective_algorithms import check_ranks, one_chunk_each, plan_steps
+from cordillera.planning.network.collective_plans import CollectivePlan, Transfer, scattered
 from cordillera.planning.network.flows import FlowLink
 
 
@@ -35,7 +35,7 @@ def synthesise_all_gather(
         PlanError: If no path leads from one rank to another.
         ValueError: If ``n`` is below 1, a link does not join two ranks, or a latency, rate or size is out of range.
     """
-    _check_ranks(n)
+    check_ranks(n)
     _check_links(links, n, chunk_bytes)
     for origin in range(n):
         for target in sorted(set(range(n)) - _reachable(links, n, origin)):
@@ -66,7 +66,7 @@ def synthesise_reduce_scatter(
     """
     turned = {(target, source): link for (source, target), link in links.items()}
     plan, seconds = synthesise_all_gather(turned, n, chunk_bytes)
-    return _scattered(plan), seconds
+    return scattered(plan), seconds
 
 
 def _check_links(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float) -> None:
@@ -143,7 +143,7 @@ def _match(links: Mapping[tuple[int, int], FlowLink], n: int, chunk_bytes: float
         "all-gather",
         "synthesised",
         n,
-        _one_each(n),
-        _steps((Transfer(*pair, (chunk,), False) for pair, chunk in sorted(step.items())) for step in steps),
+        one_chunk_each(n),
+        plan_steps((Transfer(*pair, (chunk,), False) for pair, chunk in sorted(step.items())) for step in steps),
     )
     return plan, makespan

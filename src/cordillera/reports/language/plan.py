@@ -15,7 +15,7 @@ from cordillera.planning.language.what_if import Case
 from cordillera.planning.pipeline.schedules import Kind
 from cordillera.planning.pipeline.simulator import Timeline
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
-from cordillera.reports.plan_charts import _WIDTH, _seconds, _ticks, bars_svg, lines_svg
+from cordillera.reports.plan_charts import CHART_WIDTH, bars_svg, lines_svg, seconds_text, time_ticks
 
 _KINDS = {
     Kind.FORWARD: ("forward", "Forward"),
@@ -83,7 +83,7 @@ def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
     """
     ranks, total = timeline.schedule.ranks, until or timeline.seconds or 1.0
     left, height = 56.0, max(12.0, min(30.0, 420.0 / ranks))
-    scale = (_WIDTH - left - 24) / total
+    scale = (CHART_WIDTH - left - 24) / total
     paths: dict[str, list[str]] = {"forward": [], "backward": [], "weight": [], "message": []}
     labels = []
 
@@ -111,11 +111,11 @@ def timeline_svg(timeline: Timeline, until: float | None = None) -> str:
             y = 8 + message.source * height + height * 0.76
             paths["message"].append(box(message.start, message.arrival, y, height * 0.12, 0.0)[0])
     bottom = 8 + ranks * height
-    ticks = _ticks(left, bottom, total, scale)
+    ticks = time_ticks(left, bottom, total, scale)
     filled = "".join(f'<path class="{name}" d="{"".join(path)}"/>' for name, path in paths.items() if path)
     name = "The beginning of a step, enlarged" if until else "What every pipeline rank does in a step"
     return (
-        f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="{name}">{ticks}{filled}'
+        f'<svg viewBox="0 0 {CHART_WIDTH:.0f} {bottom + 24:.0f}" role="img" aria-label="{name}">{ticks}{filled}'
         f"{''.join(labels)}</svg>"
     )
 
@@ -144,9 +144,8 @@ def reasons(best: Plan, base: Plan) -> list[str]:
     for name, (before, after) in changes.items():
         if abs(after - before) > 0.005 * base.seconds:
             word = "less" if after < before else "more"
-            found.append(
-                f"{_PARTS[name]}: {_seconds(before)} to {_seconds(after)}, {_seconds(abs(after - before))} {word}."
-            )
+            difference = seconds_text(abs(after - before))
+            found.append(f"{_PARTS[name]}: {seconds_text(before)} to {seconds_text(after)}, {difference} {word}.")
     if best.across != base.across:
         found.append(f"What crosses the outermost links: {best.across} instead of {base.across}.")
     return found
@@ -231,7 +230,7 @@ def page(
     best, work, topology = found.best, explorer.workload, explorer.topology
     tokens = work.batch * work.sequence / best.seconds
     cards = {
-        "Step": _seconds(best.seconds),
+        "Step": seconds_text(best.seconds),
         "Tokens a second": f"{tokens / 1e6:.2f} M" if tokens >= 1e6 else f"{tokens:,.0f}",
         "Of the devices' peak (MFU)": f"{100 * best.utilisation:.1f} %",
         "Memory of the fullest device": f"{best.step.memory_bytes / 1e9:.1f} GB",
@@ -250,7 +249,7 @@ def page(
     held = "".join(f'<span><i class="held{i}"></i>{name.capitalize()}</span>' for i, name in enumerate(_MEMORY))
     table = "".join(
         f"<tr><td>{i}</td><td>{escape(str(plan.layout))}</td><td>{escape(plan.layout.recompute)}</td>"
-        f"<td>{escape(plan.across)}</td><td>{escape(plan.schedule.name)}</td><td>{_seconds(plan.seconds)}</td>"
+        f"<td>{escape(plan.across)}</td><td>{escape(plan.schedule.name)}</td><td>{seconds_text(plan.seconds)}</td>"
         f"<td>{100 * plan.utilisation:.1f} %</td><td>{plan.step.memory_bytes / 1e9:.0f} GB</td></tr>"
         for i, plan in enumerate(found.plans[:10], 1)
     )
@@ -258,7 +257,7 @@ def page(
     if changes is not None:
         outer = topology.levels[-1].name
         upgrades = "".join(
-            f"<tr><td>{escape(words)}</td><td>{_seconds(seconds)}</td>"
+            f"<tr><td>{escape(words)}</td><td>{seconds_text(seconds)}</td>"
             f"<td>{100 * (best.seconds / seconds - 1):+.2f} %</td></tr>"
             for words, seconds in changes.upgrades
         )
@@ -275,7 +274,7 @@ def page(
         )
     if cases:
         asked = "".join(
-            f"<tr><td>{escape(case.what)}</td><td>{_seconds(case.seconds)}</td>"
+            f"<tr><td>{escape(case.what)}</td><td>{seconds_text(case.seconds)}</td>"
             f"<td>{100 * case.speed(best.seconds):+.2f} %</td><td>{case.devices:,}</td>"
             f'<td class="note">{escape(case.note)}</td></tr>'
             for case in cases

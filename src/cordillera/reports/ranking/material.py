@@ -13,11 +13,11 @@ from cordillera.reports.page import (
 from cordillera.run import RunStatus
 from cordillera.training.ranking.evaluation import Evaluation, number
 
-_SHOWN_SEGMENTS = 12
+SHOWN_SEGMENTS = 12
 
 
 @dataclass(frozen=True)
-class _Material:
+class Material:
     """Content of the run's folder, read once; missing files are empty."""
 
     name: str
@@ -35,6 +35,7 @@ class _Material:
 
     @property
     def tasks(self) -> list[str]:
+        """Names of the tasks."""
         if self.evaluation is not None:
             return list(self.evaluation.tasks)
         return list(self.evaluations[-1]["tasks"]) if self.evaluations else []
@@ -42,15 +43,17 @@ class _Material:
     @property
     def best(self) -> dict[str, Any] | None:
         """The first validation record with the lowest mean NE."""
-        scored = [(_mean_ne(record), record) for record in self.evaluations]
+        scored = [(mean_ne(record), record) for record in self.evaluations]
         scored = [(ne, record) for ne, record in scored if math.isfinite(ne)]
         return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def _interval(pair: Sequence[float] | None, digits: int = 4) -> str:
+def interval_text(pair: Sequence[float] | None, digits: int = 4) -> str:
+    """Return an interval as text; empty for None."""
     return f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}" if pair else ""
 
 
-def _mean_ne(record: Mapping[str, Any]) -> float:
+def mean_ne(record: Mapping[str, Any]) -> float:
+    """Return the mean NE over the tasks of a validation record."""
     values = [number(task.get("ne")) for task in record["tasks"].values()]
     return sum(values) / len(values)

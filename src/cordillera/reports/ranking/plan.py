@@ -11,7 +11,7 @@ from typing import Any
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS, Operation
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.sensitivity import DISTANCES_KM, OVERSUBSCRIPTIONS, Sensitivity
-from cordillera.reports.plan_charts import _seconds, _ticks, bars_svg, lines_svg
+from cordillera.reports.plan_charts import bars_svg, lines_svg, seconds_text, time_ticks
 
 _MEMORY = ("tables", "optimizer", "buffers", "dense layers", "activations")
 _ROWS = {"compute": "computes", "exchange": "exchanges", "reduce": "reduces"}
@@ -58,14 +58,14 @@ def streams_svg(timeline: Sequence[Operation]) -> str:
         drawn += [
             f'<rect class="part{numbers[one.cause]}" x="{left + one.start * scale:.2f}" y="{y:.1f}" '
             f'width="{max(one.seconds * scale - 0.4, 0.2):.2f}" height="{height * 0.7:.1f}">'
-            f"<title>{escape(one.name)}: {_seconds(one.seconds)}</title></rect>"
+            f"<title>{escape(one.name)}: {seconds_text(one.seconds)}</title></rect>"
             for one in timeline
             if one.stream == stream and one.seconds > 0
         ]
     bottom = 8 + len(STREAMS) * height
     return (
         f'<svg viewBox="0 0 {width:.0f} {bottom + 24:.0f}" role="img" aria-label="What every stream does in a step">'
-        f"{_ticks(left, bottom, total, scale)}{''.join(drawn)}</svg>"
+        f"{time_ticks(left, bottom, total, scale)}{''.join(drawn)}</svg>"
     )
 
 
@@ -84,8 +84,8 @@ def reasons(best: TablePlan, base: TablePlan) -> list[str]:
         change = after[cause] - before[cause]
         if abs(change) > _WORTH_SAYING * base.seconds:
             word = "less" if change < 0 else "more"
-            times = f"{_seconds(before[cause])} to {_seconds(after[cause])}"
-            found.append(f"{CAUSES[cause]}: {times}, {_seconds(abs(change))} {word}.")
+            times = f"{seconds_text(before[cause])} to {seconds_text(after[cause])}"
+            found.append(f"{CAUSES[cause]}: {times}, {seconds_text(abs(change))} {word}.")
     outer = next((name for name in reversed(base.step.crossed) if base.step.crossed[name]), None)
     if outer is not None and best.step.crossed[outer] != base.step.crossed[outer]:
         sizes = [one.step.crossed[outer] / 1e9 for one in (base, best)]
@@ -134,7 +134,7 @@ def _legend(names: Iterable[str], kind: str = "part") -> str:
 
 
 def _changes(changes: Sensitivity, best: TablePlan, outer: str) -> str:
-    upgrades = [(words, _seconds(s), f"{100 * (best.seconds / s - 1):+.2f} %") for words, s in changes.upgrades]
+    upgrades = [(words, seconds_text(s), f"{100 * (best.seconds / s - 1):+.2f} %") for words, s in changes.upgrades]
     return (
         "<h2>If the network were another</h2><p>The same plans, simulated again; a new search may find better ones.</p>"
         + _legend(changes.distances, "dot")
@@ -164,7 +164,7 @@ def page(
     """
     best, work, topology = found.best, explorer.workload, explorer.topology
     cards = {
-        "Step": _seconds(best.seconds),
+        "Step": seconds_text(best.seconds),
         "Samples a second": f"{best.samples_per_s / 1e6:.2f} M",
         "Memory of the fullest device": f"{best.step.memory_bytes / 1e9:.1f} GB",
         "Against production-like": f"{base.seconds / best.seconds:.2f} times",
@@ -192,7 +192,7 @@ def page(
             plan.cut,
             plan.across,
             str(plan.schedule),
-            _seconds(plan.seconds),
+            seconds_text(plan.seconds),
             f"{plan.samples_per_s / 1e6:.2f} M",
             f"{plan.step.memory_bytes / 1e9:.0f} GB",
         )

@@ -27,8 +27,8 @@ from cordillera.reports.page import (
     thin,
     tile,
 )
-from cordillera.reports.ranking.material import _interval, _Material, _mean_ne
-from cordillera.reports.ranking.scores import _scores, _segments
+from cordillera.reports.ranking.material import Material, interval_text, mean_ne
+from cordillera.reports.ranking.scores import scores_section, segments_section
 from cordillera.run import Run, read_object, read_recipe
 from cordillera.training.ranking.evaluation import Evaluation, TaskEvaluation, number
 
@@ -59,7 +59,7 @@ def render(run: Run) -> str:
     sections = [banner(run), _results(material), notes(material.warnings), _learning(material)]
     sections.append(_progressive(material))
     if material.evaluation is not None:
-        sections += [_scores(material, material.evaluation), _segments(material.evaluation)]
+        sections += [scores_section(material, material.evaluation), segments_section(material.evaluation)]
     sections += [_throughput(material), _model_card(material), reproduction(material.recipe_text)]
     model = material.model.get("name", part(material.recipe, "model").get("name", "model"))
     data = part(material.recipe, "data").get("dataset") or "own data"
@@ -71,7 +71,7 @@ def render(run: Run) -> str:
 # Reading
 
 
-def _read(run: Run) -> _Material:
+def _read(run: Run) -> Material:
     recipe_text, recipe = read_recipe(run)
     warnings: list[str] = []
     records: dict[str, list[dict[str, Any]]] = {"train": [], "evaluation": [], "progressive": []}
@@ -90,7 +90,7 @@ def _read(run: Run) -> _Material:
         )
     if not (run.folder / "model.json").exists():
         warnings.append("The run has no model.json, so parameters and FLOPs are not known.")
-    material = _Material(
+    material = Material(
         name=run.folder.resolve().name,
         recipe_text=recipe_text,
         recipe=recipe,
@@ -129,7 +129,7 @@ def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
         ) from error
 
 
-def _warnings(material: _Material) -> list[str]:
+def _warnings(material: Material) -> list[str]:
     found = []
     broken = sum(1 for record in material.train if not math.isfinite(number(record.get("loss"))))
     if broken:
@@ -141,7 +141,7 @@ def _warnings(material: _Material) -> list[str]:
             if reasons:
                 listing = ", ".join(f"{_NAMES.get(name, name)} ({why})" for name, why in reasons.items())
                 found.append(f"Undefined on the test split for task {task}: {listing}.")
-    undefined = sum(1 for record in material.evaluations if not math.isfinite(_mean_ne(record)))
+    undefined = sum(1 for record in material.evaluations if not math.isfinite(mean_ne(record)))
     if undefined:
         found.append(f"NE was undefined or infinite in {undefined} of {len(material.evaluations)} validations.")
     best, patience = material.best, part(material.recipe, "training").get("patience")
@@ -155,7 +155,7 @@ def _warnings(material: _Material) -> list[str]:
     elif best is not None and best is not material.evaluations[-1]:
         found.append(
             f"The last weights are not the best: validation NE was lowest at step {best['step']:,} "
-            f"({_mean_ne(best):.4f}, at the end {_mean_ne(material.evaluations[-1]):.4f})."
+            f"({mean_ne(best):.4f}, at the end {mean_ne(material.evaluations[-1]):.4f})."
         )
     waiting = _data_fraction(material.train)
     if waiting > 0.1:
@@ -188,7 +188,7 @@ def _data_fraction(train: Sequence[Mapping[str, Any]]) -> float:
 # Sections
 
 
-def _results(material: _Material) -> str:
+def _results(material: Material) -> str:
     level = 0.95
     if material.evaluation is not None:
         tasks = material.evaluation.tasks
@@ -221,7 +221,7 @@ def _tiles(result: TaskEvaluation, task: str, level: float) -> str:
     tiles = []
     for name in ("ne", "auc", "calibration"):
         pair = result.intervals.get(name)
-        bounds = f"{100 * level:g} %: {_interval(pair)}" if pair else "no interval"
+        bounds = f"{100 * level:g} %: {interval_text(pair)}" if pair else "no interval"
         tiles.append(tile(_NAMES[name], figure(result.metrics.get(name, math.nan)), bounds, _MEANINGS[name]))
     more = [f"log loss {figure(result.metrics.get('log_loss', math.nan))}"]
     if not math.isnan(result.metrics.get("gauc", math.nan)):
@@ -229,7 +229,7 @@ def _tiles(result: TaskEvaluation, task: str, level: float) -> str:
         kept = int(result.metrics.get("gauc_groups", 0))
         pair = result.intervals.get("gauc")
         more.append(
-            f"GAUC {figure(result.metrics['gauc'])}{f' ({_interval(pair)})' if pair else ''} over {kept:,} groups, "
+            f"GAUC {figure(result.metrics['gauc'])}{f' ({interval_text(pair)})' if pair else ''} over {kept:,} groups, "
             f"{excluded:,} with one class left out"
         )
     rate = result.metrics.get("base_rate", math.nan)
@@ -244,7 +244,7 @@ def _task_table(tasks: Mapping[str, TaskEvaluation]) -> str:
         for name in ("ne", "auc", "calibration", "gauc", "log_loss"):
             if name == "gauc" and not _any_defined(tasks, "gauc"):
                 continue
-            bounds = _interval(result.intervals.get(name))
+            bounds = interval_text(result.intervals.get(name))
             shown = f'<br><span class="range">{bounds}</span>' if bounds else ""
             cells.append(f"<td>{figure(result.metrics.get(name, math.nan))}{shown}</td>")
         rate = figure(result.metrics.get("base_rate", math.nan))
@@ -263,7 +263,7 @@ def _any_defined(tasks: Mapping[str, TaskEvaluation], name: str) -> bool:
     return any(not math.isnan(result.metrics.get(name, math.nan)) for result in tasks.values())
 
 
-def _learning(material: _Material) -> str:
+def _learning(material: Material) -> str:
     charts = []
     end = max([_examples(record) for record in (*material.train, *material.evaluations)], default=math.nan)
     if not math.isfinite(end) or end <= 0:
@@ -321,13 +321,13 @@ def _learning(material: _Material) -> str:
     return f'<section><h2>Learning curves</h2><div class="charts">{"".join(charts)}</div></section>'
 
 
-def _bayes(material: _Material, split: str) -> float:
+def _bayes(material: Material, split: str) -> float:
     """Return the NE of the true probabilities for synthetic data with one task; else NaN."""
     known = part(material.model, "data", "facts", "bayes_ne_by_split")
     return number(known.get(split)) if len(material.tasks) == 1 else math.nan
 
 
-def _progressive(material: _Material) -> str:
+def _progressive(material: Material) -> str:
     if not material.progressive:
         return ""
     charts = []
@@ -348,7 +348,7 @@ def _progressive(material: _Material) -> str:
     return f'<section><h2>Predict, then train</h2><div class="charts">{"".join(charts)}</div></section>'
 
 
-def _throughput(material: _Material) -> str:
+def _throughput(material: Material) -> str:
     records = [record for record in material.train if math.isfinite(number(record.get("examples_per_second")))]
     if not records:
         return ""
@@ -404,7 +404,7 @@ def _throughput(material: _Material) -> str:
     return f'<section><h2>Throughput</h2><p>{text}.</p><div class="charts">{"".join(charts)}</div></section>'
 
 
-def _model_card(material: _Material) -> str:
+def _model_card(material: Material) -> str:
     model, recipe = material.model, material.recipe
     data, training = part(recipe, "data"), part(recipe, "training")
     described, facts = part(model, "data"), part(model, "data", "facts")
@@ -461,7 +461,7 @@ def _model_card(material: _Material) -> str:
     )
 
 
-def _steps(material: _Material) -> str:
+def _steps(material: Material) -> str:
     """Return the number of steps taken, with the total if training is not complete."""
     done = max([record["step"] for record in (*material.train, *material.evaluations)], default=0)
     if material.status is None:

@@ -10,11 +10,12 @@ from cordillera.reports.charts import Chart, interval_strip, nice_ticks, padded
 from cordillera.reports.page import (
     figure,
 )
-from cordillera.reports.ranking.material import _SHOWN_SEGMENTS, _interval, _Material
+from cordillera.reports.ranking.material import SHOWN_SEGMENTS, Material, interval_text
 from cordillera.training.ranking.evaluation import Evaluation, Segment, TaskEvaluation
 
 
-def _scores(material: _Material, evaluation: Evaluation) -> str:
+def scores_section(material: Material, evaluation: Evaluation) -> str:
+    """HTML of calibration and distribution of scores; empty without any."""
     blocks = []
     for task, result in evaluation.tasks.items():
         charts = [chart for chart in (_calibration(material, result), _histogram(material, result)) if chart]
@@ -24,7 +25,7 @@ def _scores(material: _Material, evaluation: Evaluation) -> str:
     return f"<section><h2>Calibration and scores</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
-def _calibration(material: _Material, result: TaskEvaluation) -> str:
+def _calibration(material: Material, result: TaskEvaluation) -> str:
     bins = result.calibration
     if not bins:
         return ""
@@ -43,7 +44,7 @@ def _calibration(material: _Material, result: TaskEvaluation) -> str:
     return material.pictures.draw("Calibration", chart, caption)
 
 
-def _histogram(material: _Material, result: TaskEvaluation) -> str:
+def _histogram(material: Material, result: TaskEvaluation) -> str:
     histogram = result.histogram
     if histogram is None:
         return ""
@@ -103,7 +104,8 @@ def _probability_ticks(low: float, high: float) -> list[tuple[float, str]]:
     return sorted(chosen)
 
 
-def _segments(evaluation: Evaluation) -> str:
+def segments_section(evaluation: Evaluation) -> str:
+    """HTML of the metrics of segments; empty without any."""
     if not evaluation.segments:
         return ""
     parts = []
@@ -140,7 +142,7 @@ def _segment_table(evaluation: Evaluation, task: str, values: Mapping[str, Segme
         '<th scope="col">Calibration</th></tr></thead>'
     )
     caption = f"<caption>Task {escape(task)}</caption>" if named else ""
-    first, rest = rows[:_SHOWN_SEGMENTS], rows[_SHOWN_SEGMENTS:]
+    first, rest = rows[:SHOWN_SEGMENTS], rows[SHOWN_SEGMENTS:]
     table = f'<div class="scroll" tabindex="0"><table>{caption}{head}<tbody>{"".join(first)}</tbody></table></div>'
     if rest:
         more = f'<div class="scroll" tabindex="0"><table>{head}<tbody>{"".join(rest)}</tbody></table></div>'
@@ -166,7 +168,7 @@ def _segment_row(
         value_ = metrics.get(name, math.nan)
         pair, reference = intervals.get(name), overall.get(name, math.nan)
         strip = interval_strip(value_, pair, reference, limits[name]) if math.isfinite(reference) else ""
-        spoken = f' title="{_interval(pair)}"' if pair else ""
+        spoken = f' title="{interval_text(pair)}"' if pair else ""
         cells += [f"<td>{figure(value_)}</td>", f'<td class="strip"{spoken}>{strip}</td>']
     cells.append(f"<td>{figure(metrics.get('calibration', math.nan), 3)}</td>")
     tag = ' <span class="tag">few</span>' if segment.small else ""

@@ -16,7 +16,7 @@ import scipy
 from numpy.typing import NDArray
 
 from cordillera.intervals import wilson_interval
-from cordillera.training.ranking.metrics import _grouped_auc, binary_entropy, cross_entropy, sigmoid
+from cordillera.training.ranking.metrics import binary_entropy, cross_entropy, grouped_auc, sigmoid
 
 __all__ = ["auc_influence", "interval_unit", "metric_intervals", "wilson_interval"]
 
@@ -109,7 +109,7 @@ def metric_intervals(
         errors[name] = value, math.sqrt(variance)
     if clustered:
         order = np.lexsort((logits, codes))
-        _, aucs, p, n = _grouped_auc(
+        _, aucs, p, n = grouped_auc(
             codes[order], logits[order], (weights * positive)[order], (weights * ~positive)[order]
         )
         defined = ~np.isnan(aucs)

@@ -65,10 +65,12 @@ def binary_entropy(positive: float, negative: float) -> float:
     return -(small * math.log(small) + large * math.log1p(-small)) if small > 0 else 0.0
 
 
-def _grouped_auc(
+def grouped_auc(
     groups: NDArray[np.int64], scores: _Floats, positive: NDArray[Any], negative: NDArray[Any]
 ) -> tuple[NDArray[np.int64], _Floats, NDArray[Any], NDArray[Any]]:
-    """Compute the AUC of every group; rows are sorted by (group, score). Integer masses are counted exactly.
+    """Compute the AUC of every group; rows are sorted by ``groups``, then ``scores``.
+
+    Integer masses ``positive`` and ``negative`` of rows are counted exactly.
 
     Returns:
         ``groups [G]``, ``auc [G]`` (NaN with one class), positive mass ``[G]``, negative mass ``[G]``.
@@ -301,7 +303,7 @@ class RankingMetrics:
             if self.auc_bins is None:
                 _, scores, positives, negatives = self._sorted_by_score()
                 none = np.zeros(scores.size, np.int64)
-                result["auc"] = float(_grouped_auc(none, scores, positives, negatives)[1][0])
+                result["auc"] = float(grouped_auc(none, scores, positives, negatives)[1][0])
             else:
                 below = np.cumsum(self._bins[0]) - self._bins[0]
                 pairs = self._bins[0].sum() * self._bins[1].sum()
@@ -326,7 +328,7 @@ class RankingMetrics:
         groups, scores, positive, negative = self._scores.masses()
         if not groups.size:
             return 0, np.empty(0), np.empty(0)
-        _, aucs, positives, negatives = _grouped_auc(groups, scores, positive, negative)
+        _, aucs, positives, negatives = grouped_auc(groups, scores, positive, negative)
         defined = ~np.isnan(aucs)
         return int((~defined).sum()), aucs[defined], (positives + negatives)[defined]
 
