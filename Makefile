@@ -2,7 +2,7 @@
 #
 #   make demo     train Wukong on MovieLens-100K and write its report
 #   make test     run the tests
-#   make check    format, lint, types, layers
+#   make check    format, lint, types, layers, names
 #   make docs     build the documentation into site/
 #   make peers    install what `cordillera bench` compares with
 #   make format   rewrite the sources in the project's format
@@ -47,6 +47,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --quiet --noconftest tests/test_house.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

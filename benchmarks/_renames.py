@@ -4,6 +4,7 @@ An entry may be removed when the files that depend on it have been measured agai
 """
 
 RENAMED = {
+    "FileFormat": "Format",
     "AlgorithmChoice": "Choice",
     "AtLeastOne": "Count",
     "AttentionBackend": "Backend",

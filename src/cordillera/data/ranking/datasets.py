@@ -25,8 +25,8 @@ from cordillera.data.ranking.logs import adult, movielens
 from cordillera.data.ranking.logs.click_logs import (
     CRITEO_COLUMNS,
     ClickLog,
+    FileFormat,
     FileLog,
-    Format,
     RowChunk,
     avazu_schema,
     avazu_times,
@@ -69,7 +69,7 @@ class DataConfig(BaseModel):
 
     dataset: str | None = None
     path: str | tuple[str, ...] | None = None
-    format: Format | None = None
+    format: FileFormat | None = None
     schema_: Schema | None = Field(None, alias="schema")
     split: Split | None = None
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)

@@ -19,8 +19,8 @@ from cordillera.data.ranking.features import Schema
 from cordillera.data.ranking.logs import adult, movielens
 from cordillera.data.ranking.logs.click_logs import (
     CRITEO_COLUMNS,
+    FileFormat,
     FileLog,
-    Format,
     RowChunk,
     avazu_schema,
     avazu_times,
@@ -90,7 +90,7 @@ def open_schema(config: DataConfig) -> Schema:
 
 
 def read_rows(
-    path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: Format | None = None
+    path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: FileFormat | None = None
 ) -> Iterator[RowChunk]:
     """Iterate over the rows of files to predict on, chunk by chunk, with their places.
 

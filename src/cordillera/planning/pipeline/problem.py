@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from cordillera.errors import PlanError
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
-from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, simulate
-
-Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way]
+from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, Ways, simulate
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741 (the field's letters)
 

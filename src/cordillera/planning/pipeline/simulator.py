@@ -233,10 +233,10 @@ class _Step(NamedTuple):
     leads: bool  # whether the next action begins at the same time
 
 
-Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way] | None
+Ways = Mapping[tuple[int, int], Way] | Callable[[int, int], Way]
 
 
-def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways) -> tuple[list[list[_Step]], list[Way]]:
+def _prepared(schedule: Schedule, seconds: StageSeconds, ways: Ways | None) -> tuple[list[list[_Step]], list[Way]]:
     """Return every rank's actions, and the ways that they use."""
     seconds.check(schedule.stages, schedule.microbatches)
     numbers: dict[tuple[int, int], int] = {}
@@ -285,7 +285,7 @@ def _stuck(schedule: Schedule) -> PlanError:
 def simulate(
     schedule: Schedule,
     seconds: StageSeconds,
-    ways: Ways = None,
+    ways: Ways | None = None,
     reductions: Sequence[Mapping[int, float]] | None = None,
 ) -> Timeline:
     """Compute when every action and message of a schedule starts and ends.
@@ -377,7 +377,7 @@ def simulate(
 def simulate_late(
     schedule: Schedule,
     seconds: StageSeconds,
-    ways: Ways,
+    ways: Ways | None,
     late: Callable[[Way], NDArray[np.float64]],
     keep: Sequence[Collection[int]],
 ) -> list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]]:

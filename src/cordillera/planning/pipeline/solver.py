@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 from cordillera.errors import DependencyError
-from cordillera.planning.pipeline.problem import B, F, I, Problem, W, Ways
+from cordillera.planning.pipeline.problem import B, F, I, Problem, W
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
-from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way
+from cordillera.planning.pipeline.simulator import StageSeconds, Timeline, Way, Ways
 from cordillera.planning.pipeline.tuning import shortest
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordillera.errors import PlanError
-from cordillera.planning.pipeline.problem import F, I, Problem, W, Ways
+from cordillera.planning.pipeline.problem import F, I, Problem, W
 from cordillera.planning.pipeline.schedules import (
     Action,
     Kind,
@@ -33,7 +33,7 @@ from cordillera.planning.pipeline.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from cordillera.planning.pipeline.simulator import StageSeconds, Way
+from cordillera.planning.pipeline.simulator import StageSeconds, Way, Ways
 
 
 @dataclass(frozen=True)

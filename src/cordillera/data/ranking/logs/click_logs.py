@@ -25,7 +25,7 @@ CHUNK_ROWS = 262_144
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, MemoryError, PolarsError)
 
-Format = Literal["csv", "tsv", "parquet"]
+FileFormat = Literal["csv", "tsv", "parquet"]
 RowChunk = tuple[pl.DataFrame, RowPlace]
 
 
@@ -105,7 +105,7 @@ class FileLog:
 
     schema: Schema
     paths: tuple[Path, ...]
-    format: Format
+    format: FileFormat
     header: tuple[str, ...] | None = None
     prepare: Callable[[pl.DataFrame, RowPlace], pl.DataFrame] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -253,7 +253,7 @@ def _is_readable(kind: pa.DataType) -> bool:
     return any(fits(kind) for fits in simple)
 
 
-def guess_format(path: Path) -> Format:
+def guess_format(path: Path) -> FileFormat:
     """Return the format that a file's name implies.
 
     Raises:
@@ -262,7 +262,13 @@ def guess_format(path: Path) -> Format:
     name = path.name.lower()
     for suffix in (".gz", ".zst"):
         name = name.removesuffix(suffix)
-    endings: dict[str, Format] = {".csv": "csv", ".tsv": "tsv", ".txt": "tsv", ".parquet": "parquet", ".pq": "parquet"}
+    endings: dict[str, FileFormat] = {
+        ".csv": "csv",
+        ".tsv": "tsv",
+        ".txt": "tsv",
+        ".parquet": "parquet",
+        ".pq": "parquet",
+    }
     for ending, kind in endings.items():
         if name.endswith(ending):
             return kind
