@@ -32,7 +32,7 @@ def _round(value: float) -> float:
 
 
 def time_ticks(left: float, bottom: float, total: float, scale: float) -> str:
-    """SVG grid lines and labels at quarters of ``total`` seconds, from ``left``; ``scale`` is in pixels a second."""
+    """SVG grid lines and labels at quarters of ``total`` seconds, ``left`` to ``bottom``; ``scale``: pixels a second."""
     return "".join(
         f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
         f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
@@ -86,7 +86,13 @@ def bars_svg(
 
 
 def lines_svg(x: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Draw step time over a property of the network, one line for each plan, at equally spaced points."""
+    """Draw step time over a property of the network, one line for each plan, at equally spaced points.
+
+    Args:
+        x: Values of the property.
+        series: Seconds at each value, by name of the plan.
+        title: Title of the chart.
+    """
     width, height, left, bottom = CHART_WIDTH / 2 - 10, 220.0, 52.0, 180.0
     tick = _round(max(max(values) for values in series.values()) / 3)
     most = 3 * tick

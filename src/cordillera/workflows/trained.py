@@ -23,7 +23,12 @@ from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 
 
 def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:
-    """Build the model of a recipe with weights that depend on the recipe's seed alone."""
+    """Build the model of a recipe with weights that depend on the recipe's seed alone.
+
+    Args:
+        recipe: Recipe of a ranking model.
+        features: Names and sizes of the data's features.
+    """
     torch.manual_seed(recipe.seed)
     return build(recipe.model, features, recipe.tables)
 
@@ -105,6 +110,11 @@ def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:
     """Load the recipe of a run and its model, ready to score.
 
+    Args:
+        run: Run of a ranking model.
+        features: Names and sizes of the features of the run's data.
+        device: Device of the model.
+
     Raises:
         CheckpointError: If there is no checkpoint, or it is corrupt.
         RunError: If the recipe has changed since the checkpoint was written.
@@ -116,7 +126,13 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 def load_model_with_checkpoint(
     run: Run, features: FeatureSpec, device: torch.device
 ) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
-    """Load the recipe of a run, its model and its checkpoint; see :func:`load_model`."""
+    """Load the recipe of a run, its model and its checkpoint; see :func:`load_model`.
+
+    Args:
+        run: Run of a ranking model.
+        features: Names and sizes of the features of the run's data.
+        device: Device of the model.
+    """
     recipe = recipe_of(run)
     model = model_of(recipe, features)
     checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)

@@ -226,7 +226,7 @@ class Mail:
         return origin
 
     def send(self, message: MailMessage, tensor: Tensor, queued: float) -> None:
-        """Send a message without waiting."""
+        """Send ``tensor`` as a message without waiting; ``queued`` is the time at which it was made, in seconds."""
         target, index = self._target[message]
         layout, agreed = _Layout.of(tensor), self._layout(message)
         self._check_rows(message, layout)
