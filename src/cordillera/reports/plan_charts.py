@@ -32,7 +32,7 @@ def _round(value: float) -> float:
 
 
 def time_ticks(left: float, bottom: float, total: float, scale: float) -> str:
-    """SVG grid lines and labels at quarters of ``total`` seconds, ``left`` to ``bottom``; ``scale``: pixels a second."""
+    """SVG grid lines and labels at quarters of ``total`` seconds, ``left`` to ``bottom``; ``scale``: pixels/s."""
     return "".join(
         f'<line x1="{left + part * total * scale:.1f}" x2="{left + part * total * scale:.1f}" y1="4" '
         f'y2="{bottom:.1f}" class="grid"/><text x="{left + part * total * scale:.1f}" y="{bottom + 16:.1f}" '
