@@ -154,7 +154,8 @@ def test_a_feature_that_moved_raises_an_alarm(cli, run_folder, tmp_path):
     assert "blanks of price" not in watched.out
 
 
-def test_ids_that_were_never_seen_and_blanks_raise_an_alarm_by_name(cli, run_folder, tmp_path):
+def test_ids_that_were_never_seen_and_blanks_raise_an_alarm_by_name(cli, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # or long names of other alarms break lines
     log = write_log(tmp_path / "new.csv", rows=1000, seed=8).read_text().splitlines()
     rows = [line.split(",") for line in log]
     for row in rows[1::4]:
