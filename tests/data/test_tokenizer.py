@@ -389,5 +389,7 @@ def test_names_of_assets_are_tokenizers(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "smollm2").mkdir()
     v.write_json(tmp_path / "smollm2")
     assert load_tokenizer("./smollm2").kind == load_tokenizer(Path("smollm2")).kind == "tokenizers"
-    monkeypatch.setattr("cordillera.data.tokenizers.load.stored_asset", lambda name: tmp_path / "smollm2" / "tokenizer.json")
+    monkeypatch.setattr(
+        "cordillera.data.tokenizers.load.stored_asset", lambda name: tmp_path / "smollm2" / "tokenizer.json"
+    )
     assert load_tokenizer("smollm2").path == tmp_path / "smollm2" / "tokenizer.json"
