@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cordillera.kernels.compiling import digest_of_imports
+from cordillera.kernels.compiled_files import digest_of_imports
 from cordillera.kernels.embeddings import numba_mixed_rows, numba_rows
 
 CALLEE = """

@@ -8,18 +8,14 @@ are compiled into it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
-import re
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numba
 
-_IMPORT = re.compile(r"^from cordillera\.(kernels\.[\w.]+) import", re.MULTILINE)
-_PACKAGE = Path(__file__).parents[1]
+from cordillera.kernels.compiled_files import digest_of_imports
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -48,28 +44,3 @@ def _depend(kernel: Any, digest: str) -> None:
         with contextlib.suppress(AttributeError):
             file = kernel._cache._cache_file
             file._source_stamp = (file._source_stamp, digest)
-
-
-@lru_cache(maxsize=64)
-def digest_of_imports(file: Path) -> str:
-    """Return the SHA-256 of the kernel files that a file imports from, directly or indirectly; empty if there is none.
-
-    Only kernels of this package count or, for a file elsewhere, files beside it.
-    """
-    found: dict[str, bytes] = {}
-
-    def visit(one: Path) -> None:
-        for name in _IMPORT.findall(one.read_text(encoding="utf-8")):
-            parts = name.split(".")
-            inside = one.is_relative_to(_PACKAGE)
-            other = (_PACKAGE.joinpath(*parts) if inside else one.with_name(parts[-1])).with_suffix(".py")
-            if name not in found and other != file and other.is_file():
-                found[name] = other.read_bytes()
-                visit(other)
-
-    with contextlib.suppress(OSError):  # the sources may be missing
-        visit(file)
-    content = hashlib.sha256()
-    for name in sorted(found):
-        content.update(name.encode() + found[name])
-    return content.hexdigest() if found else ""
