@@ -1,7 +1,8 @@
 # Everything that is done to this project is done by one of these targets.
 #
 #   make demo     train Wukong on MovieLens-100K and write its report
-#   make test     run the tests
+#   make test     run the tests that take minutes together
+#   make test-all run the long tests too: meshes, documentation commands, benchmarks, kills
 #   make check    format, lint, types, layers, names
 #   make docs     build the documentation into site/
 #   make peers    install what `cordillera bench` compares with
@@ -31,7 +32,7 @@ environment = test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) > /dev/null 2>&1 ||
   { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --quiet --python $(1)/bin/python install pip; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs peers format hooks clean
+.PHONY: help demo test test-all check docs peers format hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,6 +42,9 @@ demo: $(VENV)/.cpu
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+
+test-all: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -30,7 +30,8 @@ if str(BENCHMARKS) not in sys.path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Fuzzers take a few inputs in each run of the tests, and as many as wanted when asked."""
+    """Fuzzers take a few inputs in each run of the tests, and as many as wanted when asked; so do long tests."""
+    parser.addoption("--all", action="store_true", help="run the long tests too (`make test-all`)")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="inputs of each fuzzer (default: its own number)")
 
 
@@ -47,7 +48,15 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long begins first, so that no process waits long for the last; one process keeps the files' order."""
+    """Long tests run when asked: by ``--all``, ``--fuzz``, or by name.
+
+    What takes long begins first, so that no process waits long for the last; one process keeps the files' order.
+    """
+    named = any("::" in str(argument) for argument in config.args)
+    if not (config.getoption("--all") or config.getoption("--fuzz") or config.getoption("markexpr") or named):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if not hasattr(config, "workerinput"):
         return
     turns: dict[str, int] = {}

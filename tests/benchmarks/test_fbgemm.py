@@ -44,6 +44,7 @@ def test_geometric_means_are_of_the_rows() -> None:
     assert values["elements_apart"] <= values["targets"]["apart"] * values["elements"]
 
 
+@pytest.mark.slow
 def test_every_part_is_run_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fbgemm" in bench.programs()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

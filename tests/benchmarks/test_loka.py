@@ -47,6 +47,7 @@ def test_the_parts_that_train_nothing(tmp_path: Path) -> None:
     assert shapes["reached"]["times_fp32"] == (shapes["geometric_mean"] >= shapes["targets"]["times_fp32"])
 
 
+@pytest.mark.slow
 def test_mods_are_timed_beside_what_they_replace() -> None:
     found = _loka_mods.times(loka.make_console(), quick=True)
     assert {(row["what"], row["pass"]) for row in found["rows"]} == {

@@ -47,6 +47,7 @@ def test_targets_are_those_promised(name, loss, reached) -> None:
     assert _judge(name, {**losses, name: [loss]})[1] is reached
 
 
+@pytest.mark.slow
 def test_a_training_is_a_function_of_its_seed(tmp_path) -> None:
     log = SyntheticConfig(rows=3000, dense=2, categorical=3, lists=0, smallest_vocabulary=50, largest_vocabulary=90)
     splits = prepare(DataConfig(dataset="synthetic", synthetic=log, cache_dir=str(tmp_path)))
@@ -60,6 +61,7 @@ def test_a_training_is_a_function_of_its_seed(tmp_path) -> None:
     assert train(splits, TablesConfig(), 1, 1)["hit_rate"] is None
 
 
+@pytest.mark.slow
 def test_memory_adds_up_and_stays_below_its_target(tmp_path: Path) -> None:
     content = part_of(mixed_precision_embeddings, "memory", tmp_path)
     assert content["evidence"] == "measured"

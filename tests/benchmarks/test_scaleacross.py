@@ -33,6 +33,7 @@ run_processes(2, Path({folder!r}), partial(take_turns, schedules=families(2)[:1]
 """
 
 
+@pytest.mark.slow
 def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Path) -> None:
     points = part_of(scaleacross, "grid", tmp_path)["points"]
     assert isinstance(points, list)
@@ -41,6 +42,7 @@ def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Pat
     assert set(points[0]["alone"]) == {"placement", "scheduling", "network"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
 def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
     content = part_of(scaleacross, "solver", tmp_path)
@@ -113,6 +115,7 @@ def test_processes_end_with_the_one_that_began_them(tmp_path: Path, how: signal.
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")
 @pytest.mark.parametrize("part", ["accuracy", "speed"])
 def test_parts_beside_measurements(part: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import threads
 
 from cordillera.kernels.threads import usable_cores
@@ -12,6 +13,7 @@ from cordillera.kernels.threads import usable_cores
 from .programs import run
 
 
+@pytest.mark.slow
 def test_threads_are_measured_beside_two_processes(tmp_path: Path) -> None:
     output = run(threads, tmp_path, "--workload", "int8")
     content = json.loads((tmp_path / "threads-neighbours.json").read_text())

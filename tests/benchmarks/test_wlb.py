@@ -69,6 +69,7 @@ def test_documents_are_shared_out_equally(lengths: list[int], ranks: int) -> Non
     assert found.work.max() - found.work.min() <= 2 * (sum(lengths) + len(lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LENGTHS.exists(), reason=f"{LENGTHS.name} (DistCA, Apache-2.0) is not here")
 def test_packing_by_work_is_beside_its_baselines(tmp_path: Path) -> None:
     rows = part_of(wlb, "packing", tmp_path)["rows"]
@@ -87,6 +88,7 @@ def test_a_pipeline_is_simulated_with_both_shardings(tmp_path: Path) -> None:
         assert base["both"] > base["packing"]
 
 
+@pytest.mark.slow
 def test_absent_lengths_are_left_out_by_name(tmp_path: Path) -> None:
     environment = {**os.environ, "CORDILLERA_WLB_LENGTHS": str(tmp_path / "absent.json")}
     command = [sys.executable, str(ROOT / "benchmarks/wlb.py"), "--results", str(tmp_path)]

@@ -131,6 +131,7 @@ def _facts(folder):
     return records, evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number):
     options = [

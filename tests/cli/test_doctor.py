@@ -12,6 +12,7 @@ from cordillera.cli import doctor
 from cordillera.cli.app import app
 
 
+@pytest.mark.slow
 def test_every_finding_says_what_was_found_and_broken_ones_what_to_do() -> None:
     """The JSON holds one object for each thing, and what is broken comes with a remedy."""
     result = CliRunner().invoke(app, ["doctor", "--json"])

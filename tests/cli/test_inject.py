@@ -154,6 +154,7 @@ def _nan_in_the_bias_of_the_last_layer(folder):
     checkpoints.save(place.parent, tensors, checkpoint.state)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_found(cli, recipe, tmp_path):
     assert cli("train", with_model(recipe, DLRM), "--run", "runs/a", "-q", *FEW).code == 0
     command = [sys.executable, "-m", "cordillera", "inject", "runs/a", "-n", str(1 << 24), "--samples", "20"]

@@ -317,6 +317,7 @@ def test_ranks_that_are_asked_stop_at_the_same_step(signals: Any) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(signals: Any) -> None:
     code, out, err = signals["twice"].result()
     assert code != 0

@@ -236,6 +236,7 @@ def survivors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fu
         yield {how: pool.submit(survivor, folder, how) for how in DAYS}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no such signals here")
 @pytest.mark.parametrize("how", DAYS)
 def test_without_a_launcher_the_others_end_and_name_the_rank(survivors: Any, how: str) -> None:
@@ -252,6 +253,7 @@ def test_without_a_launcher_all_end_in_good_order(tmp_path: Path) -> None:
         assert [output.read_text() for _, output in begun] == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "ranks", "words"),
     [

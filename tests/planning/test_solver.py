@@ -137,6 +137,7 @@ HARD: list[Small] = [
 ]
 
 
+@pytest.mark.slow
 @needs_solver
 @pytest.mark.parametrize("case", SAMPLE + HARD)
 def test_rules_stay_within_three_percent_of_the_best_there_is(case: Small) -> None:
@@ -192,6 +193,7 @@ def test_the_compiled_search_counts_time_and_memory_as_the_simulator_does(
         assert lengths[-1] < 0.9 * lengths[0]
 
 
+@pytest.mark.slow
 @needs_solver
 @pytest.mark.parametrize("latency", [0.5, 2.0, 4.0])
 def test_four_ranks_and_eight_microbatches_are_solved(latency: float) -> None:

@@ -381,6 +381,7 @@ def kill_everywhere(root: str) -> None:
         killed = in_process(folder, 2, touches) or touches == 0
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_there_is_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
     code = f"from {__name__} import kill_everywhere; kill_everywhere({str(tmp_path)!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
