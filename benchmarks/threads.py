@@ -110,7 +110,7 @@ def measure_case(workload: str, neighbours: int, quick: bool) -> dict[str, Any]:
     """Measure steps of a :class:`Workload` with all settings in turn, beside ``neighbours`` processes that compute."""
     cores = usable_cores()
     counts = [str(count) for count in ((cores,) if quick else sorted({1, max(1, cores // 2), cores}))]
-    rounds, duration = (2, 0.05) if quick else (25, 0.5)
+    rounds, duration = (2, 0.05) if quick else (15, 0.4)
     with _neighbours(neighbours), ExitStack() as stack:
         workers = {name: stack.enter_context(_started(workload, name, quick)) for name in (*counts, "library")}
         for worker in workers.values():
