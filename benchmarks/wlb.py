@@ -15,12 +15,12 @@ import _emulated_pipeline
 import numpy as np
 import typer
 from _executed_packing import MODEL, executed_seconds, measured_work, simulated_seconds, times_faster, work_of
+from _packing_baselines import exactly, fixed_length, in_arrival_order
 from _results import RESULTS, make_console, write_part
 from _timing import Spread
 from rich.console import Console
 from rich.table import Table
 
-from cordillera.data.packing.baselines import exactly, fixed_length, in_arrival_order
 from cordillera.data.packing.packer import Iteration, Microbatch, Packer, PackingConfig, global_batches
 from cordillera.data.packing.statistics import PackingStatistics, packed, tune
 from cordillera.data.packing.work import DocumentWork

@@ -12,7 +12,7 @@ import pytest
 
 from cordillera.data.files import expand_paths
 from cordillera.data.ranking.datasets import DataConfig, prepare
-from cordillera.data.ranking.logs.click_logs import AVAZU_CATEGORICAL, AVAZU_COLUMNS, CRITEO_COLUMNS, guess_format
+from cordillera.data.ranking.logs.click_logs import AVAZU_CATEGORICAL, CRITEO_COLUMNS, guess_format
 from cordillera.data.ranking.rows import raw_rows, read_rows
 from cordillera.errors import DataError
 
@@ -82,7 +82,7 @@ def _avazu_frame(rows: int) -> pl.DataFrame:
         "hour": [f"1410{21 + hour // 24:02d}{hour % 24:02d}" for hour in hours],
     }
     columns |= {name: [f"{int(v):x}" for v in random.integers(0, 30, rows)] for name in AVAZU_CATEGORICAL}
-    return pl.DataFrame(columns).select(AVAZU_COLUMNS)
+    return pl.DataFrame(columns).select("id", "click", "hour", *AVAZU_CATEGORICAL)
 
 
 @pytest.mark.parametrize("compressed", [False, True])

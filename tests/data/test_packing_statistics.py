@@ -1,15 +1,11 @@
-"""Baselines conserve the stream; statistics are those of a count by hand; tuned thresholds keep the delay."""
+"""Packing statistics are those of a count by hand; tuned thresholds keep the delay."""
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cordillera.data.packing.baselines import exactly, fixed_length, in_arrival_order
 from cordillera.data.packing.packer import Iteration, Microbatch, PackedDocument, PackingConfig, global_batches
 from cordillera.data.packing.statistics import PackingStatistics, choose_thresholds, packed, tune
 from cordillera.data.packing.work import DocumentWork
@@ -17,78 +13,6 @@ from cordillera.errors import DataError
 
 WORK = DocumentWork.of_break_even(50)
 CONTEXT = 100
-
-streams = st.lists(st.integers(1, CONTEXT), max_size=60)
-
-
-def arrivals(lengths: list[int], microbatches: int) -> list[PackedDocument]:
-    batches = global_batches(lengths, microbatches * CONTEXT)
-    pairs = ((length, number) for number, batch in enumerate(batches) for length in batch)
-    return [PackedDocument(i, length, number) for i, (length, number) in enumerate(pairs)]
-
-
-@given(lengths=st.lists(st.integers(1, 350), max_size=40), microbatches=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
-def test_arrival_order_with_cuts_fills_every_sequence(lengths: list[int], microbatches: int) -> None:
-    found = list(in_arrival_order(lengths, microbatches, CONTEXT, cut=True))
-    parts = [document for one in found for document in one.documents]
-    assert [number for number, _, _ in parts] == sorted(number for number, _, _ in parts)
-    for number, length in enumerate(lengths):
-        assert sum(part.length for part in parts if part.number == number) == length
-    tokens = [microbatch.tokens for one in found for microbatch in one.microbatches]
-    assert all(len(one.microbatches) == microbatches for one in found)
-    assert tokens[: sum(lengths) // CONTEXT] == [CONTEXT] * (sum(lengths) // CONTEXT)
-    assert sum(tokens) == sum(lengths)
-
-
-@given(lengths=streams, microbatches=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
-def test_arrival_order_keeps_documents_whole_and_in_order(lengths: list[int], microbatches: int) -> None:
-    found = list(in_arrival_order(lengths, microbatches, CONTEXT))
-    assert [(d.number, d.length) for one in found for d in one.documents] == list(enumerate(lengths))
-    full = [microbatch for one in found for microbatch in one.microbatches]
-    assert all(microbatch.tokens <= CONTEXT for microbatch in full)
-    for one, two in itertools.pairwise(full):  # a sequence ends only where the next document does not fit
-        assert not two or one.tokens + two[0].length > CONTEXT
-
-
-@given(lengths=streams, microbatches=st.integers(1, 4), window=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
-def test_windows_pack_every_document_once_within_the_context(
-    lengths: list[int], microbatches: int, window: int
-) -> None:
-    found = list(fixed_length(lengths, microbatches, CONTEXT, window, WORK))
-    assert sorted(d for one in found for d in one.documents) == arrivals(lengths, microbatches)
-    assert all(m.tokens <= CONTEXT for one in found for m in one.microbatches)
-    assert [one.number for one in found] == list(range(len(found)))
-
-
-@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=12), microbatches=st.integers(2, 3))
-@settings(max_examples=25, deadline=None)
-def test_no_packing_of_a_batch_is_better_than_the_exact_one(lengths: list[int], microbatches: int) -> None:
-    bound = 4 * CONTEXT
-    best = list(exactly(lengths, microbatches, CONTEXT, bound, WORK, gap=0.0))
-    greedy = packed(
-        list(global_batches(lengths, microbatches * CONTEXT)),
-        PackingConfig(microbatches=microbatches, bound=bound),
-        WORK,
-    )
-    assert sorted(d for one in best for d in one.documents) == arrivals(lengths, microbatches)
-    assert len(best) == len(greedy)
-    for ours, theirs in zip(greedy, best, strict=True):
-        most = [max(WORK.of(m.lengths) for m in one.microbatches) for one in (ours, theirs)]
-        assert most[1] <= most[0] * (1 + 1e-6)
-
-
-def test_what_cannot_be_packed_is_refused() -> None:
-    with pytest.raises(DataError, match="101 tokens"):
-        list(fixed_length([101], 2, CONTEXT, 1, WORK))
-    with pytest.raises(DataError, match="document 1: 101 tokens"):
-        list(in_arrival_order([50, 101], 2, CONTEXT))
-    with pytest.raises(DataError, match="no window"):
-        list(fixed_length([1], 2, CONTEXT, 0, WORK))
-    with pytest.raises(DataError, match="do not fit"):
-        list(exactly([100, 100, 100], 2, 150, 150, WORK))
 
 
 def test_statistics_are_those_of_a_count() -> None:

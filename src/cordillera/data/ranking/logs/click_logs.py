@@ -313,7 +313,6 @@ AVAZU_CATEGORICAL = (
     "device_conn_type",
     *(f"C{index}" for index in range(14, 22)),
 )
-AVAZU_COLUMNS = ("id", "click", "hour", *AVAZU_CATEGORICAL)
 """Columns of the Avazu click-through challenge: comma-separated, with a header."""
 
 
