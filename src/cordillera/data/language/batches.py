@@ -107,11 +107,7 @@ class BatchConfig(BaseModel):
         return self.context if self.method == "fixed" else self.context * 3 // 2
 
     def count(self, at_least: int = 1) -> int:
-        """Return the number of microbatches of an iteration.
-
-        Args:
-            at_least: Number that the mesh needs: copies of the model times stages of its pipeline.
-        """
+        """Return the number of microbatches of an iteration, ``at_least`` the mesh's copies times its pipeline stages."""
         return self.microbatches or max(-(-self.tokens // self.context), at_least)
 
 
@@ -119,10 +115,6 @@ class Microbatches(Sequence[PackedTokens]):
     """Microbatches whose tokens are read on first access.
 
     A microbatch without documents is one token that predicts nothing, so that every place of a schedule is filled.
-
-    Args:
-        sources: The corpora.
-        parts: Parts of documents in each microbatch.
     """
 
     def __init__(self, sources: Sequence[Documents], parts: Sequence[Sequence[DocumentPart]]) -> None:
@@ -147,11 +139,8 @@ class Microbatches(Sequence[PackedTokens]):
         return self._read[place]
 
     def neighbours(self, first: int, count: int) -> Microbatches:
-        """Return ``count`` neighbouring microbatches, fewer at the end, with a cache of tokens of their own.
-
-        Args:
-            first: Number of the first microbatch.
-            count: Largest number of microbatches.
+        """Return ``count`` microbatches from number ``first`` on, fewer at the end, with a cache of tokens of their
+        own.
         """
         return Microbatches(self._sources, self.parts[first : first + count])
 
@@ -200,12 +189,9 @@ class TextBatches(Iterator[TextIteration]):
     are skipped.
 
     Args:
-        config: Text and order of its documents.
-        batch: Packing of the documents.
         corpora: Result of :func:`cordillera.data.language.corpora.prepare_corpora`, for ``config``.
         work: Predicted work of a document.
         microbatches: Number of microbatches of an iteration; result of :meth:`BatchConfig.count`.
-        seed: Seed of the order of documents.
 
     Raises:
         DataError: Documents or batches do not fit into the microbatches; or, while iterating, nothing can be predicted.
@@ -318,9 +304,8 @@ class TextBatches(Iterator[TextIteration]):
         return parts, waited / found.tokens
 
     def _take(self) -> list[DocumentPart]:
-        """Take the next global batch from the stream, through the document that reaches the batch's end.
-
-        Ends lie at multiples of the batch's tokens, counted from the first document of the stream.
+        """Take the next global batch from the stream, through the document that reaches a multiple of the batch's
+        tokens.
         """
         new: list[DocumentPart] = []
         end = (self._taken // self.batch.tokens + 1) * self.batch.tokens
@@ -353,10 +338,7 @@ class TextBatches(Iterator[TextIteration]):
         return choose_thresholds(sample, plain, self.work, batch.queues, batch.delay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iterations, to the token: fit for JSON, the same on every rank.
-
-        Its size grows with the number of waiting documents, at most about a global batch of them.
-        """
+        """Return the position to the token, fit for JSON and equal on every rank; it lists the documents that wait."""
         return {
             "number": self._number,
             "taken": self._taken,
@@ -383,9 +365,6 @@ class TextBatches(Iterator[TextIteration]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position in the same text and packing, with any number of ranks and of microbatches.
-
-        Args:
-            state: Result of :meth:`state_dict`.
 
         Raises:
             DataError: The state belongs to another text, order or packing, or is damaged; the iterations stay

@@ -131,14 +131,10 @@ def _hashes(text: str, separator: str) -> np.ndarray:
 
 
 def shingles(text: str, words: int) -> np.ndarray:
-    """Hash the runs of words of a text, without regard to case and punctuation; a shorter text is one run.
+    """Return the distinct hashes of all runs of ``words`` words of a ``text``, sorted, ``uint64``; empty if it has no
+    words.
 
-    Args:
-        text: Text to hash.
-        words: Number of words in a run.
-
-    Returns:
-        Distinct ``uint64`` hashes, sorted; empty if the text has no words.
+    Case and punctuation do not count, and a text with fewer words is one run.
     """
     found = _WORDS.findall(text.lower())
     if not found:
@@ -147,27 +143,24 @@ def shingles(text: str, words: int) -> np.ndarray:
 
 
 def minhash(hashes: np.ndarray, num_hashes: int, seed: int = 0) -> np.ndarray:
-    """Compute a signature whose equal entries estimate Jaccard similarity (Broder 1997).
+    """Compute a signature ``uint32 [num_hashes]``, drawn with ``seed``, from the hashes of a set (Broder 1997).
+
+    Two sets of Jaccard similarity ``J`` agree in a share of the entries with mean ``J`` and variance ``J (1 - J) /
+    num_hashes``.
 
     Args:
         hashes: Hashes of a set, ``uint64 [N]``, at least one.
-        num_hashes: Number of entries of the signature, ``K``.
-        seed: Seed of the hash functions.
-
-    Returns:
-        ``uint32 [K]``. Two sets of similarity ``J`` agree in a share of the entries with mean ``J`` and variance
-        ``J (1 - J) / K``.
     """
     seeds = np.random.Generator(np.random.PCG64(seed)).integers(0, 2**64, num_hashes, np.uint64)
     return _minima(hashes, seeds)
 
 
 def rows_per_band(threshold: float, num_hashes: int, recall: float = 0.95) -> int:
-    """Return the most rows in a band of locality-sensitive hashing that still find pairs at the threshold.
+    """Return the most rows in a band with which locality-sensitive hashing of ``num_hashes`` entries finds similar
+    pairs.
 
     Args:
         threshold: Similarity, above 0.
-        num_hashes: Number of entries of a signature.
         recall: Least chance with which a pair at the threshold shares a band, ``1 - (1 - J^r)^(K // r)``.
     """
     fitting = [rows for rows in range(1, num_hashes + 1) if 1 - (1 - threshold**rows) ** (num_hashes // rows) >= recall]
@@ -179,9 +172,6 @@ class NearDuplicates:
 
     Bands of MinHash signatures select candidates, which are checked by their estimated similarity. Memory per kept
     document is 4 bytes a hash and about 100 bytes a band.
-
-    Args:
-        config: Threshold, shingles, hashes.
     """
 
     def __init__(self, config: CleaningConfig) -> None:
@@ -193,9 +183,8 @@ class NearDuplicates:
         self.count = 0
 
     def seen(self, text: str) -> bool:
-        """Return whether a document like ``text`` was kept before; if not, keep this one.
-
-        Texts without words are never alike.
+        """Return whether a document like ``text`` was kept before; if not, keep this one. Texts without words are never
+        alike.
         """
         hashes = shingles(text, self.config.shingle_words)
         if not len(hashes):
@@ -217,16 +206,10 @@ class NearDuplicates:
 
 
 def repeated_shares(text: str, sizes: Iterable[int]) -> Iterator[float]:
-    """Compute the share of a text's characters in n-grams that occur earlier in it, for each size of n-gram.
+    """Yield the share, from 0 to 1, of a text's characters in n-grams that occur earlier in it, for each of ``sizes``
+    words.
 
     No character counts twice. White space divides words and does not count.
-
-    Args:
-        text: Text to examine.
-        sizes: Numbers of words in an n-gram.
-
-    Yields:
-        Share from 0 to 1 for each size.
     """
     words = text.split()
     hashes = _hashes(" ".join(words), " ")
@@ -282,13 +265,10 @@ class _CleaningCounts:
 
 
 class Cleaner:
-    """Cleans a corpus.
-
-    The corpus is read once more to find the newest version of each page, and once more to count recurring lines, where
-    the configuration asks for it.
+    """Cleans a corpus, which is read once more to find the newest versions of pages, and once more to count recurring
+    lines.
 
     Args:
-        config: Rules by which documents and lines are dropped.
         language: Function that names the language of a text; required for ``languages``.
         quality: Function that scores a text; required for ``min_quality``.
 
@@ -389,9 +369,8 @@ class Cleaner:
         return newest
 
     def _judge(self, newest: dict[bytes, tuple[Date, int]]) -> Callable[[Document, int], str]:
-        """Make the function that returns why a document is dropped before its lines are counted, or ``""``.
-
-        The function remembers the documents that it has seen.
+        """Make a function that remembers documents and returns why one is dropped before its lines are counted, or
+        ``""``.
         """
         texts: set[bytes] = set()
         near = NearDuplicates(self.config) if self.config.near_duplicates is not None else None

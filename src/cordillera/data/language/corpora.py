@@ -137,7 +137,6 @@ def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpo
     """Read, clean and tokenise all text of a recipe, and hold documents out; a second call uses the cached corpora.
 
     Args:
-        config: Text of the recipe.
         wait_s: Longest time in seconds to wait for another process that prepares the same text: of many that start at
             once, one prepares it and the others open the cached corpora.
 
@@ -195,10 +194,8 @@ def _describe(documents: Documents) -> dict[str, Any]:
 
 
 def text_identity(facts: dict[str, Any]) -> list[Any]:
-    """Return a value that is equal where the same tokens are seen, wherever files and caches lie.
-
-    Args:
-        facts: Facts of :class:`TextCorpora`, or the same read from a file.
+    """Return a value of a corpora's ``facts`` that is equal where the same tokens are seen, wherever files and caches
+    lie.
     """
     texts = [[part["fingerprint"] for part in facts[name]] for name in ("sources", "held_out")]
     return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]

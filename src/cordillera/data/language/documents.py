@@ -33,11 +33,9 @@ class _Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its origin.
+    """A text, and the path of its file.
 
     Attributes:
-        text: The whole text.
-        file: Path of the file.
         row: Line or row in the file, from 1.
         url: URL of the page that the document is a version of; empty without one.
         date: Date of this version as stored in the file: a number, or text that sorts by time. None if not requested.
@@ -63,7 +61,6 @@ def read_documents(
     Args:
         paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or
             ``.zst``), ``.parquet``, ``.pq``.
-        text_field: Key or column that holds the text.
         unit: Unit that is a document in a plain text file: the ``file``, or every ``line``.
         url_field: Key or column that holds the page's address; a row may lack it.
         date_field: Key or column that orders the versions of a page; a number, or text that sorts by time, as ISO 8601

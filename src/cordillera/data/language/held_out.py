@@ -34,11 +34,10 @@ class HeldOut:
 def held_out_batches(corpora: TextCorpora, batch: BatchConfig, *, tokens: int | None = None) -> HeldOut:
     """Pack the held-out documents, those with the lowest hashes first.
 
-    Documents longer than the context are cut; a part begins with the last token of the one before, so that every
-    token of a document but its first is predicted exactly once.
+    Documents longer than the context are cut; a part begins with the last token of the one before, so that every token
+    of a document but its first is predicted exactly once.
 
     Args:
-        corpora: Prepared text with the held-out documents.
         batch: Packing; its ``context`` is the largest number of tokens of a microbatch.
         tokens: Number of tokens after which to stop, exceeded by less than a context. None takes all.
     """

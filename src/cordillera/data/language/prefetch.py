@@ -124,10 +124,7 @@ class PrefetchedBatches(Iterator[TextIteration]):
         return self.batches.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position; see :meth:`TextBatches.load_state_dict`.
-
-        Args:
-            state: Result of :meth:`state_dict`, of these or of plain batches.
+        """Resume from the state of these or of plain batches.
 
         Raises:
             DataError: The state belongs to another text, order or packing, or is damaged; the iterations stay

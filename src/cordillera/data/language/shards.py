@@ -36,7 +36,6 @@ class ShardWriter:
     Each shard's facts are written last, so a shard without them is incomplete and is written again.
 
     Args:
-        folder: Folder of the shards; created if absent.
         vocab_size: Size of the tokenizer's vocabulary, which decides the dtype.
         shard_tokens: Number of tokens at which a shard is closed.
     """
@@ -60,10 +59,9 @@ class ShardWriter:
         return f"shard-{len(self.shards):05}"
 
     def append(self, tokens: Sequence[int] | np.ndarray, text_hash: int) -> None:
-        """Add one document.
+        """Add one document of ``tokens``.
 
         Args:
-            tokens: Tokens of the document.
             text_hash: 64-bit hash of the document's text, which identifies the document whatever the tokenizer.
 
         Raises:
@@ -106,11 +104,7 @@ class ShardWriter:
             self._file = None
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Close the last shard and write ``meta.json``, which makes the folder a corpus.
-
-        Args:
-            facts: Facts of the corpus, for people and for later checks.
-        """
+        """Close the last shard and write ``meta.json``, with ``facts`` of the corpus, which makes the folder a corpus."""
         self.close()
         meta = {"format": FORMAT, "dtype": self.dtype.str, "shards": self.shards, "facts": facts}
         write_bytes(self.folder / "meta.json", sealed_json(meta).encode())
@@ -122,7 +116,6 @@ class Documents(Protocol):
     """Tokenised documents: a corpus, or a part of one.
 
     Attributes:
-        folder: Folder of the corpus.
         offsets: Start of each document, in order, and the end of the last, ``int64 [documents + 1]``.
         hashes: Hashes of the documents' texts, ``uint64 [documents]``.
     """
@@ -227,12 +220,7 @@ class TextDataset:
 
 
 class ChosenDocuments:
-    """Selection of a corpus's documents, in the order of the corpus.
-
-    Args:
-        dataset: The corpus.
-        chosen: Mask of the selected documents, ``bool [documents]``.
-    """
+    """Documents of a corpus that the mask ``chosen``, ``bool [documents]``, selects, in the order of the corpus."""
 
     def __init__(self, dataset: TextDataset, chosen: np.ndarray) -> None:
         self.folder, self.dataset = dataset.folder, dataset

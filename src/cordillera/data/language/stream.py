@@ -107,10 +107,7 @@ class DocumentStream:
     :class:`cordillera.data.language.batches.TextBatches` does.
 
     Args:
-        sources: The corpora.
-        config: Order, shares, limits.
         rank: Number of this rank among those that share the data.
-        world_size: Number of ranks that share the data.
 
     Raises:
         DataError: there is no source, the rank is out of range, weights do not fit, or long documents are refused.
@@ -162,13 +159,8 @@ class DocumentStream:
         return piece
 
     def read(self, tokens: int) -> list[DocumentPiece]:
-        """Read a number of tokens; the last document is cut, and its rest comes next.
-
-        Args:
-            tokens: Number of tokens, at least 0.
-
-        Returns:
-            Pieces of ``tokens`` tokens in all; fewer only at the end of the stream.
+        """Read ``tokens`` tokens in pieces, fewer only at the end of the stream; the rest of a document that is cut
+        comes next.
         """
         pieces: list[DocumentPiece] = []
         while tokens > 0:
@@ -251,9 +243,6 @@ class DocumentStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the position of another stream of the same corpora, settings and rank.
-
-        Args:
-            state: Result of :meth:`state_dict`.
 
         Raises:
             DataError: the state belongs to other corpora, settings or ranks, or a part of it is missing.

@@ -75,9 +75,6 @@ def text_files(path: str | Sequence[str]) -> tuple[Path, ...]:
         path: Files, folders or patterns, as in :func:`cordillera.data.files.expand_paths`; or ``python-library``, the
             source files of the standard library of the running Python, without its tests: real text of very unequal
             lengths that every machine has (a folder of that name is ``./python-library``).
-
-    Raises:
-        DataError: a file or folder is missing.
     """
     found: list[Path] = []
     for one in [path] if isinstance(path, str) else path:
@@ -116,18 +113,15 @@ def prepare_text(
 ) -> TextDataset:
     """Read, clean and tokenise text; a second call opens the cached corpus.
 
-    A preparation that was interrupted goes on after its last whole shard and gives the same files.
+    A preparation that was interrupted goes on after its last whole shard and gives the same files. The ``facts`` of the
+    corpus count documents that were read, kept, and dropped by reason.
 
     Args:
-        config: Text and tokenisation.
         language: Function that names the language of a text, for ``cleaning.languages``. Two functions of one module
             and name count as the same.
         quality: Function that scores a text, for ``cleaning.min_quality``.
         verify: Whether to compare every file with its checksum; see :class:`TextDataset`.
         wait_s: Longest time in seconds to wait for another process that prepares the same text.
-
-    Returns:
-        The corpus. Its ``facts`` hold the report: documents read, kept, and dropped by reason.
 
     Raises:
         DataError: bad input (file and row are named), no document is left, another process prepares the same text.

@@ -68,10 +68,7 @@ class Iteration:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all microbatches.
-
-        The number differs from step to step: divide a loss by that of its own step.
-        """
+        """Number of tokens of all microbatches; it differs from step to step, so divide a loss by that of its own step."""
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
     @property
@@ -100,14 +97,7 @@ class PackingConfig(BaseModel):
     @field_validator("thresholds")
     @classmethod
     def rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        """Validate that thresholds rise.
-
-        Args:
-            value: Thresholds.
-
-        Raises:
-            ValueError: a threshold is not above the one before.
-        """
+        """Validate that each threshold is above the one before."""
         if any(a >= b for a, b in itertools.pairwise(value)):
             raise ValueError(f"{list(value)} does not rise")
         return value
@@ -115,10 +105,6 @@ class PackingConfig(BaseModel):
 
 class Packer:
     """Packs one global batch after another; the result depends only on the batches given, and is equal on all ranks.
-
-    Args:
-        config: Settings of the packing.
-        workload: Predicted work of a document.
 
     Attributes:
         config: Settings of the packing.
@@ -147,10 +133,7 @@ class Packer:
         return sum(document.length for document in self._remained)
 
     def pack(self, lengths: Iterable[int]) -> Iteration:
-        """Take a global batch in and return an iteration (algorithm 1).
-
-        Args:
-            lengths: Lengths of the next documents of the stream, in tokens.
+        """Take the ``lengths`` in tokens of a global batch's documents, and return an iteration (algorithm 1).
 
         Raises:
             DataError: A document is empty or longer than the bound; no document is taken in then.
@@ -166,10 +149,7 @@ class Packer:
         return self._emitted(new)
 
     def drain(self) -> Iterator[Iteration]:
-        """Iterate over iterations of all waiting documents, at the end of the stream.
-
-        These iterations can be unbalanced or partly empty.
-        """
+        """Yield iterations of all waiting documents at the end of the stream, which can be unbalanced or partly empty."""
         new = list(itertools.chain(*self._queues))
         for waiting in self._queues:
             waiting.clear()
@@ -221,13 +201,10 @@ class Packer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state of another packer.
+        """Resume from the state of a packer with the same configuration and workload.
 
         The stream must continue with document ``state["arrived"]``; tokens of waiting documents are read again by
         number.
-
-        Args:
-            state: State of a packer with the same configuration and workload.
 
         Raises:
             DataError: The state belongs to another packer or is damaged; this packer stays unchanged.
@@ -256,17 +233,13 @@ class Packer:
 
 
 def global_batches(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
-    """Cut a stream of documents into batches of about equally many tokens; the last may be short.
+    """Cut a stream of document lengths into batches of about equally many tokens; the last may be short.
 
     A batch ends with the document that reaches a multiple of ``tokens``, counted from the beginning of the stream:
     sizes differ by up to a document, their mean does not.
 
     Args:
-        lengths: Lengths of the documents, in tokens.
         tokens: Number of tokens of a batch: microbatches times context.
-
-    Yields:
-        Lengths of the documents of each batch.
 
     Raises:
         DataError: ``tokens`` is below 1.

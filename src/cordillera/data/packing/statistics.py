@@ -21,8 +21,6 @@ class PackingStatistics:
     """Balance of iterations, and its cost in randomness.
 
     Attributes:
-        iterations: Number of iterations.
-        tokens: Number of tokens of all iterations.
         imbalance: Mean over the iterations of the heaviest microbatch's work over the mean microbatch's: the part of
             the pipeline's time that balance could save (WLB-LLM, section 7.4: ``max latency x PP / total latency``).
         imbalance_p95: 95th percentile of that ratio over the iterations.
@@ -40,11 +38,7 @@ class PackingStatistics:
 
     @classmethod
     def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
-        """Compute the statistics of at least one iteration with documents.
-
-        Args:
-            iterations: All iterations, including those of a drain, so that documents that waited longest count.
-            workload: Predicted work of a document.
+        """Compute the statistics of all ``iterations``, with those of a drain, whose documents waited longest.
 
         Raises:
             DataError: The iterations hold no documents.
@@ -69,12 +63,8 @@ class PackingStatistics:
 
 
 def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: DocumentWork) -> list[Iteration]:
-    """Pack a stream and return all iterations, including those of the drain.
-
-    Args:
-        batches: Global batches: lengths of documents, in tokens.
-        config: Settings of the packing.
-        workload: Predicted work of a document.
+    """Pack a stream of global batches, which are lengths of documents in tokens, and return all iterations with the
+    drain's.
     """
     packer = Packer(config, workload)
     return [*map(packer.pack, batches), *packer.drain()]
@@ -88,13 +78,11 @@ def tune(
     delay: float = 0.6,
     candidates: Sequence[int] | None = None,
 ) -> PackingConfig:
-    """Find the thresholds that balance a sample of the stream best within a mean delay.
+    """Find the ``queues`` thresholds that balance a sample of the stream best within a mean delay; those of ``config``
+    are ignored.
 
     Args:
         batches: Global batches of the sample; its drain counts, so it should be a hundred batches or longer.
-        config: Settings of the packing; its thresholds are replaced.
-        workload: Predicted work of a document.
-        queues: Number of thresholds; 0 for none.
         delay: Largest mean number of iterations that tokens may wait.
         candidates: Candidates for thresholds, in tokens; None for ten, from a sixteenth of the bound to half of it.
 
@@ -119,16 +107,10 @@ def tune(
 def choose_thresholds(
     batches: Sequence[Sequence[int]], config: PackingConfig, workload: DocumentWork, queues: int = 2, delay: float = 0.6
 ) -> tuple[int, ...]:
-    """Find thresholds for any text, with fewer or no queues where they do not help.
+    """Find at most ``queues`` thresholds for any text, with fewer or none where they do not help.
 
-    Queues are for the few longest documents. If most tokens waited, iterations would differ widely in size.
-
-    Args:
-        batches: Global batches of a sample of the stream, as for :func:`tune`.
-        config: Settings of the packing; its thresholds are not used.
-        workload: Predicted work of a document.
-        queues: Largest number of thresholds.
-        delay: Largest mean number of iterations that tokens may wait.
+    Queues are for the few longest documents. If most tokens waited, iterations would differ widely in size. Arguments
+    are those of :func:`tune`.
     """
     lengths = np.sort(np.concatenate([np.array(batch, np.int64) for batch in batches]))
     candidates = [

@@ -22,13 +22,8 @@ WorkCost = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=Fals
 
 
 class Sample(NamedTuple):
-    """A measured microbatch.
-
-    Attributes:
-        documents: Number of documents.
-        tokens: Sum of their lengths ``d``.
-        squared: Sum of ``d**2``.
-        seconds: Seconds of forward and backward.
+    """A measured microbatch: number of documents, sums of their lengths ``d`` and of ``d**2``, seconds of forward and
+    backward.
     """
 
     documents: int
@@ -38,12 +33,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], seconds: float) -> Sample:
-        """Make a sample from the lengths of a microbatch's documents.
-
-        Args:
-            lengths: Lengths of the documents, in tokens.
-            seconds: Seconds of forward and backward.
-        """
+        """Make a sample from the ``lengths`` of a microbatch's documents in tokens, and its ``seconds``."""
         return cls(len(lengths), sum(lengths), sum(d * d for d in lengths), seconds)
 
 
@@ -92,16 +82,10 @@ class DocumentWork(BaseModel):
 
     @classmethod
     def of_model(cls, hidden: int, ffn: int, heads: int, kv_heads: int) -> DocumentWork:
-        """Count the operations of a Llama's layer, for models that were not measured.
+        """Count the operations of a layer of a Llama of these sizes, for models that were not measured.
 
         Attention kernels run further below the peak than matrix products do, so the true break-even length is shorter:
         fit it where a device is available.
-
-        Args:
-            hidden: Width of the model.
-            ffn: Width of the gated feed-forward layer.
-            heads: Number of query heads.
-            kv_heads: Number of key and value heads.
 
         Raises:
             DataError: A size is below 1.
@@ -162,35 +146,20 @@ class DocumentWork(BaseModel):
         )
 
     def __call__(self, length: int) -> float:
-        """Return ``W(d)`` of a document.
-
-        Args:
-            length: Length ``d`` in tokens.
-        """
+        """Return ``W(d)`` of a document of ``length`` ``d`` in tokens."""
         return self.document + (self.token + self.squared * length) * length
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Return the work of a microbatch, the sum over its documents.
-
-        Args:
-            lengths: Lengths of the documents, in tokens.
-        """
+        """Return the work of a microbatch of documents with these ``lengths`` in tokens, a sum."""
         return sum(map(self, lengths), 0.0)
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file for :meth:`read`.
-
-        Args:
-            path: Path of the JSON file.
-        """
+        """Write a JSON file for :meth:`read`."""
         write_atomically(Path(path), sealed_json(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, path: str | Path) -> DocumentWork:
         """Read a JSON file, written by :meth:`save` or without a checksum by hand.
-
-        Args:
-            path: Path of the file.
 
         Raises:
             DataError: The file cannot be read, does not match its checksum, or holds wrong values; all are named.

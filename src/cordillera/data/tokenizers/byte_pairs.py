@@ -41,17 +41,12 @@ class BytePairs:
 
     The special tokens are removed from the vocabulary, the merges and the list of added tokens, so that no text can
     become one, whatever the library does with its list. The library gets no unknown token either: some vocabularies
-    (SmolLM2's) lack the bytes of a few rare characters, for which the library would write a control token; here
-    they are written as U+FFFD.
+    (SmolLM2's) lack the bytes of a few rare characters, for which the library would write a control token; here they
+    are written as U+FFFD.
 
     Attributes:
-        path: Path of the file.
         vocabulary: Ids by token, in byte letters.
-        merges: Pairs of tokens, the first to merge first.
-        special: Ids by special token.
         words: Further entries that are found before anything else, as ``tokenizer.json`` lists added tokens; by name.
-        normalizer: Section ``normalizer`` of ``tokenizer.json``.
-        pre_tokenizer: Section ``pre_tokenizer`` of ``tokenizer.json``.
         ignore_merges: Whether a word that is a token is used without merges.
     """
 
@@ -104,15 +99,7 @@ class BytePairs:
         adds_bos: bool = False,
         template: str | None = None,
     ) -> Tokenizer:
-        """Make the tokenizer.
-
-        Args:
-            kind: Kind of file that the tokenizer comes from.
-            bos: Name of the begin-of-text token.
-            eos: Name of the end-of-text token.
-            stops: Ids at which generation ends, besides the usual ones.
-            adds_bos: Whether texts begin with ``bos``.
-            template: Chat template in Jinja.
+        """Make the tokenizer; ``stops`` are ids at which generation ends besides the usual ones.
 
         Raises:
             DataError: the vocabulary is damaged, or most text cannot be written in it.

@@ -52,11 +52,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Control:
-    """Special token.
-
-    Attributes:
-        name: Name of the token, such as ``<|eot_id|>``.
-    """
+    """Special token, by a name such as ``<|eot_id|>``."""
 
     name: str
 
@@ -135,10 +131,6 @@ class JinjaChat(ChatFormat):
 
     Args:
         template: Jinja source.
-        special_tokens: Names of all special tokens.
-        bos: Token that the template calls ``bos_token``.
-        eos: Token that the template calls ``eos_token``.
-        where: File of the template, for errors.
 
     Raises:
         DataError: the template is not valid Jinja, or is too long.
@@ -166,14 +158,10 @@ class JinjaChat(ChatFormat):
             raise DataError(f"the chat template is not valid ({_short(error)})", where=where) from error
 
     def pieces(self, messages: Sequence[Message], *, answer: bool = True) -> list[PromptPiece]:
-        """Render the template and split the result; see :class:`ChatFormat`.
-
-        Args:
-            messages: The turns.
-            answer: Whether to open the assistant's next turn at the end (``add_generation_prompt``).
+        """Render the template and split the result; ``answer`` is the template's ``add_generation_prompt``.
 
         Raises:
-            DataError: the template does not accept the chat.
+            DataError: the template does not accept the ``messages``.
         """
         mark = _unused(self.source, *self.names, *(message.content for message in messages))
         turns = [{"role": message.role, "content": self._broken(message.content, mark)} for message in messages]

@@ -140,10 +140,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = self._bounded(name, work)
 
     def compiled(self, source: str) -> Template:
-        """Compile a template whose loops are counted.
-
-        Raises:
-            TemplateError: the source is not valid, or a loop is recursive.
+        """Compile a template whose loops are counted; a ``TemplateError`` says that it is not valid or that a loop is
+        recursive.
         """
         self.meter.begin("")
         tree = self.parse(source)

@@ -39,12 +39,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
 class GGUFTensor(NamedTuple):
-    """Location of a tensor in a GGUF file.
-
-    Attributes:
-        shape: Shape in torch's order: values of the last dimension are adjacent.
-        kind: Number of the quantisation (ggml, ggml.h).
-        begin: Position of the first byte in the file.
+    """Location of a tensor in a GGUF file: position of its first byte, number of its quantisation (ggml.h), shape as in
+    torch.
     """
 
     shape: tuple[int, ...]
@@ -58,13 +54,10 @@ def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, A
 
 
 def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Read the metadata of a GGUF file (version 2 or 3, little-endian), and the places of its tensors by name.
+    """Read the metadata whose keys begin with ``prefix`` (GGUF 2 or 3, little-endian), and the places of all tensors by
+    name.
 
     The ``gguf`` library makes an array of every entry of a list, which is slow for a vocabulary's tokens and merges.
-
-    Args:
-        path: Path of the file.
-        prefix: Prefix, or prefixes, of the metadata keys to return.
 
     Raises:
         DataError: the file is damaged or truncated: a count, a length or a shape exceeds the file or the limits of such
@@ -179,11 +172,7 @@ _KINDS: dict[str, type] = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_t
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer of a GGUF model.
-
-    Raises:
-        DataError: the file is damaged, or its vocabulary is not a byte-level byte-pair encoding of a known kind.
-    """
+    """Read the tokenizer of a GGUF model, a byte-level byte-pair encoding."""
     fields = gguf_metadata(path, "tokenizer.")
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":

@@ -16,11 +16,7 @@ REMEDY = "fetch the model's files again"
 
 
 def read_json_tokenizer(path: Path) -> Tokenizer:
-    """Read ``tokenizer.json`` and, beside it, configuration and chat template.
-
-    Raises:
-        DataError: the file is damaged, or not a byte-level byte-pair encoding.
-    """
+    """Read ``tokenizer.json``, a byte-level byte-pair encoding, and, beside it, configuration and chat template."""
     content = read_json_object(path, remedy=REMEDY)
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not {"merges", "vocab"} <= model.keys():

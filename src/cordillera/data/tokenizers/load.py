@@ -85,10 +85,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text as Llama 3 does before it tokenises: blocks of 400,000 characters, runs of at most 25,000.
-
-    Tokens never cross a cut, so the cuts affect ids.
-    """
+    """Cut a text as Llama 3 does: blocks of 400,000 characters, runs of at most 25,000. No token crosses a cut."""
     for start in range(0, len(text), MAX_CHARACTERS):
         block = text[start : start + MAX_CHARACTERS]
         if len(block) <= MAX_RUN:
@@ -178,7 +175,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def asset_facts(path: Path) -> dict[str, Any]:
-    """Return what the file of an asset says of itself: a tokenizer's sizes and tokens, and a GGUF model's shape.
+    """Return what an asset's file says of itself: sizes and tokens of a tokenizer, the shape of a GGUF model.
 
     Raises:
         DataError: the file is damaged.

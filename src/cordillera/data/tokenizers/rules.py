@@ -35,11 +35,7 @@ _CLASS_OR_LETTER = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)|\(\?(?:[a-z-]*[:)]|[=!>]
 
 
 def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
-    """Check that the ids of pairs of token and id are dense enough for a list that holds all of them.
-
-    Raises:
-        DataError: an id is not a whole number or far exceeds the number of tokens, or there are too many tokens.
-    """
+    """Refuse ids that are not whole numbers or too large for a list of all tokens; ``names`` are pairs of token and id."""
     count, highest, last = 0, -1, ""
     for name, token in names:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
@@ -58,11 +54,7 @@ def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_rules(path: object, normalizer: Any, pre_tokenizer: Any) -> None:
-    """Check that the rules of ``tokenizer.json`` are of known kinds and take bounded time and memory.
-
-    Raises:
-        DataError: a rule is of another kind, or could take far more time or memory than the length of a text warrants.
-    """
+    """Refuse rules of ``tokenizer.json`` of unknown kinds, or that could take unbounded time or memory for a text."""
     growth = 1
     for rule in _flat(normalizer, "normalizers", f"{path}, normalizer"):
         kind, where = str(rule.get("type")), f"{path}, normalizer"
@@ -137,10 +129,7 @@ def _replacement(rule: Mapping[str, Any], where: str) -> int:
 
 
 def _problem(expression: str) -> str | None:
-    """Reason why matching an expression could take unbounded time; None if it cannot.
-
-    Only items that never branch may be repeated: letters, classes and groups of these.
-    """
+    """Reason why an expression could take unbounded time; None if only items that never branch are repeated in it."""
     branching = [False]  # for every open group: whether it can match a text in several ways
     repeats = [0]  # for every open group: number of parts of any length in its current alternative
     within, item = 0, None  # depth within a class; whether the last item branches, None without an item

@@ -73,12 +73,7 @@ class Tokenizer:
         return self.encode_batch([text], bos=bos, eos=eos)[0]
 
     def encode_batch(self, texts: Sequence[str], *, bos: bool = False, eos: bool = False) -> list[list[int]]:
-        """Tokenise many texts, each as :meth:`encode` does.
-
-        Args:
-            texts: Unicode texts.
-            bos: Whether to put ``bos_id`` first in each.
-            eos: Whether to put ``eos_id`` last in each.
+        """Tokenise many texts, each as :meth:`encode` does with ``bos`` and ``eos``.
 
         Raises:
             DataError: a text holds a lone surrogate (half a character), or the vocabulary lacks a requested token.
@@ -94,7 +89,6 @@ class Tokenizer:
         """Tokenise a chat in the model's format.
 
         Args:
-            messages: The turns.
             answer: Whether to open the assistant's next turn at the end, for the model to write.
 
         Raises:
@@ -115,11 +109,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
-
-        Args:
-            ids: Token ids.
-            skip_special: Whether to leave special tokens out instead of writing their names.
+        """Return the text of ids, without special tokens or with their names; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             DataError: the vocabulary lacks an id.
@@ -127,11 +117,7 @@ class Tokenizer:
         return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = False) -> bytes:
-        """Return the bytes of ids.
-
-        Args:
-            ids: Token ids.
-            skip_special: Whether to leave special tokens out instead of writing their names.
+        """Return the bytes of ids, as :meth:`decode` does with ``skip_special``.
 
         Raises:
             DataError: the vocabulary lacks an id.
@@ -159,12 +145,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decoder of ids that come one by one; it holds back bytes that end inside a character.
-
-    Args:
-        tokenizer: Tokenizer of the ids.
-        skip_special: Whether to leave special tokens out instead of writing their names.
-    """
+    """Decoder of ids that come one by one; it holds back bytes that end inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self.tokenizer, self.skip_special = tokenizer, skip_special
@@ -180,11 +161,7 @@ class StreamDecoder:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse text that no tokenizer can encode.
-
-    Args:
-        text: Text to tokenise.
-        where: Name of the text in errors.
+    """Refuse a ``text`` that no tokenizer can encode; errors name it ``where``.
 
     Raises:
         DataError: the value is not text, or holds a lone surrogate (half a character). A byte of a command line that is
