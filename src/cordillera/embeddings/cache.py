@@ -38,7 +38,6 @@ class RowCache(nn.Module):
         events: Sums of :meth:`statistics`, ``int64 [5]``.
 
     Args:
-        rows: Number of rows of all tables together.
         share: Number of lines as a share of the rows; rounded up to whole sets. 0 for no cache.
 
     Raises:
@@ -92,10 +91,9 @@ class RowCache(nn.Module):
     def statistics(self) -> dict[str, int]:
         """Return counts over the distinct rows of all updates so far.
 
-        Returns:
-            ``hits``: rows that were in a line. ``admissions``: rows that were given one. ``evictions``: rows that lost
-            theirs to these. ``write_backs``: evicted rows that had changed and were encoded. ``spills``: rows that were
-            updated outside the cache.
+        ``hits``: rows that were in a line. ``admissions``: rows that were given one. ``evictions``: rows that lost
+        theirs to these. ``write_backs``: evicted rows that had changed and were encoded. ``spills``: rows that were
+        updated outside the cache.
         """
         return dict(zip(EVENTS, self.events.tolist(), strict=True))
 

@@ -43,11 +43,6 @@ class CachedEmbeddingTables(EmbeddingTables):
         payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.
         cache: Lines, tags and counters.
         anchor: An empty parameter that stands for the rows in autograd's graph; ``requires_grad_(False)`` freezes them.
-
-    Raises:
-        DataError: a feature names an unknown table, or a table has no rows.
-        NumericsError: the format has no rows of this width (``int4`` needs an even one), or there are too many rows.
-        DependencyError: Numba cannot be used here.
     """
 
     payload: Tensor
@@ -101,20 +96,12 @@ class CachedEmbeddingTables(EmbeddingTables):
         return self.anchor
 
     def table(self, name: str) -> Tensor:
-        """Return a copy of one table, ``float32 [rows, D]``, read through the cache; writing to it changes nothing.
-
-        Raises:
-            DataError: there is no such table.
-        """
+        """Return a copy of one table, ``float32 [rows, D]``, read through the cache; writing to it changes nothing."""
         start, rows = self._place_of(name)
         return self._read(start, rows)
 
     def clear_columns(self, first: int) -> None:
-        """Set the columns from ``first`` on to zero, in all rows, as exactly as the format of the rows can.
-
-        Raises:
-            TrainingError: rows have been updated already.
-        """
+        """Set columns from ``first`` on to zero, as exactly as the rows' format can; refused once rows were updated."""
         if self.step:
             raise TrainingError("columns are cleared before the first update", where="CachedEmbeddingTables")
         for name, start, stop in self._chunks():
@@ -249,11 +236,7 @@ def _kernels(of: str) -> Any:
 
 
 def require_cpu(config: TablesConfig, device: torch.device) -> None:
-    """Refuse to put tables on a device on which their kernels do not run.
-
-    Raises:
-        DependencyError: rows are in few bits or behind a cache, and the device is not a CPU.
-    """
+    """Refuse to put tables whose rows are in few bits or behind a cache on a device other than a CPU."""
     if config.are_encoded and device.type != "cpu":
         raise DependencyError(
             f"rows = {config.rows!r} with cache = {config.cache:g} is kept on CPUs, not on {str(device)!r}",

@@ -28,10 +28,6 @@ class QuantizedTables(EmbeddingTables):
 
     Attributes:
         payload: Memory of all tables, ``uint8 [bytes]``.
-        kinds: Format of each table.
-
-    Raises:
-        NumericsError: a table has no format, or one in which rows of this width cannot be kept.
     """
 
     payload: Tensor
@@ -73,13 +69,9 @@ class QuantizedTables(EmbeddingTables):
         """Convert trained tables to other formats.
 
         Args:
-            tables: Trained tables.
             kinds: Format of every table; rows of 4 and 2 bits get greedy ranges.
             made: Tables that were encoded before, by name and format; newly encoded ones except those of fp32 are
                 added.
-
-        Raises:
-            NumericsError: a row holds NaN, infinity, or a number that its format cannot keep.
         """
         found = cls(tables.features, tables.embedding_dim, kinds)
         for name in tables.features.tables:
@@ -99,11 +91,7 @@ class QuantizedTables(EmbeddingTables):
         return self.payload[start : start + rows * size].view(rows, size)
 
     def table(self, name: str) -> Tensor:
-        """Return one table decoded, as a copy ``float32 [rows, D]``.
-
-        Raises:
-            DataError: there is no such table.
-        """
+        """Return one table decoded, as a copy ``float32 [rows, D]``."""
         return decode_rows(self.rows_of(name), SERVED_FORMATS[self.kinds[name]], self.embedding_dim)
 
     @property
@@ -140,13 +128,7 @@ class QuantizedTables(EmbeddingTables):
 
 
 def encoded(rows: Tensor, kind: str, name: str, method: Literal["minmax", "greedy"] = "greedy") -> Tensor:
-    """Encode rows ``float32 [R, D]`` as ``uint8 [R, row bytes]``.
-
-    Args:
-        rows: Rows of a table.
-        kind: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
-        name: Name of the table in errors.
-        method: Choice of ranges for rows of 4 and 2 bits.
+    """Encode rows ``float32 [R, D]`` of table ``name`` as ``uint8 [R, row bytes]``; ``method`` chooses ranges.
 
     Raises:
         NumericsError: a row holds NaN, infinity, or a number that the format cannot keep, or has an unsuitable width.

@@ -33,24 +33,14 @@ RowRounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A storage format of rows.
-
-    Attributes:
-        name: ``fp32``, ``fp16``, ``int8``, ``int4`` or ``int2``.
-        bits: Bits of a number.
-        row_parameters: Bytes of scale and bias.
-    """
+    """A storage format of rows: its name, its bits of a number, and the bytes of a row's scale and bias."""
 
     name: ServedKind
     bits: int
     row_parameters: int
 
     def row_bytes(self, dim: int) -> int:
-        """Return the number of bytes of a row of width ``dim``.
-
-        Raises:
-            NumericsError: the width leaves part of a byte unused.
-        """
+        """Return the number of bytes of a row of width ``dim``, which must fill its bytes."""
         if dim * self.bits % 8:
             raise NumericsError(
                 f"{8 // self.bits} numbers of {self.name} share a byte, so rows need "
@@ -81,20 +71,10 @@ def encode_rows(
     update: int = 0,
     name: str = "rows",
 ) -> Tensor:
-    """Encode neighbouring rows of a table as ``uint8 [N, form.row_bytes(D)]``.
+    """Encode neighbouring rows of a table, ``float32 [N, D]`` on the CPU, as ``uint8 [N, form.row_bytes(D)]``.
 
     Random numbers depend on ``seed`` and on table, row, column and update alone
     (:mod:`cordillera.kernels.embeddings.numba_random`).
-
-    Args:
-        rows: ``float32 [N, D]`` on the CPU.
-        form: Format of the encoded rows.
-        rounding: ``nearest`` (halves to even) or ``stochastic``.
-        seed: Seed of the random numbers, at least 0.
-        table: Number of the table.
-        first_row: Number of the first row in the table.
-        update: Number of the update.
-        name: Name of the table in errors.
 
     Raises:
         NumericsError: a row holds NaN, infinity or numbers that the format cannot hold; the message names it.
@@ -126,11 +106,7 @@ def encode_rows(
 
 
 def decode_rows(payload: Tensor, form: RowFormat, dim: int) -> Tensor:
-    """Decode rows ``uint8 [N, form.row_bytes(dim)]`` on the CPU to ``float32 [N, dim]``.
-
-    Raises:
-        NumericsError: ``payload`` has another shape or dtype.
-    """
+    """Decode rows ``uint8 [N, form.row_bytes(dim)]`` on the CPU to ``float32 [N, dim]``."""
     if payload.dim() != 2 or payload.shape[1] != form.row_bytes(dim) or payload.dtype != torch.uint8:
         raise NumericsError(
             f"{form.name} rows of width {dim} are uint8 [N, {form.row_bytes(dim)}], got {payload.dtype} "

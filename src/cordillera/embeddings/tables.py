@@ -208,13 +208,7 @@ class EmbeddingTables(nn.Module):
         return len(self._pending)
 
     def forward(self, sparse: JaggedBatch) -> Tensor:
-        """Look up and pool every feature of a batch.
-
-        Args:
-            sparse: Table-local ids, with keys in the order of ``features.sparse``.
-
-        Returns:
-            ``[B, F, D]`` in the dtype of the weight, or in autocast's dtype inside autocast.
+        """Look up and pool every feature of a batch, to ``[B, F, D]`` in the dtype of the weight, or in autocast's.
 
         Raises:
             DataError: the keys are not those of the features, or an id does not lie in its table.
@@ -260,11 +254,7 @@ class EmbeddingTables(nn.Module):
         )
 
     def update(self, learning_rate_scale: float = 1.0) -> None:
-        """Apply the pending gradients, once per distinct row; do nothing if there are none.
-
-        Args:
-            learning_rate_scale: Factor of the configured learning rate (warm-up and decay).
-        """
+        """Apply pending gradients, once per distinct row, with the learning rate times ``learning_rate_scale``."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -300,13 +290,7 @@ class EmbeddingTables(nn.Module):
         self._pending = []
 
     def table(self, name: str) -> Tensor:
-        """Return one table.
-
-        Args:
-            name: A key of ``features.tables``.
-
-        Returns:
-            A view ``[rows, D]`` of ``weight``, outside the graph; writing to it writes to the table.
+        """Return one table, a view ``[rows, D]`` of ``weight`` outside the graph; writing to it writes to the table.
 
         Raises:
             DataError: there is no such table.
@@ -334,9 +318,6 @@ class EmbeddingTables(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore the step count from a state dict.
-
-        Args:
-            state: Result of :meth:`get_extra_state`.
 
         Raises:
             CheckpointError: the count is negative.
@@ -378,14 +359,7 @@ class EmbeddingTables(nn.Module):
 def draw_rows(
     block: Tensor, table_rows: int, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None
 ) -> None:
-    """Draw initial rows, in place.
-
-    Args:
-        block: Rows of one table, ``[N, D]``.
-        table_rows: Number of rows of the whole table.
-        init: Distribution, as in :class:`EmbeddingTables`.
-        generator: Source of random numbers; None for the global one.
-    """
+    """Draw rows of a table of ``table_rows`` from ``generator``, None for the global one, into ``block`` by ``init``."""
     if init == "uniform_by_rows":
         bound = math.sqrt(1 / table_rows)
         block.uniform_(-bound, bound, generator=generator)

@@ -13,11 +13,9 @@ from cordillera.models.ranking.base import RankingModel
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Size of a model, and its operations per example.
+    """Size of a model in trained parameters outside and inside of the embedding tables, and its operations per example.
 
     Attributes:
-        parameters: Number of trained parameters outside the embedding tables.
-        embedding_parameters: Number of trained parameters in the embedding tables.
         forward_macs: Number of multiply-accumulates of the matrix products and convolutions of one forward pass.
         forward_flops: Twice ``forward_macs``.
         training_flops: Three times ``forward_flops``: a backward pass costs two forward passes.
@@ -41,7 +39,6 @@ def count(model: RankingModel, batch: RankingBatch) -> FlopCount:
     not. The model's mode, gradients and random state are not changed.
 
     Args:
-        model: Ranking model.
         batch: Batch of at least one sample; the values of its ids do not matter.
     """
     embedding_parameters = model.tables.num_weights

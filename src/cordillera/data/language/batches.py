@@ -107,7 +107,7 @@ class BatchConfig(BaseModel):
         return self.context if self.method == "fixed" else self.context * 3 // 2
 
     def count(self, at_least: int = 1) -> int:
-        """Return the number of microbatches of an iteration, ``at_least`` the mesh's copies times its pipeline stages."""
+        """Return the number of microbatches of an iteration, ``at_least`` the mesh's copies times pipeline stages."""
         return self.microbatches or max(-(-self.tokens // self.context), at_least)
 
 
@@ -139,9 +139,7 @@ class Microbatches(Sequence[PackedTokens]):
         return self._read[place]
 
     def neighbours(self, first: int, count: int) -> Microbatches:
-        """Return ``count`` microbatches from number ``first`` on, fewer at the end, with a cache of tokens of their
-        own.
-        """
+        """Return ``count`` microbatches from ``first`` on, fewer at the end, with a cache of tokens of their own."""
         return Microbatches(self._sources, self.parts[first : first + count])
 
 
@@ -304,9 +302,7 @@ class TextBatches(Iterator[TextIteration]):
         return parts, waited / found.tokens
 
     def _take(self) -> list[DocumentPart]:
-        """Take the next global batch from the stream, through the document that reaches a multiple of the batch's
-        tokens.
-        """
+        """Take the next global batch: documents through the one that reaches a multiple of its tokens in the stream."""
         new: list[DocumentPart] = []
         end = (self._taken // self.batch.tokens + 1) * self.batch.tokens
         while self._taken < end:
@@ -338,7 +334,7 @@ class TextBatches(Iterator[TextIteration]):
         return choose_thresholds(sample, plain, self.work, batch.queues, batch.delay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position to the token, fit for JSON and equal on every rank; it lists the documents that wait."""
+        """Return the position to the token, fit for JSON, equal on every rank; waiting documents make it longer."""
         return {
             "number": self._number,
             "taken": self._taken,

@@ -131,8 +131,7 @@ def _hashes(text: str, separator: str) -> np.ndarray:
 
 
 def shingles(text: str, words: int) -> np.ndarray:
-    """Return the distinct hashes of all runs of ``words`` words of a ``text``, sorted, ``uint64``; empty if it has no
-    words.
+    """Return distinct hashes of the runs of ``words`` words of a ``text``, sorted, ``uint64``; none without words.
 
     Case and punctuation do not count, and a text with fewer words is one run.
     """
@@ -156,8 +155,7 @@ def minhash(hashes: np.ndarray, num_hashes: int, seed: int = 0) -> np.ndarray:
 
 
 def rows_per_band(threshold: float, num_hashes: int, recall: float = 0.95) -> int:
-    """Return the most rows in a band with which locality-sensitive hashing of ``num_hashes`` entries finds similar
-    pairs.
+    """Return the most rows in a band with which locality-sensitive hashing by ``num_hashes`` finds similar pairs.
 
     Args:
         threshold: Similarity, above 0.
@@ -183,9 +181,7 @@ class NearDuplicates:
         self.count = 0
 
     def seen(self, text: str) -> bool:
-        """Return whether a document like ``text`` was kept before; if not, keep this one. Texts without words are never
-        alike.
-        """
+        """Return whether a document like ``text`` was kept; if not, keep this one. Texts without words never match."""
         hashes = shingles(text, self.config.shingle_words)
         if not len(hashes):
             return False
@@ -206,11 +202,7 @@ class NearDuplicates:
 
 
 def repeated_shares(text: str, sizes: Iterable[int]) -> Iterator[float]:
-    """Yield the share, from 0 to 1, of a text's characters in n-grams that occur earlier in it, for each of ``sizes``
-    words.
-
-    No character counts twice. White space divides words and does not count.
-    """
+    """Yield, for each number of words in ``sizes``, the share of a text's characters in n-grams found earlier in it."""
     words = text.split()
     hashes = _hashes(" ".join(words), " ")
     lengths = np.fromiter(map(len, words), np.int64, len(words))
@@ -265,8 +257,10 @@ class _CleaningCounts:
 
 
 class Cleaner:
-    """Cleans a corpus, which is read once more to find the newest versions of pages, and once more to count recurring
-    lines.
+    """Cleans a corpus.
+
+    Where the configuration asks for it, the corpus is read once more to find the newest version of each page, and once
+    more to count recurring lines.
 
     Args:
         language: Function that names the language of a text; required for ``languages``.
@@ -369,9 +363,7 @@ class Cleaner:
         return newest
 
     def _judge(self, newest: dict[bytes, tuple[Date, int]]) -> Callable[[Document, int], str]:
-        """Make a function that remembers documents and returns why one is dropped before its lines are counted, or
-        ``""``.
-        """
+        """Make a function that remembers documents and tells why one is dropped before lines are counted, or ``""``."""
         texts: set[bytes] = set()
         near = NearDuplicates(self.config) if self.config.near_duplicates is not None else None
 

@@ -134,7 +134,7 @@ class TextCorpora:
 
 
 def prepare_corpora(config: TextDataConfig, *, wait_s: float = 0.0) -> TextCorpora:
-    """Read, clean and tokenise all text of a recipe, and hold documents out; a second call uses the cached corpora.
+    """Read, clean and tokenise all text of ``config``, and hold documents out; a second call uses the cached corpora.
 
     Args:
         wait_s: Longest time in seconds to wait for another process that prepares the same text: of many that start at
@@ -194,9 +194,7 @@ def _describe(documents: Documents) -> dict[str, Any]:
 
 
 def text_identity(facts: dict[str, Any]) -> list[Any]:
-    """Return a value of a corpora's ``facts`` that is equal where the same tokens are seen, wherever files and caches
-    lie.
-    """
+    """Return a value of ``facts`` that is equal where the same tokens are seen, wherever files and caches lie."""
     texts = [[part["fingerprint"] for part in facts[name]] for name in ("sources", "held_out")]
     return [facts["tokenizer"]["fingerprint"], list(facts["weights"] or ()), *texts]
 

@@ -56,7 +56,9 @@ def read_documents(
     url_field: str | None = None,
     date_field: str | None = None,
 ) -> Iterator[Document]:
-    """Iterate over the documents of files, in order; memory holds one document, or one batch of a Parquet file.
+    """Iterate over the documents in ``text_field`` (a key or column) of files, in order.
+
+    Memory holds one document, or one batch of a Parquet file.
 
     Args:
         paths: ``.txt``, ``.text``, ``.md``, ``.py``, ``.jsonl``, ``.ndjson`` (each also with ``.gz``, ``.bz2`` or

@@ -32,7 +32,7 @@ class HeldOut:
 
 
 def held_out_batches(corpora: TextCorpora, batch: BatchConfig, *, tokens: int | None = None) -> HeldOut:
-    """Pack the held-out documents, those with the lowest hashes first.
+    """Pack the held-out documents of ``corpora``, those with the lowest hashes first.
 
     Documents longer than the context are cut; a part begins with the last token of the one before, so that every token
     of a document but its first is predicted exactly once.

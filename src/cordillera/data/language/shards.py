@@ -104,7 +104,7 @@ class ShardWriter:
             self._file = None
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Close the last shard and write ``meta.json``, with ``facts`` of the corpus, which makes the folder a corpus."""
+        """Close the last shard and write ``meta.json``, with ``facts``, which makes a corpus of the folder."""
         self.close()
         meta = {"format": FORMAT, "dtype": self.dtype.str, "shards": self.shards, "facts": facts}
         write_bytes(self.folder / "meta.json", sealed_json(meta).encode())

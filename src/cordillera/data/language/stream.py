@@ -159,9 +159,7 @@ class DocumentStream:
         return piece
 
     def read(self, tokens: int) -> list[DocumentPiece]:
-        """Read ``tokens`` tokens in pieces, fewer only at the end of the stream; the rest of a document that is cut
-        comes next.
-        """
+        """Read ``tokens`` tokens in pieces, fewer only at the stream's end; the rest of a cut document comes next."""
         pieces: list[DocumentPiece] = []
         while tokens > 0:
             piece = self._take(tokens)

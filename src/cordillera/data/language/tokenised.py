@@ -111,7 +111,7 @@ def prepare_text(
     verify: bool = True,
     wait_s: float = 0.0,
 ) -> TextDataset:
-    """Read, clean and tokenise text; a second call opens the cached corpus.
+    """Read, clean and tokenise the text of ``config``; a second call opens the cached corpus.
 
     A preparation that was interrupted goes on after its last whole shard and gives the same files. The ``facts`` of the
     corpus count documents that were read, kept, and dropped by reason.

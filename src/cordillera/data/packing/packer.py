@@ -68,7 +68,7 @@ class Iteration:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all microbatches; it differs from step to step, so divide a loss by that of its own step."""
+        """Number of tokens of all microbatches, which differs between steps: divide a loss by that of its own step."""
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
     @property
@@ -149,7 +149,7 @@ class Packer:
         return self._emitted(new)
 
     def drain(self) -> Iterator[Iteration]:
-        """Yield iterations of all waiting documents at the end of the stream, which can be unbalanced or partly empty."""
+        """Yield iterations of all documents that wait at the stream's end; some can be unbalanced or partly empty."""
         new = list(itertools.chain(*self._queues))
         for waiting in self._queues:
             waiting.clear()

@@ -38,7 +38,8 @@ class PackingStatistics:
 
     @classmethod
     def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
-        """Compute the statistics of all ``iterations``, with those of a drain, whose documents waited longest.
+        """Compute the statistics by ``workload`` of all ``iterations``, with those of a drain, which have waited
+        longest.
 
         Raises:
             DataError: The iterations hold no documents.
@@ -63,9 +64,7 @@ class PackingStatistics:
 
 
 def packed(batches: Iterable[Sequence[int]], config: PackingConfig, workload: DocumentWork) -> list[Iteration]:
-    """Pack a stream of global batches, which are lengths of documents in tokens, and return all iterations with the
-    drain's.
-    """
+    """Pack ``batches`` of lengths in tokens by ``config`` and ``workload``; return all iterations, also the drain's."""
     packer = Packer(config, workload)
     return [*map(packer.pack, batches), *packer.drain()]
 
@@ -78,8 +77,7 @@ def tune(
     delay: float = 0.6,
     candidates: Sequence[int] | None = None,
 ) -> PackingConfig:
-    """Find the ``queues`` thresholds that balance a sample of the stream best within a mean delay; those of ``config``
-    are ignored.
+    """Find ``queues`` thresholds, in place of those of ``config``, that balance ``workload`` best within a mean delay.
 
     Args:
         batches: Global batches of the sample; its drain counts, so it should be a hundred batches or longer.
@@ -109,8 +107,8 @@ def choose_thresholds(
 ) -> tuple[int, ...]:
     """Find at most ``queues`` thresholds for any text, with fewer or none where they do not help.
 
-    Queues are for the few longest documents. If most tokens waited, iterations would differ widely in size. Arguments
-    are those of :func:`tune`.
+    Queues are for the few longest documents. If most tokens waited, iterations would differ widely in size. The sample
+    ``batches``, ``config``, ``workload`` and ``delay`` are those of :func:`tune`.
     """
     lengths = np.sort(np.concatenate([np.array(batch, np.int64) for batch in batches]))
     candidates = [

@@ -22,9 +22,7 @@ WorkCost = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=Fals
 
 
 class Sample(NamedTuple):
-    """A measured microbatch: number of documents, sums of their lengths ``d`` and of ``d**2``, seconds of forward and
-    backward.
-    """
+    """A measured microbatch: documents, sums of their lengths ``d`` and of ``d**2``, seconds forward and backward."""
 
     documents: int
     tokens: int
@@ -82,10 +80,11 @@ class DocumentWork(BaseModel):
 
     @classmethod
     def of_model(cls, hidden: int, ffn: int, heads: int, kv_heads: int) -> DocumentWork:
-        """Count the operations of a layer of a Llama of these sizes, for models that were not measured.
+        """Count the operations of a layer of a Llama, for models that were not measured.
 
-        Attention kernels run further below the peak than matrix products do, so the true break-even length is shorter:
-        fit it where a device is available.
+        Its widths are ``hidden`` and, gated, ``ffn``; it has ``heads`` query heads and ``kv_heads``. Attention kernels
+        run further below the peak than matrix products do, so the true break-even length is shorter: fit it where a
+        device is available.
 
         Raises:
             DataError: A size is below 1.

@@ -53,12 +53,7 @@ def _columns(features: FeatureSpec, present: dict[str, bool]) -> list[_StoredCol
 
 
 class CacheWriter:
-    """Writes the splits of one data set into a folder, chunk by chunk, and counts what reports and checks need.
-
-    Args:
-        folder: An empty folder.
-        encoder: Encoder of the rows.
-    """
+    """Writes the splits of one data set into a folder, chunk by chunk, and counts what reports and checks need."""
 
     def __init__(self, folder: Path, encoder: Encoder) -> None:
         schema = encoder.schema
@@ -87,11 +82,7 @@ class CacheWriter:
         return self.files[name]
 
     def append(self, split: str, rows: EncodedRows) -> None:
-        """Add encoded rows to a split.
-
-        Args:
-            split: ``train``, ``validation`` or ``test``.
-            rows: Rows encoded with the writer's encoder.
+        """Add ``rows``, encoded with the writer's encoder, to a ``split``: ``train``, ``validation`` or ``test``.
 
         Raises:
             DataError: the disk is full or cannot be written.
@@ -169,10 +160,7 @@ class CacheWriter:
                 continue
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Bring every split into time order, and write ``meta.json`` with sizes and checksums.
-
-        Args:
-            facts: Facts to record, fit for JSON (:class:`Splits`).
+        """Bring every split into time order, and write ``meta.json`` with sizes, checksums and ``facts`` fit for JSON.
 
         Raises:
             DataError: the disk is full or cannot be written.
@@ -290,13 +278,7 @@ class ClickDataset:
         return self._timestamps
 
     def batch(self, rows: slice | np.ndarray) -> RankingBatch:
-        """Read rows as a batch.
-
-        Args:
-            rows: A slice, or positions ``int64 [B]``.
-
-        Returns:
-            The rows in the order asked for; the batch shares no memory with the file.
+        """Read ``rows``, a slice or positions ``int64 [B]``, in their order; the batch shares no memory with the file.
 
         Raises:
             DataError: a position lies outside of the split.
@@ -341,13 +323,9 @@ class ClickDataset:
         )
 
     def segments(self, name: str) -> tuple[np.ndarray, list[str]]:
-        """Return the value of a categorical feature in every row.
+        """Return the values of a categorical feature (not a list) in every row.
 
-        Args:
-            name: Name of a categorical feature (not a list).
-
-        Returns:
-            ``int64 [N]`` positions in the list of names, and that list; position 0 of a vocabulary is ``<other>``.
+        These are ``int64 [N]`` positions in a list of names, and that list; position 0 of a vocabulary is ``<other>``.
 
         Raises:
             DataError: there is no such feature.
@@ -393,13 +371,12 @@ class Splits:
 
 
 def open_splits(folder: Path, tasks: tuple[str, ...] | None = None, *, verify: bool = True) -> Splits:
-    """Open a prepared data set.
+    """Open the data set prepared in a ``folder``.
 
     Args:
-        folder: Folder of the prepared data.
         tasks: Labels to keep, in this order. Default: all.
-        verify: Whether to compare every file with its checksum, which reads 1 to 2 GB a second. Sizes and the
-            checksums of ``meta.json`` and of the encoder are always compared.
+        verify: Whether to compare every file with its checksum, which reads 1 to 2 GB a second. Sizes and the checksums
+            of ``meta.json`` and of the encoder are always compared.
 
     Raises:
         DataError: a file is missing, has the wrong size or does not match its checksum, or a task is unknown.

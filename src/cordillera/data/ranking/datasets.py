@@ -115,14 +115,10 @@ class DataConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Entry of the list of data sets.
+    """Entry of the list of data sets: description in one line, origin, terms of use, default split.
 
     Attributes:
-        summary: Description in one line.
-        source: Origin of the rows.
-        terms: Terms of use.
         open: Function that returns the raw rows for a configuration and a cache folder, and fetches them if need be.
-        split: Split used if a recipe names none.
         needs_files: Whether a person must download the files and give their path.
     """
 
@@ -203,11 +199,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 def open_log(config: DataConfig) -> ClickLog:
-    """Open the raw rows of a configuration; fetch them if need be.
-
-    Raises:
-        DataError: no network, no such file, an empty file.
-    """
+    """Open the raw rows of a configuration; fetch them if need be."""
     cache = cache_folder(config.cache_dir)
     return _open_own(config) if config.dataset is None else DATASETS[config.dataset].open(config, cache)
 
@@ -319,14 +311,12 @@ def _key(config: DataConfig, log: ClickLog, format: int = FORMAT) -> str:
 
 
 def prepare(config: DataConfig, *, progress: bool = True, verify: bool = True) -> Splits:
-    """Fetch, split, encode and cache a data set; a second call opens the cached copy.
+    """Fetch, split, encode and cache the data set of ``config``, showing ``progress``; a second call opens the copy.
 
     A first pass fits the encoder on the training rows alone; a second pass writes the columns. Memory is bounded by the
     vocabularies, not by the rows.
 
     Args:
-        config: Data set and split.
-        progress: Whether to show progress on standard error.
         verify: Whether to compare every file with its checksum (:func:`~cordillera.data.ranking.cache.open_splits`).
 
     Raises:
@@ -367,6 +357,7 @@ class _CachedLog:
         return _key(self.config, module.described(), format)
 
 
+# One piece: the encoder, the files and the checks rest on one reading of an unchanged log, or nothing is kept.
 def _build(config: DataConfig, log: ClickLog, folder: Path, progress: bool) -> None:
     console = Console(stderr=True, quiet=not progress)
     name = config.dataset or "your files"
@@ -505,11 +496,7 @@ def _warnings(writer: CacheWriter) -> list[str]:
 
 
 def configure(name: str, path: Sequence[str] | None = None) -> DataConfig:
-    """Return the default configuration of a data set.
-
-    Args:
-        name: Name in ``DATASETS``.
-        path: Files of a data set that a person downloads; None for a data set that is fetched.
+    """Return the default configuration of the data set ``name`` with the files at ``path``, None if they are fetched.
 
     Raises:
         DataError: the name is unknown, a path is given that the data set does not take, or a required path is missing.

@@ -60,7 +60,6 @@ class EncodedRows:
     """Encoded rows in memory, one array per kind of column; a cache stores them and batches are made of them.
 
     Attributes:
-        features: Names, sizes and order of the features.
         dense: Dense values, ``float32 [N, num_dense]``.
         ids: Table-local rows, ``int64 [N, single ids]``, in the order of the spec's features that are not lists.
         lists: Values ``int64 [T]`` and offsets ``int64 [N + 1]`` of each list feature.
@@ -135,18 +134,11 @@ def assemble(
     timestamps: np.ndarray | None = None,
     rows: np.ndarray | None = None,
 ) -> RankingBatch:
-    """Make a batch from arrays; everything is copied, so the arrays may be memory maps.
+    """Make a batch; everything is copied, so the arrays may be memory maps.
 
-    Args:
-        features: Names and order of the features.
-        dense: Dense values, ``[B, num_dense]``.
-        ids: Integers ``[B, single ids]``.
-        lists: Integer values ``[T]`` and lengths ``[B]`` of each list feature.
-        labels: ``[B, tasks]``.
-        weights: Sample weights, ``[B]``.
-        groups: ``[B]``.
-        timestamps: Seconds, ``[B]``.
-        rows: Positions of the rows in their split, ``[B]``.
+    Arrays are ``dense [B, num_dense]``, ``ids [B, single ids]``, ``labels [B, tasks]``, and ``weights``, ``groups``,
+    ``timestamps`` (seconds) and ``rows`` (positions in the split), each ``[B]``. ``lists`` holds values ``[T]`` and
+    lengths ``[B]`` of each list feature of ``features``.
     """
     size, singles = ids.shape
     total = size * singles + sum(len(values) for values, _ in lists)
@@ -258,7 +250,6 @@ class Encoder:
     """Converts rows of a log to numbers, with vocabularies and transforms fitted on the training rows.
 
     Attributes:
-        schema: Roles of the columns.
         features: Names and table sizes, as models need them.
         vocabularies: Values of each table that has a vocabulary; the value at position ``i`` has row ``i + 1``.
         dense_state: Fitted numbers of each dense feature's transform, and ``fill``, the value that replaces a blank.
@@ -305,10 +296,9 @@ class Encoder:
 
     @classmethod
     def fit(cls, schema: Schema, chunks: Iterable[pl.DataFrame | tuple[pl.DataFrame, RowPlace]]) -> Encoder:
-        """Learn vocabularies and scales from the training rows, in one pass and bounded memory.
+        """Learn vocabularies and scales of a ``schema`` from training rows in one pass and bounded memory.
 
         Args:
-            schema: Roles of the columns.
             chunks: Training rows, as frames or as frames with their places (for errors).
 
         Raises:
@@ -395,11 +385,7 @@ class Encoder:
         return EncodedRows(self.features, dense, ids, tuple(lists), targets, weights, groups, timestamps, blanks=blanks)
 
     def gives_same_rows(self, other: Encoder) -> bool:
-        """Return whether another encoder has the same tables, vocabularies and transforms, so that weights fit both.
-
-        Args:
-            other: Encoder to compare with; it may be fitted on other rows.
-        """
+        """Return whether another encoder has the same tables, vocabularies and transforms, so that weights fit both."""
         return (
             self.features.tables == other.features.tables
             and self.vocabularies.keys() == other.vocabularies.keys()
@@ -413,15 +399,7 @@ class Encoder:
         )
 
     def unseen(self, rows: EncodedRows) -> dict[str, tuple[int, int]]:
-        """Count the ids that are blank or not in their vocabulary; they share row 0 of the table.
-
-        Args:
-            rows: Encoded rows.
-
-        Returns:
-            Number of such ids and number of all ids, by name of each feature with a vocabulary; blank entries of lists
-            are not counted.
-        """
+        """Count ids that share row 0, and all ids, by feature with a vocabulary; blank list entries do not count."""
         found = {}
         singles = [feature for feature in self.features.sparse if not feature.is_list]
         for index, single in enumerate(singles):
@@ -497,9 +475,6 @@ class Encoder:
     def names(self, feature: str) -> list[str]:
         """Return the id that each row of a feature's table stands for; row 0 of a vocabulary is ``<other>``.
 
-        Args:
-            feature: Name of a categorical or list feature.
-
         Raises:
             DataError: the feature has no embedding table.
         """
@@ -512,10 +487,7 @@ class Encoder:
         return [str(row) for row in range(self.features.tables[table])]
 
     def save(self, folder: Path) -> None:
-        """Write ``encoder.json`` and ``vocabularies.parquet``.
-
-        Args:
-            folder: Folder that exists.
+        """Write ``encoder.json`` and ``vocabularies.parquet`` into a folder that exists.
 
         Raises:
             DataError: the folder cannot be written.
@@ -539,9 +511,6 @@ class Encoder:
     @classmethod
     def load(cls, folder: Path) -> Encoder:
         """Read and verify an encoder written by :meth:`save`.
-
-        Args:
-            folder: Folder of the two files.
 
         Raises:
             DataError: a file is missing, of another version, or does not match its checksum.

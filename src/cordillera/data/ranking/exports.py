@@ -21,17 +21,9 @@ from cordillera.errors import DataError
 
 
 def export(config: DataConfig, path: Path, *, split: str = "test", rows: int | None = None) -> int:
-    """Write raw rows of a split to a file that ``cordillera predict`` can read, and return their number.
+    """Write the first ``rows`` raw rows of a split, or all, for ``cordillera predict``, and return their number.
 
-    Args:
-        config: Data set and split.
-        path: Path of the file, ending in ``.csv`` or ``.parquet``. In CSV, list entries are joined by the feature's
-            separator.
-        split: Name of the split.
-        rows: Largest number of rows to write, from the first. Default: all.
-
-    Raises:
-        DataError: the path has another ending, or the file cannot be written.
+    The path ends in ``.csv``, where list entries are joined by the feature's separator, or in ``.parquet``.
     """
     kind = path.suffix.lower()
     if kind not in (".csv", ".parquet"):

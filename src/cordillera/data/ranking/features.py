@@ -208,7 +208,6 @@ class RankingBatch:
         """Move everything that models and losses read to a device; groups, timestamps and rows stay in place.
 
         Args:
-            device: Device to move to.
             non_blocking: Whether to return without waiting for copies out of page-locked memory.
         """
         return replace(

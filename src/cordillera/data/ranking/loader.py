@@ -27,13 +27,11 @@ class Loader:
     The order of an epoch depends only on ``seed`` and the epoch's number, so any epoch can be entered at any batch.
 
     Args:
-        dataset: The split.
         batch_size: Number of rows in a batch.
         shuffle: ``none`` (as on disk, that is in time order after a time split), ``global`` (a permutation of all rows;
             8 bytes of memory a row), or ``blocks`` (for data larger than memory: blocks of 1,024 neighbours in random
             order, rows mixed within windows of 256 blocks; reads stay largely sequential).
         seed: Seed of the shuffles.
-        drop_last: Whether to leave out a last batch that is not full.
         prefetch: Number of batches that a thread reads ahead; 0 reads in the caller's thread.
 
     Raises:

@@ -32,15 +32,11 @@ from cordillera.errors import DataError
 
 
 def raw_rows(config: DataConfig, split: str = "test", rows: int | None = None) -> Iterator[pl.DataFrame]:
-    """Iterate over the rows of a split as they were before encoding, in the order of the split.
+    """Iterate over frames of a split of ``config``, rows in order before encoding, with the columns of the schema.
 
     Args:
-        config: Data set and split.
         split: ``train``, ``validation`` or ``test``.
         rows: Number of rows to read, from the first. Default: all.
-
-    Yields:
-        Frames with the columns of the schema: ids, features, labels, bookkeeping.
     """
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}'", remedy=f"choose one of {list(SPLITS)}")
@@ -92,18 +88,13 @@ def open_schema(config: DataConfig) -> Schema:
 def read_rows(
     path: str | Sequence[str], config: DataConfig, schema: Schema | None = None, *, format: FileFormat | None = None
 ) -> Iterator[RowChunk]:
-    """Iterate over the rows of files to predict on, chunk by chunk, with their places.
+    """Iterate over the rows of files at ``path`` to predict on, with their places, as ``Encoder.encode`` takes them.
+
+    The ``schema`` of the trained model is by default that of ``config``, the ``format`` that of the file names.
 
     Args:
-        path: One or several files, folders or patterns.
         config: Data that the model was trained on. Criteo and Avazu files are read as published, with or without the
             label; other files by their column names.
-        schema: Schema of the trained model. Default: the schema of ``config``.
-        format: Format of the files. Default: the format that the file names imply.
-
-    Yields:
-        Frames with all columns of the file, and their places, for
-        ``Encoder.encode(frame, where=place, labels=False)``.
 
     Raises:
         DataError: a file does not exist or is empty, a column is missing, or a row has too many or too few fields.

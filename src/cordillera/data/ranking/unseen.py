@@ -15,13 +15,7 @@ DEVIATIONS = 5.0
 
 
 class UnseenCount:
-    """Counts unseen ids over chunks of rows.
-
-    Args:
-        encoder: Encoder of the rows.
-        facts: Facts of the data set that the model was trained on, as in
-            :class:`~cordillera.data.ranking.cache.Splits`.
-    """
+    """Counts unseen ids over chunks of rows, to compare them with the ``facts`` of a model's training data."""
 
     def __init__(self, encoder: Encoder, facts: dict[str, Any]) -> None:
         self._encoder, self._facts = encoder, facts
@@ -34,10 +28,9 @@ class UnseenCount:
             self._counts[name] = (before[0] + count, before[1] + total)
 
     def warn(self, where: str) -> None:
-        """Warn of every feature whose share of unseen ids exceeds that of the validation rows.
+        """Warn, with ``where``, of features that exceed their share of unseen ids in the validation rows.
 
-        The excess must be more than :data:`MARGIN`, and more than :data:`DEVIATIONS` standard deviations. Warnings name
-        the rows by ``where``.
+        The excess must be more than :data:`MARGIN`, and more than :data:`DEVIATIONS` standard deviations.
         """
         for name, (count, total) in self._counts.items():
             if total:
@@ -45,10 +38,7 @@ class UnseenCount:
 
 
 def warn_of_split(facts: dict[str, Any], split: str) -> None:
-    """Warn of features whose share of unseen ids in a split is far above that of the validation rows.
-
-    ``facts`` are those of :class:`~cordillera.data.ranking.cache.Splits`.
-    """
+    """Warn of features whose share of unseen ids in a split is far above that of the validation rows."""
     for name, share in facts["unseen"][split].items():
         if share is not None:
             _warn(name, share, facts["rows"][split], facts, f"the {split} split")

@@ -140,9 +140,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = self._bounded(name, work)
 
     def compiled(self, source: str) -> Template:
-        """Compile a template whose loops are counted; a ``TemplateError`` says that it is not valid or that a loop is
-        recursive.
-        """
+        """Compile a template whose loops are counted; a wrong one or a recursive loop raises ``TemplateError``."""
         self.meter.begin("")
         tree = self.parse(source)
         for loop in list(tree.find_all(nodes.For)):

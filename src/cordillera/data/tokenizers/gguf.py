@@ -39,9 +39,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
 class GGUFTensor(NamedTuple):
-    """Location of a tensor in a GGUF file: position of its first byte, number of its quantisation (ggml.h), shape as in
-    torch.
-    """
+    """Location of a tensor in a GGUF file: first byte, number of its quantisation (ggml.h), shape as in torch."""
 
     shape: tuple[int, ...]
     kind: int
@@ -54,8 +52,7 @@ def gguf_metadata(path: Path, prefix: str | tuple[str, ...] = "") -> dict[str, A
 
 
 def gguf_header(path: Path, prefix: str | tuple[str, ...] = "") -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Read the metadata whose keys begin with ``prefix`` (GGUF 2 or 3, little-endian), and the places of all tensors by
-    name.
+    """Read the metadata whose keys begin with ``prefix`` (GGUF 2 or 3, little-endian), and all tensors' places by name.
 
     The ``gguf`` library makes an array of every entry of a list, which is slow for a vocabulary's tokens and merges.
 

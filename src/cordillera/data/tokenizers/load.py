@@ -85,7 +85,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text as Llama 3 does: blocks of 400,000 characters, runs of at most 25,000. No token crosses a cut."""
+    """Cut a text as Llama 3 does: blocks of 400,000 characters, runs of at most 25,000. Cuts affect ids."""
     for start in range(0, len(text), MAX_CHARACTERS):
         block = text[start : start + MAX_CHARACTERS]
         if len(block) <= MAX_RUN:

@@ -35,7 +35,7 @@ _CLASS_OR_LETTER = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)|\(\?(?:[a-z-]*[:)]|[=!>]
 
 
 def check_ids(path: object, names: Iterable[tuple[str, Any]]) -> None:
-    """Refuse ids that are not whole numbers or too large for a list of all tokens; ``names`` are pairs of token and id."""
+    """Refuse ids that are not whole numbers or too large for a list of all tokens; ``names`` pairs tokens with ids."""
     count, highest, last = 0, -1, ""
     for name, token in names:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
@@ -129,7 +129,7 @@ def _replacement(rule: Mapping[str, Any], where: str) -> int:
 
 
 def _problem(expression: str) -> str | None:
-    """Reason why an expression could take unbounded time; None if only items that never branch are repeated in it."""
+    """Reason why an expression could take unbounded time; None if it repeats only letters, classes and their groups."""
     branching = [False]  # for every open group: whether it can match a text in several ways
     repeats = [0]  # for every open group: number of parts of any length in its current alternative
     within, item = 0, None  # depth within a class; whether the last item branches, None without an item

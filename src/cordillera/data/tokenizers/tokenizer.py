@@ -86,7 +86,7 @@ class Tokenizer:
         return [before + ids + after for ids in found] if before or after else found
 
     def encode_chat(self, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
-        """Tokenise a chat in the model's format.
+        """Tokenise the ``messages`` of a chat in the model's format.
 
         Args:
             answer: Whether to open the assistant's next turn at the end, for the model to write.
@@ -109,7 +109,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Return the text of ids, without special tokens or with their names; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ids, special tokens included unless ``skip_special``; bytes that are not UTF-8 become
+        U+FFFD.
 
         Raises:
             DataError: the vocabulary lacks an id.

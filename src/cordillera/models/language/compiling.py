@@ -20,10 +20,7 @@ from cordillera.models.language.stages import LlamaStage
 
 
 def check_compiler(device_type: str) -> None:
-    """Check that a compiler is available, which would otherwise fail later.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
+    """Check that a compiler for ``cpu`` or ``cuda`` is available, which would otherwise fail later.
 
     Raises:
         PlanError: If there is no compiler for the device.
@@ -52,9 +49,7 @@ def check_compiler(device_type: str) -> None:
 def compile_blocks(stage: LlamaStage, ranks: TensorRanks | None = None) -> None:
     """Compile each block's forward, and with it its backward, when it is first called.
 
-    Args:
-        stage: Stage to change; its matrices are already split, its weights not yet sharded.
-        ranks: Ranks over which its matrices are split, which are changed; None if they are whole.
+    Matrices of the ``stage`` are already split over ``ranks``, which are changed too; weights are not yet sharded.
     """
     if ranks is not None:
         ranks.enter = torch.compiler.disable(ranks.enter)  # type: ignore[method-assign]

@@ -30,10 +30,9 @@ _CALLED = {
 
 
 class Peak(NamedTuple):
-    """Peak rate of one device.
+    """Peak rate of one device, in operations per second of dense matrix products.
 
     Attributes:
-        flops_per_s: Operations per second in dense matrix products.
         source: Origin of the number: ``published``, or ``measured`` on this machine.
     """
 
@@ -45,9 +44,6 @@ def flops_per_token(config: LlamaConfig) -> int:
     """Return the operations of forward and backward for a token without attention's core: 6 for each such parameter.
 
     The embedding is a lookup and does not count; the head does, tied or not.
-
-    Args:
-        config: Sizes of the model.
     """
     attention = 2 * config.hidden * config.head_width * (config.heads + config.kv_heads)
     block = attention + 3 * config.hidden * config.ffn
@@ -55,14 +51,10 @@ def flops_per_token(config: LlamaConfig) -> int:
 
 
 def training_flops(config: LlamaConfig, lengths: Iterable[int]) -> int:
-    """Return the operations of forward and backward of documents, with attention under their mask.
+    """Return the operations of forward and backward of documents of ``lengths`` in tokens, under their mask.
 
     Each pair of a query and a key takes ``4 heads head_width`` operations in the forward (its score, its part of the
-    sum) and twice that in the backward, in each layer.
-
-    Args:
-        config: Sizes of the model.
-        lengths: Lengths of the documents in tokens.
+    sum) and twice that in the backward, in each layer of ``config``.
     """
     tokens = pairs = 0
     for length in lengths:
@@ -72,17 +64,10 @@ def training_flops(config: LlamaConfig, lengths: Iterable[int]) -> int:
 
 
 def peak_flops(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16) -> Peak | None:
-    """Return the peak rate of one device in matrix products.
+    """Return the peak rate of a ``device`` in products of matrices of ``dtype``; None if unknown.
 
     For accelerators it is the manufacturer's number in 16 bits. For CPUs a product of two large matrices is timed with
     the current number of threads, which gives less if other processes compute at the same time.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        dtype: Dtype of the factors.
-
-    Returns:
-        Peak rate; None if unknown, for other accelerators and other dtypes.
     """
     device = torch.device(device)
     if device.type == "cpu":

@@ -19,17 +19,9 @@ class KVCache:
     One call of the model with the cache adds any number of tokens to each sequence: the whole prompt, one token, a few
     drafted ones, or none (an empty document).
 
-    Args:
-        config: Configuration of the model.
-        sequences: Number ``B`` of sequences.
-        capacity: Maximum number of tokens of a sequence.
-        dtype: Dtype of the model's activations.
-        device: Device of the model.
-
     Attributes:
         lengths: Number of tokens in each sequence.
         keys: Keys of each layer, ``[B, kv_heads, capacity, D]``.
-        values: Values of each layer, of the same shape.
     """
 
     def __init__(
@@ -47,10 +39,7 @@ class KVCache:
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.layers)]
 
     def extend(self, offsets: Tensor) -> Extension:
-        """Prepare for adding document ``b`` of a row of tokens to sequence ``b``.
-
-        Args:
-            offsets: Offsets at which documents begin in the row, followed by ``T``, ``int64 [B + 1]``.
+        """Prepare for adding document ``b``, from ``offsets[b]`` on in a row of tokens, to sequence ``b``.
 
         Raises:
             DataError: If the number of documents is not that of sequences, or a sequence would exceed the capacity.
@@ -70,10 +59,7 @@ class KVCache:
         return Extension(self, bounds, totals)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop the ends of sequences, such as rejected draft tokens.
-
-        Args:
-            lengths: Number of tokens to keep of each sequence.
+        """Keep the first ``lengths`` tokens of each sequence, and drop ends such as rejected draft tokens.
 
         Raises:
             DataError: If a sequence holds fewer tokens.
@@ -90,11 +76,6 @@ class Extension:
 
     Until then the cache does not change, so a call that fails can be repeated.
 
-    Args:
-        cache: Cache to which tokens are added.
-        bounds: Offsets at which documents begin in the row of tokens, followed by ``T``.
-        totals: Number of tokens of each sequence afterwards.
-
     Attributes:
         positions: Position of each new token in its sequence, ``int64 [T]``.
     """
@@ -110,13 +91,7 @@ class Extension:
         self.positions = (torch.arange(bounds[-1]) + shift.repeat_interleave(added)).to(device)
 
     def core(self, layer: int) -> Core:
-        """Return the function that replaces a layer's attention core.
-
-        It stores the new keys and values, and attends to all keys and values of the sequences.
-
-        Args:
-            layer: Number of the layer.
-        """
+        """Return a layer's attention core that stores the new keys and values, and attends to all of the sequences."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -139,8 +114,7 @@ class Extension:
 def _runs(bounds: list[int], totals: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
     """Group neighbouring sequences that add and then hold the same numbers of tokens, so that one call serves them.
 
-    Yields:
-        First sequence, number of sequences, their start in the row, tokens that each adds, and tokens that each holds.
+    A group is its first sequence, number of sequences, start in the row, and tokens that each adds, and holds.
     """
     first = 0
     for last in range(len(totals)):

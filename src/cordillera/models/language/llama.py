@@ -27,11 +27,7 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class CacheStep(Protocol):
-    """One addition to a :class:`Cache`.
-
-    Attributes:
-        positions: Position of each new token in its sequence, ``int64 [T]``.
-    """
+    """One addition to a :class:`Cache`, with the position of each new token in its sequence, ``int64 [T]``."""
 
     positions: Tensor
 
@@ -131,7 +127,6 @@ def ffn_width(hidden: int, multiplier: float | None = None, multiple_of: int = 2
     """Return the published width of a feed-forward net: two thirds of ``4 hidden``, times a factor, rounded up.
 
     Args:
-        hidden: Width of the residual stream.
         multiplier: Factor ``ffn_dim_multiplier``: 1.3 for 8B and 70B, 1.2 for 405B; None for 1.
         multiple_of: Divisor of the width: 1024 for 8B, 4096 for 70B and 405B.
     """
@@ -176,14 +171,9 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = None) -> Tensor:
-    """Return the angle in radians by which each pair of a head's numbers turns from one position to the next.
+    """Return the angles in radians, ``float32 [D / 2]``, by which pairs of a head's numbers turn in one position.
 
-    Args:
-        config: Configuration with the base and the scaling.
-        device: Device of the result.
-
-    Returns:
-        Frequencies, ``float32 [D / 2]``.
+    ``config`` holds their base and scaling; ``device`` is that of the result.
     """
     width = config.head_width
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
@@ -200,28 +190,15 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | str | None = No
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles at ``positions``.
-
-    Args:
-        config: Configuration with the base and the scaling.
-        positions: Positions, ``int64 [T]``.
-
-    Returns:
-        Cosines and sines, each ``float32 [T, D / 2]``.
-    """
+    """Return cosines and sines ``float32 [T, D / 2]`` of the angles at ``positions``, ``int64 [T]``, by ``config``."""
     angles = positions.float()[:, None] * rope_frequencies(config, positions.device)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys to their positions; number ``j`` of a head is paired with number ``j + D / 2``.
+    """Rotate queries or keys ``x``, ``[T, heads, D]``, to their positions by a ``table`` of :func:`rope_table`.
 
-    Args:
-        x: Queries or keys, ``[T, heads, D]``.
-        table: Cosines and sines from :func:`rope_table`.
-
-    Returns:
-        Rotated queries or keys, ``[T, heads, D]``, in the dtype of ``x``.
+    Number ``j`` of a head is paired with number ``j + D / 2``. The dtype stays.
     """
     cos, sin = (part[:, None] for part in table)  # [T, 1, D / 2]; stays in 32 bits beside 16-bit heads
     first, second = x.chunk(2, dim=-1)
@@ -229,12 +206,7 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps)`` in 32 bits, cast back, then times a weight (Zhang and Sennrich 2019).
-
-    Args:
-        width: Width of the last dimension.
-        eps: Constant added to the mean square.
-    """
+    """``x / sqrt(mean(x^2) + eps)`` in 32 bits, cast back, then times a weight (Zhang and Sennrich 2019)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -248,9 +220,6 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
-
-    Args:
-        config: Configuration of the model.
 
     Attributes:
         core: Function between queries, keys, values and the output projection: ``(q [T, H, D], k [T, G, D], v [T, G,
@@ -276,12 +245,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate x) * up x)`` (Shazeer 2020).
-
-    Args:
-        hidden: Width of input and output.
-        ffn: Width of the hidden layer.
-    """
+    """SwiGLU: ``down(silu(gate x) * up x)`` (Shazeer 2020)."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -294,11 +258,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it.
-
-    Args:
-        config: Configuration of the model.
-    """
+    """Attention followed by the feed-forward net, each applied to a norm of the residual stream and added to it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -324,9 +284,6 @@ class Llama(nn.Module):
     Weights have the default initialization of torch's layers until :meth:`init_weights` is called or a checkpoint is
     loaded. A model created under ``torch.device("meta")`` takes no memory until ``to_empty``; only its parameters need
     restoring then.
-
-    Args:
-        config: Shapes of the model.
     """
 
     Config = LlamaConfig
@@ -361,11 +318,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Compute the input of the head, ``[T, hidden]``, for callers that need few logits or compute them in parts.
 
-        Args:
-            tokens: Tokens, ``int64 [T]``.
-            offsets: Offsets at which documents begin, as in :meth:`forward`.
-            positions: Position of each token in its document, or None, as in :meth:`forward`.
-            cache: Cache of earlier tokens, or None, as in :meth:`forward`.
+        ``tokens``, ``offsets``, ``positions`` and ``cache`` are those of :meth:`forward`.
         """
         step = None if cache is None else cache.extend(offsets)
         if positions is None:
@@ -406,13 +359,11 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -> None:
-    """Draw one whole weight anew, as :meth:`Llama.init_weights` does, independently of all other weights.
+    """Draw one whole weight anew from ``seed``, as :meth:`Llama.init_weights` does, independently of all other weights.
 
     Args:
-        weight: Weight of the model, ``[out, in]`` or ``[width]``, which is filled.
+        weight: Weight of the model of ``config``, ``[out, in]`` or ``[width]``, which is filled.
         name: Name of the parameter in the model.
-        config: Configuration of the model.
-        seed: Seed of :meth:`Llama.init_weights`.
     """
     if name.endswith("norm.weight"):
         weight.fill_(1.0)
@@ -425,11 +376,9 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
 
 
 def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Return positions that count from 0 in every document, ``int64 [T]``.
+    """Return positions ``int64 [T]`` that count from 0 in every document; ``offsets`` are documents' begins and ``T``.
 
-    Args:
-        offsets: Offsets at which documents begin, followed by ``T``, ``[B + 1]``.
-        device: Device of the result; None for that of ``offsets``.
+    They are on ``device``, None for that of ``offsets``.
     """
     starts = offsets[:-1].repeat_interleave(offsets[1:] - offsets[:-1])
     return (torch.arange(starts.numel(), device=offsets.device) - starts).to(device or offsets.device)

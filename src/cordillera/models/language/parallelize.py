@@ -37,11 +37,7 @@ from cordillera.numerics.formats.precision import Precision, compute_dtype
 
 
 def check_fit(model: LlamaConfig, parallel: ParallelConfig) -> None:
-    """Check that a model's sizes can be split over a mesh.
-
-    Args:
-        model: Sizes of the model.
-        parallel: Sizes of the mesh.
+    """Check that the sizes of ``model`` can be split over a mesh of the sizes of ``parallel``.
 
     Raises:
         PlanError: If a size does not fit; the message names all of them.
@@ -66,14 +62,13 @@ def parallelize(
     ledger: Ledger | None = None,
     compiles: bool = False,
 ) -> None:
-    """Split a stage over the processes of a mesh, in place; its weights are allocated but not filled.
+    """Split a stage over the processes of ``mesh``, in place; its weights are allocated but not filled.
 
-    Weights stay in 32 bits, and their gradients are summed over all ranks without division.
+    Weights stay in 32 bits, and their gradients are summed over all ranks without division. Blocks compute in
+    ``precision``.
 
     Args:
         stage: Stage on the meta device, which is changed.
-        mesh: Mesh of all processes.
-        precision: Precision in which blocks compute.
         ledger: Ledger that counts the traffic of weights and of split matrices; None to count nothing.
         compiles: Whether blocks are compiled, except attention's core and communication.
     """
@@ -111,7 +106,6 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
     Until then each rank accumulates whole gradients, so that there is one reduction for all microbatches.
 
     Args:
-        stage: Parallelized stage.
         is_last: Whether the backward is the last one of a step.
         reshards: Whether weights are freed after a backward that is not the last.
     """
@@ -122,11 +116,7 @@ def reduce_after(stage: LlamaStage, is_last: bool, reshards: bool) -> None:
 
 
 def free_weights(stage: LlamaStage) -> None:
-    """Free the gathered weights, so that each rank holds only its part; needed after a forward without a backward.
-
-    Args:
-        stage: Parallelized stage.
-    """
+    """Free the gathered weights, so that each rank holds only its part; needed after a forward without a backward."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -168,10 +158,8 @@ def _cut_matrices(stage: LlamaStage, ranks: TensorRanks) -> None:
 def reduce_now(stage: LlamaStage) -> None:
     """Reduce over ranks the gradients that split backwards left, as these bypass the hooks that would reduce them.
 
-    The reduction is a part of a whole backward, so this runs one for a token that predicts nothing.
-
-    Args:
-        stage: Parallelized stage; every rank that shares its weights must call this.
+    The reduction is a part of a whole backward, so this runs one for a token that predicts nothing. Every rank that
+    shares weights of the ``stage`` must call this.
     """
     reduce_after(stage, True, True)
     weight = next(stage.parameters())

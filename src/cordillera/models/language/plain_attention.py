@@ -11,13 +11,8 @@ from torch import Tensor
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """Compute causal attention within documents, one document at a time, in place of an attention's core.
 
-    Products of one query head with another's keys are not computed; those with later keys are, and are masked.
-
-    Args:
-        q: Queries, ``[T, H, D]``.
-        k: Keys, ``[T, G, D]``, where ``G`` divides ``H``.
-        v: Values, ``[T, G, D]``.
-        offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
+    Shapes are ``q [T, H, D]``, ``k`` and ``v [T, G, D]`` where ``G`` divides ``H``, ``offsets [B + 1]``. Products of
+    one query head with another's keys are not computed; those with later keys are, and are masked.
     """
     heads, width = q.shape[1:]
     groups = k.shape[1]

@@ -31,13 +31,9 @@ from cordillera.models.language.llama import (
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:
-    """Return the blocks of each stage, as equal in number as possible.
+    """Return the blocks of each of at most ``layers`` ``stages``, as equal in number as possible.
 
     Stages at the ends, which also hold the embedding or the head, get fewer.
-
-    Args:
-        layers: Number of blocks of the model.
-        stages: Number of stages; at most ``layers``.
     """
     even, left = divmod(layers, stages)
     # stages from the middle outwards; the last stage comes last, as it has the head
@@ -51,13 +47,8 @@ class LlamaStage(nn.Module):
 
     Args:
         model: Model whose modules the stage uses; created under ``torch.device("meta")``, it takes no memory.
-        stage: Number of the stage, from 0.
-        stages: Number of stages.
 
     Attributes:
-        config: Configuration of the model.
-        is_first: Whether the stage reads tokens.
-        is_last: Whether the stage computes the loss.
         vocabulary_links: Collectives between the ranks over which the head is split; None if it is whole.
         loss_rows: Number of rows whose logits exist at a time.
     """
@@ -90,13 +81,12 @@ class LlamaStage(nn.Module):
     def forward(
         self, x: Tensor, offsets: Tensor, positions: Tensor | None, labels: Tensor, core: Core | None = None
     ) -> Tensor:
-        """Compute the residual stream or, in the last stage, the sum of the losses.
+        """Compute the residual stream or, in the last stage, the sum of the losses; ``positions`` None count from 0.
 
         Args:
             x: Tokens ``int64 [T]`` for the first stage, otherwise the output of the previous stage, ``[T, hidden]``. If
                 a sequence is split over the ranks that share matrices, this rank's rows of it.
             offsets: Offsets at which documents begin, followed by ``T``, ``int64 [B + 1]``.
-            positions: Position of each token in its document, ``int64 [T]``; None to count from 0.
             labels: Target of each token, ``int64 [T]``, or :data:`~cordillera.distributed.vocabulary_loss.IGNORED`;
                 read only by the last stage.
             core: Function that replaces attention's core if documents are spread over devices.
@@ -118,11 +108,7 @@ class LlamaStage(nn.Module):
 
     @torch.no_grad()
     def fill(self, weights: Callable[[str, torch.Size], Tensor]) -> None:
-        """Set every weight, one at a time as a whole; each device keeps its part.
-
-        Args:
-            weights: Function from a weight's name in the model and its whole shape to its values; called for each
-                weight of this stage.
+        """Set every weight, one at a time as a whole, to ``weights(name, shape)``; each device keeps its part.
 
         Raises:
             CheckpointError: If the values have another shape.
@@ -146,11 +132,7 @@ class LlamaStage(nn.Module):
             parameter.to_local().copy_(whole)
 
     def init_weights(self, seed: int = 0) -> None:
-        """Draw the weights anew, equal to those of :meth:`~cordillera.models.language.llama.Llama.init_weights`.
-
-        Args:
-            seed: Seed. The same seed gives the same weights, however the model is split.
-        """
+        """Draw weights from a seed as :meth:`~cordillera.models.language.llama.Llama.init_weights` does."""
 
         def drawn(name: str, shape: torch.Size) -> Tensor:
             whole = torch.empty(shape)
@@ -161,13 +143,7 @@ class LlamaStage(nn.Module):
 
 
 def cut_model(config: LlamaConfig, stages: int, held: list[int]) -> dict[int, LlamaStage]:
-    """Create stages without memory, which is allocated when they are parallelized.
-
-    Args:
-        config: Configuration of the whole model.
-        stages: Number of stages.
-        held: Numbers of the stages to create.
-    """
+    """Create the stages ``held`` of ``stages`` of a model of ``config``, without memory until parallelized."""
     with torch.device("meta"):
         # one model for each stage, as the first and the last stage of a tied model split the embedding separately
         return {stage: LlamaStage(Llama(config), stage, stages) for stage in held}

@@ -36,15 +36,10 @@ __all__ = ["MODELS", "ModelConfig", "RankingModel", "build"]
 
 
 def build(config: ModelConfig, features: FeatureSpec, tables: TablesConfig) -> RankingModel:
-    """Create the configured model with its mods, initialised from torch's global random state.
+    """Create the model that ``config.name`` chooses, with its mods, initialised from torch's global random state.
 
     Weights do not depend on the mods: the parameters that models with and without them share start with the same
-    values.
-
-    Args:
-        config: Configuration of any model; its ``name`` chooses the model.
-        features: Names and sizes of the inputs.
-        tables: Settings of the embedding tables.
+    values. ``features`` are the inputs, ``tables`` settings of the embedding tables.
 
     Raises:
         DataError: If ``features`` holds no feature or no task.

@@ -60,9 +60,6 @@ class RankingModel(nn.Module):
     Subclasses set ``tables`` and ``heads`` and define :meth:`represent`. The dense part (:meth:`score`) is a pure
     function of tensors, which is compiled and run under autocast, while tables stay outside.
 
-    Args:
-        features: Names and sizes of the inputs.
-
     Attributes:
         built: :func:`~cordillera.models.ranking.mods.weights_sum` of the model as ``build`` created it; None if it was
             created otherwise.
@@ -94,14 +91,9 @@ class RankingModel(nn.Module):
         return self.score(batch.dense, embeddings)
 
     def represent(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        """Compute the shared representation that all heads read.
+        """Compute the representation ``[B, r]`` that all heads read.
 
-        Args:
-            dense: Dense inputs, ``[B, num_dense]``.
-            embeddings: Embeddings, ``[B, F, d]``, in the order of ``FeatureSpec.sparse``.
-
-        Returns:
-            Representation, ``[B, r]``.
+        Inputs are ``dense [B, num_dense]`` and ``embeddings [B, F, d]``, in the order of ``FeatureSpec.sparse``.
         """
         raise NotImplementedError
 
@@ -111,13 +103,7 @@ class RankingModel(nn.Module):
 
 
 class DeepModel(RankingModel):
-    """Ranking model whose tables have the width ``embedding_dim`` of its configuration.
-
-    Args:
-        config: Configuration of the model.
-        features: Names and sizes of the inputs.
-        tables: Settings of the embedding tables.
-    """
+    """Ranking model whose tables have the width ``embedding_dim`` of its configuration."""
 
     def __init__(self, config: DeepConfig, features: FeatureSpec, tables: TablesConfig) -> None:
         super().__init__(features)
@@ -135,15 +121,10 @@ class EmbeddingLayer(nn.Module):
     Args:
         num_dense: Number of dense inputs; with 0 there are no dense embeddings.
         num_sparse: Number ``F`` of embedded features.
-        embedding_dim: Width ``d``.
         hidden: Hidden widths of the MLP over all dense inputs (Zhang et al. 2024, section 3.2).
         dense_embeddings: Number of embeddings that this MLP computes.
         separate: Whether each dense input ``x_j`` has an embedding of its own, ``x_j v_j`` with a learned vector
             ``v_j``, instead of the MLP.
-        dropout: Dropout probability of the MLP's hidden layers.
-
-    Attributes:
-        outputs: Number of embeddings.
     """
 
     def __init__(

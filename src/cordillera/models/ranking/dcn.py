@@ -40,13 +40,7 @@ class DCNConfig(DeepConfig):
 
 
 class DCN(DeepModel):
-    """DCN-V2: cross network and MLP over the dense inputs and the flattened embeddings.
-
-    Args:
-        config: Sizes.
-        features: Names and sizes of the inputs.
-        tables: Settings of the embedding tables.
-    """
+    """DCN-V2: cross network and MLP over the dense inputs and the flattened embeddings."""
 
     Config = DCNConfig
 

@@ -104,17 +104,10 @@ def _make_module(name: ModuleName, config: DHENConfig, rows: int) -> nn.Module:
 
 
 class DHENLayer(nn.Module):
-    """``LN(ensemble of module_i(X) + shortcut(X))``: ``[B, m, d] -> [B, outputs, d]``.
+    """``LN(ensemble of module_i(X) + shortcut(X))``: ``[B, rows, d] -> [B, outputs, d]``.
 
     The shortcut is the identity if the counts agree, else a linear map over the embeddings; the norm is over ``d``.
-    Source: Zhang et al. 2022, equations 2 and 3.
-
-    Args:
-        config: Configuration of the model.
-        rows: Number ``m`` of input embeddings.
-
-    Attributes:
-        outputs: Number of output embeddings: ``l``, or with ``concat`` ``l`` for each module.
+    ``outputs`` is ``l``, or with ``concat`` ``l`` for each module. Source: Zhang et al. 2022, equations 2 and 3.
     """
 
     def __init__(self, config: DHENConfig, rows: int) -> None:
@@ -139,13 +132,7 @@ class DHENLayer(nn.Module):
 
 
 class DHEN(DeepModel):
-    """DHEN: embedding layer, DHEN layers, MLP over the flattened last embeddings.
-
-    Args:
-        config: Sizes and modules.
-        features: Names and sizes of the inputs.
-        tables: Settings of the embedding tables.
-    """
+    """DHEN: embedding layer, DHEN layers, MLP over the flattened last embeddings."""
 
     Config = DHENConfig
 

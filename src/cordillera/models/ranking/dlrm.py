@@ -46,13 +46,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 class DLRM(DeepModel):
-    """DLRM: bottom MLP, pairwise dot products, top MLP.
-
-    Args:
-        config: Sizes.
-        features: Names and sizes of the inputs; without dense ones there is no bottom MLP.
-        tables: Settings of the embedding tables.
-    """
+    """DLRM: bottom MLP (if there are dense features), pairwise dot products, top MLP."""
 
     Config = DLRMConfig
 

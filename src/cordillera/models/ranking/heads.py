@@ -11,14 +11,7 @@ from cordillera.models.ranking.interactions import MLP
 
 
 class Heads(nn.Module):
-    """One tower for each task on a shared representation: ``[B, r] -> [B, tasks]``.
-
-    Args:
-        tasks: Names of the tasks, in the order of the output's columns.
-        inputs: Width ``r`` of the representation.
-        hidden: Widths of each tower's hidden layers; empty for a linear layer for each task.
-        dropout: Dropout probability of the hidden layers.
-    """
+    """One tower for each task on a shared representation, linear without ``hidden``: ``[B, inputs] -> [B, tasks]``."""
 
     def __init__(self, tasks: Sequence[str], inputs: int, hidden: Sequence[int] = (), dropout: float = 0.0) -> None:
         super().__init__()

@@ -37,11 +37,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class StackedLayerNorm(nn.LayerNorm):
-    """``LN(concat(first, second) + residual)``: ``[B, n, d], [B, m, d], [B, n + m, d] -> [B, n + m, d]``, in one pass.
-
-    Args:
-        width: Width ``d``.
-    """
+    """``LN(concat(first, second) + residual)`` in one pass: ``[B, n, d], [B, m, d], [B, n + m, d] -> [B, n+m, d]``."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -57,17 +53,11 @@ class MLP(nn.Module):
     and ``output_activation``.
 
     Args:
-        inputs: Width of the input.
         hidden: Widths of the hidden layers; may be empty.
         outputs: Width of the output layer; None for no output layer, so that the last hidden layer's activation is the
             output.
-        activation: Activation of the hidden layers.
         norm: Norm of the hidden layers: ``layer``, ``batch`` (which mixes samples in training) or ``none``.
         dropout: Probability of zeroing an activation of a hidden layer in training.
-        output_activation: Activation of the output layer.
-
-    Attributes:
-        outputs: Width of the result.
     """
 
     def __init__(
@@ -117,15 +107,7 @@ class MLP(nn.Module):
 
 
 class RowsMLP(nn.Module):
-    """MLP whose output is reshaped to embeddings: flat ``[B, inputs] -> [B, rows, d]``.
-
-    Args:
-        inputs: Width of the flat input.
-        hidden: Widths of the hidden layers.
-        rows: Number of output embeddings.
-        embedding_dim: Width ``d`` of an embedding.
-        options: Further arguments of :class:`MLP`.
-    """
+    """:class:`MLP` with ``options`` whose output is reshaped to embeddings: ``[B, inputs] -> [B, rows, d]``."""
 
     def __init__(self, inputs: int, hidden: Sequence[int], rows: int, embedding_dim: int, **options: Any) -> None:
         super().__init__()
@@ -143,12 +125,8 @@ class DotInteraction(nn.Module):
     et al. 2019, section 2.1.4, and its reference code.
 
     Args:
-        rows: Number ``n`` of embeddings.
         include_diagonal: Whether to include ``x_i . x_i``, which gives ``n (n + 1) / 2`` entries: (0,0), (1,0), (1,1),
             (2,0), ...
-
-    Attributes:
-        outputs: Number of products.
     """
 
     pairs: Tensor
@@ -184,12 +162,6 @@ class BasicFM(nn.Module):
     """Matrix of all dot products ``X X^T``, flattened: ``[B, n, d] -> [B, n * n]``.
 
     Source: Zhang et al. 2024, section 3.4 (before its optimisation).
-
-    Args:
-        rows: Number ``n`` of embeddings.
-
-    Attributes:
-        outputs: Width of the result, ``n * n``.
     """
 
     def __init__(self, rows: int) -> None:
@@ -207,15 +179,10 @@ class OptimisedFM(nn.Module):
     rank at most ``d``, little is lost even with a small ``k``. Source: Zhang et al. 2024, section 3.4.
 
     Args:
-        rows: Number ``n`` of embeddings.
         rank: Number ``k`` of combinations; may exceed ``n``.
         attention_hidden: None for one learned ``Y [n, k]``. Otherwise ``Y`` is computed for each sample by an MLP with
             these hidden widths from ``k`` linear combinations of the embeddings (the paper's attentive variant; the
             paper does not give the shape of this MLP).
-        embedding_dim: Width ``d``; needed only with ``attention_hidden``.
-
-    Attributes:
-        outputs: Width of the result, ``n * k``.
     """
 
     def __init__(
@@ -239,12 +206,7 @@ class OptimisedFM(nn.Module):
         return self.with_combinations(x)[0]
 
     def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Also compute combinations of the embeddings, at little extra cost: ``[B, n * k]`` and each ``W X [B, m, d]``.
-
-        Args:
-            x: Embeddings ``X [B, n, d]``.
-            weights: Any number of weights ``W [m, n]``.
-        """
+        """Also compute ``W X`` for each of ``weights``, at little cost, with ``X`` the embeddings ``x [B, n, d]``."""
         if self.attention is None:
             products, *combinations = factorization_machine(x, self.y, *weights)
         else:
@@ -254,19 +216,15 @@ class OptimisedFM(nn.Module):
 
 
 class FactorizationMachineBlock(nn.Module):
-    """New embeddings from pairwise products: ``reshape(MLP(LN(flatten(FM(X)))))``, ``[B, n, d] -> [B, m, d]``.
+    """New embeddings from pairwise products: ``reshape(MLP(LN(flatten(FM(X)))))``, ``[B, rows, d] -> [B, outputs, d]``.
 
     The MLP reads the whole flattened matrix, so each product has its own weights. Source: Zhang et al. 2024, section
     3.4.
 
     Args:
-        rows: Number ``n`` of input embeddings.
-        outputs: Number ``m`` of output embeddings.
-        embedding_dim: Width ``d``.
         fm: ``optimised`` (:class:`OptimisedFM`), ``attentive`` (its variant with a ``Y`` for each sample) or ``basic``.
         rank: Number ``k`` of combinations of the optimised forms.
         hidden: Widths of the hidden layers of the MLP, and of the MLP that computes an attentive ``Y``.
-        dropout: Dropout probability of the MLP's hidden layers.
         output_activation: Activation after the MLP's last layer; the paper has none.
     """
 
@@ -297,12 +255,7 @@ class FactorizationMachineBlock(nn.Module):
         return self.with_combinations(x)[0]  # [B, n, d] -> [B, n * k] -> [B, m, d]
 
     def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Also compute combinations of the embeddings, at little extra cost: ``[B, m, d]`` and each ``W X [B, c, d]``.
-
-        Args:
-            x: Embeddings ``X [B, n, d]``.
-            weights: Any number of weights ``W [c, n]``.
-        """
+        """Also compute ``W X`` for each of ``weights``, at little cost, with ``X`` the embeddings ``x [B, n, d]``."""
         if isinstance(self.fm, OptimisedFM):
             products, *combinations = self.fm.with_combinations(x, *weights)
         else:
@@ -311,14 +264,9 @@ class FactorizationMachineBlock(nn.Module):
 
 
 class LinearCompression(nn.Module):
-    """Linear combinations of the embeddings: ``W X``, ``[B, n, d] -> [B, m, d]``.
+    """Linear combinations ``W X`` of embeddings, ``[B, rows, d] -> [B, outputs, d]``; ``bias`` adds a number to each.
 
     Source: Zhang et al. 2024, section 3.5 (without bias); DHEN's Linear module and learned shortcut are the same map.
-
-    Args:
-        rows: Number ``n`` of input embeddings.
-        outputs: Number ``m`` of output embeddings.
-        bias: Whether to add one learned number to each output embedding.
     """
 
     def __init__(self, rows: int, outputs: int, bias: bool = False) -> None:
@@ -339,9 +287,6 @@ class EmbeddingAttention(nn.Module):
     al. 2017, as ``torch.nn.TransformerEncoderLayer``). Source of its use here: Zhang et al. 2022 (DHEN).
 
     Args:
-        embedding_dim: Width ``d``.
-        heads: Number of attention heads; must divide ``d``.
-        feed_forward: Width of the feed-forward net's hidden layer.
         dropout: Dropout probability after attention, and in and after the feed-forward net.
     """
 
@@ -374,14 +319,9 @@ class EmbeddingAttention(nn.Module):
 
 
 class CrossNetwork(nn.Module):
-    """Explicit bounded-degree crosses of a flat input: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``, ``[B, w] -> [B, w]``.
+    """Explicit crosses of a flat input: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``, ``[B, width] -> [B, width]``.
 
     Source: Wang et al. 2021 (DCN-V2), equation 1; with ``low_rank`` equation 2 without mixture, ``W_l = U_l V_l^T``.
-
-    Args:
-        width: Width ``w``.
-        layers: Number of crosses.
-        low_rank: Rank of ``W_l``; None for full rank.
     """
 
     def __init__(self, width: int, layers: int, low_rank: int | None = None) -> None:
@@ -407,14 +347,11 @@ class CrossNetwork(nn.Module):
 
 
 class EmbeddingCross(nn.Module):
-    """Cross term of DHEN's embeddings, without a shortcut of its own: ``[B, n, d] -> [B, m, d]``.
+    """Cross term of DHEN's embeddings, without a shortcut of its own: ``[B, n, d] -> [B, outputs, d]``.
 
-    The paper writes ``X X^T W + b`` with embeddings as columns, ``X [d, n]``, which has the required shape ``[d, m]``
-    for ``W [d, m]``. With embeddings as rows this is ``(X W)^T X + b``. Source: Zhang et al. 2022, section 3.2.
-
-    Args:
-        outputs: Number ``m`` of output embeddings.
-        embedding_dim: Width ``d``.
+    The paper writes ``X X^T W + b`` with embeddings as columns, ``X [d, n]``, which has the required shape ``[d,
+    outputs]`` for ``W [d, outputs]``. With embeddings as rows this is ``(X W)^T X + b``. Source: Zhang et al. 2022,
+    section 3.2.
     """
 
     def __init__(self, outputs: int, embedding_dim: int) -> None:
@@ -430,13 +367,9 @@ class EmbeddingCross(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Convolution over the plane of embeddings: ``[B, n, d] -> [B, channels * n, d]``.
+    """Convolution over the plane of embeddings, padded with zeros: ``[B, n, d] -> [B, channels * n, d]``.
 
-    Source: Zhang et al. 2022 (DHEN), section 3.2.
-
-    Args:
-        channels: Number of output channels; each yields ``n`` embeddings.
-        kernel_size: Side of the square kernel; must be odd. The plane is padded with zeros.
+    Source: Zhang et al. 2022 (DHEN), section 3.2. ``kernel_size`` is the odd side of the square kernel.
     """
 
     def __init__(self, channels: int = 4, kernel_size: int = 3) -> None:

@@ -34,14 +34,8 @@ _ACTIVATIONS = (nn.ReLU, nn.SiLU)
 class BlockNorm(nn.Module):
     """Norm that divides blocks of features by their root mean square: ``[..., width] -> [..., width]``.
 
-    It has no weights. A state dict contains the block size and fits only norms of the same size.
-
-    Args:
-        block_size: Number of features of a block; the last block is smaller if the width is not a multiple.
-        eps: Constant above zero that is added to the mean square.
-
-    Raises:
-        NumericsError: If the width, the block size or ``eps`` is not above zero.
+    It has no weights. The last block is smaller if ``block_size`` does not divide the width; ``eps`` is added to the
+    mean square. A state dict contains the block size and fits only norms of the same size.
     """
 
     def __init__(self, width: int, block_size: int = 256, eps: float = 1e-5) -> None:
@@ -58,11 +52,7 @@ class BlockNorm(nn.Module):
         return torch.tensor([self.block_size])
 
     def set_extra_state(self, state: Any) -> None:
-        """Check the block size of a state dict.
-
-        Raises:
-            RuntimeError: If the size differs; ``load_state_dict`` raises the same class for tensors.
-        """
+        """Check the block size of a state dict; ``load_state_dict`` raises a RuntimeError for wrong tensors too."""
         if int(state) != self.block_size:
             raise RuntimeError(f"norms over blocks of {int(state)} features, not of {self.block_size}")
 

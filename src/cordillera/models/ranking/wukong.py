@@ -60,14 +60,10 @@ class WukongConfig(DeepConfig):
 
 
 class WukongLayer(nn.Module):
-    """``X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + residual(X_i))``: ``[B, n, d] -> [B, n_F + n_L, d]``.
+    """``X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + residual(X_i))``: ``[B, rows, d] -> [B, n_F + n_L, d]``.
 
     The residual is the identity if the counts agree, else a linear map over the embeddings. Source: Zhang et al. 2024,
     equation 1.
-
-    Args:
-        config: Configuration of the model.
-        rows: Number ``n`` of input embeddings.
     """
 
     def __init__(self, config: WukongConfig, rows: int) -> None:
@@ -111,13 +107,7 @@ def _initialise_as_fuxictr(module: nn.Module) -> None:
 
 
 class Wukong(DeepModel):
-    """Wukong: embedding layer, Wukong layers, MLP over the flattened last embeddings.
-
-    Args:
-        config: Sizes.
-        features: Names and sizes of the inputs.
-        tables: Settings of the embedding tables.
-    """
+    """Wukong: embedding layer, Wukong layers, MLP over the flattened last embeddings."""
 
     Config = WukongConfig
 

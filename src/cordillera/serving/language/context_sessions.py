@@ -17,20 +17,13 @@ from cordillera.serving.language.sampler import Sampling, sample
 
 
 class ContextSessions:
-    """Several conversations in parallel, each with any number of turns.
+    """Several conversations in parallel over the ranks of a group, each with any number of turns.
 
     Every rank makes the same calls.
 
     Args:
         model: Whole model, the same on every rank.
-        config: Settings of the distributed attention.
-        sequences: Number of conversations.
         capacity: Number of tokens of the longest conversation; None for the model's context.
-        group: Process group of the ranks; None for the default group.
-        ledger: Ledger that records the traffic; None for a new one.
-
-    Attributes:
-        cache: Distributed cache of keys and values, with the ledger.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -62,10 +55,7 @@ class ContextSessions:
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to conversations, after the unread rest of their replies.
-
-        Args:
-            rows: Token ids for each conversation, possibly none.
+        """Append ``rows``, token ids for each conversation, possibly none, after the unread rest of the replies.
 
         Returns:
             Logits after the last token of each conversation with new tokens, ``[n, vocabulary]``, equal on every rank.
@@ -93,19 +83,14 @@ class ContextSessions:
         stop: Collection[int] = (),
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """Take a turn: read tokens, then continue each conversation until a stop token or the largest number of tokens.
+        """Read ``rows`` of tokens, then return a reply of each conversation that got some, until ``stop`` or the limit.
 
         The last token of a reply is part of the conversation, and is read at the beginning of the next turn.
 
         Args:
-            rows: Token ids for each conversation; conversations without any do not reply.
             max_new_tokens: Largest number of new tokens of each conversation.
-            stop: Ids of tokens that end a reply.
             sampling: Settings of sampling; None for the defaults of
                 :class:`~cordillera.serving.language.sampler.Sampling`. The first rank draws.
-
-        Returns:
-            New token ids of each conversation.
 
         Raises:
             DataError: If the tokens are invalid, as in :meth:`read`, ``max_new_tokens`` is below 1, or logits are not

@@ -43,7 +43,6 @@ def generate(
     The result of a sequence does not depend on the other sequences (up to the last bits of products of other shapes).
 
     Args:
-        model: Model, whose dtype and device are used.
         prompts: Token ids, one list per prompt.
         max_new_tokens: Largest number of new tokens of each prompt.
         stop: Ids of tokens that end a sequence, such as end of text and end of turn.
@@ -68,9 +67,6 @@ def for_decoding(model: Llama) -> Llama:
 
     Weights stay where they are. A tied head becomes a layer over the embedding's weights. Only bfloat16 models on a CPU
     are changed.
-
-    Args:
-        model: Model of any dtype and device.
     """
     weight = model.embedding.weight
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
@@ -86,12 +82,7 @@ def for_decoding(model: Llama) -> Llama:
 
 
 def check_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Check that :func:`generate` can continue prompts; needs only the ``config`` of the model.
-
-    Args:
-        config: Shapes of the model.
-        prompts: Token ids, one list per prompt.
-        max_new_tokens: Largest number of new tokens of each prompt.
+    """Check that :func:`generate` can continue ``prompts`` by ``max_new_tokens`` with a model of ``config``.
 
     Raises:
         DataError: If a prompt is empty, too long or holds an id that is not a token, or ``max_new_tokens`` is below 1.

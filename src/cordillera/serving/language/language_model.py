@@ -31,11 +31,9 @@ Finish = Literal["stop", "length"]
 
 
 class TextPiece(NamedTuple):
-    """Text that one more token completes.
+    """Text that one more token adds to a prompt; empty if a token ends inside a character or is special.
 
     Attributes:
-        sequence: Number of the prompt that the text continues.
-        text: Text; empty if a token ends inside a character, or is special.
         finish: Reason why the sequence ends here: ``stop`` (the model ended it) or ``length``; None while it continues.
     """
 
@@ -46,11 +44,9 @@ class TextPiece(NamedTuple):
 
 @dataclass
 class Completion:
-    """Generated text of a prompt.
+    """Text that continues a prompt, with the number of its tokens, including the one that ended it.
 
     Attributes:
-        text: Text without the prompt.
-        tokens: Number of generated tokens, including the one that ended the text.
         finish: ``stop``, ``length``, or None if generation was interrupted.
     """
 
@@ -76,11 +72,6 @@ class LanguageModel:
         dtype: Data type of weights and activations: ``bfloat16``, ``float16`` or ``float32``.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
         tokenizer: File or folder; None for the tokenizer of the checkpoint, or of the run's text.
-
-    Attributes:
-        path: Path of the checkpoint.
-        config: Shapes of the model.
-        tokenizer: Text to ids and back.
 
     Raises:
         DataError: If an asset was not fetched, the name is unknown, or there is no tokenizer or one with more tokens
@@ -130,7 +121,6 @@ class LanguageModel:
         """Return the token ids of prompts, in the form that the model expects.
 
         Args:
-            prompts: Texts.
             chat: Whether each prompt is a user's message in a chat that the model answers; False for text that it
                 continues. Default: True if the tokenizer has a chat format.
             system: Instructions to the model at the beginning of a chat.
@@ -205,21 +195,10 @@ class LanguageModel:
         system: str | None = None,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """Continue or answer prompts to the end.
+        """Continue or answer prompts to the end, and return one completion per prompt, in their order.
 
-        Args:
-            prompts: Texts; one string is one prompt.
-            max_new_tokens: Number of tokens for each prompt; fewer if the context ends.
-            chat: Whether prompts are messages of a chat, as in :meth:`encode`.
-            system: Instructions to the model, as in :meth:`encode`.
-            sampling: Settings of sampling; None for the defaults, as in :meth:`stream`.
-
-        Returns:
-            One completion per prompt, in their order.
-
-        Raises:
-            DataError: If prompts are invalid or logits are not finite, as in :meth:`stream`.
-            CheckpointError: If weights are invalid, as in :attr:`model`.
+        Arguments ``prompts``, ``max_new_tokens``, ``chat``, ``system`` and ``sampling`` and errors are those of
+        :meth:`stream`.
         """
         found = [Completion() for _ in ([prompts] if isinstance(prompts, str) else prompts)]
         for piece in self.stream(prompts, max_new_tokens=max_new_tokens, chat=chat, system=system, sampling=sampling):
@@ -249,11 +228,9 @@ def load_language_model(
 
 
 def find_model(name: str | Path) -> Path:
-    """Return the path of a model.
+    """Return the path of the asset ``name``, or of the newest checkpoint of a run; other paths are returned unchanged.
 
-    Args:
-        name: Name of an asset, or a path (``./smollm2`` for a folder with the name of an asset). For a run's folder,
-            the result is its newest checkpoint.
+    ``./smollm2`` is a folder with the name of an asset.
 
     Raises:
         DataError: If an asset was not fetched or is no model, or there is neither such a name nor such a path.

@@ -27,12 +27,7 @@ class Sampling(BaseModel):
 
 
 def make_sampling(temperature: float, top_p: float, seed: int) -> Sampling:
-    """Return a :class:`Sampling` from a user's values.
-
-    Args:
-        temperature: Divisor of the logits; 0 for greedy.
-        top_p: Total probability of the most likely tokens from which the token is drawn.
-        seed: Seed of the first sequence.
+    """Return a :class:`Sampling` from a user's ``temperature``, ``top_p`` and ``seed``.
 
     Raises:
         DataError: If a value is out of range.
@@ -45,15 +40,10 @@ def make_sampling(temperature: float, top_p: float, seed: int) -> Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities with which tokens are drawn.
+    """Return the probabilities ``float32 [..., vocabulary]``, summing to 1, with which ``sampling`` draws tokens.
 
-    Args:
-        logits: ``[..., vocabulary]``; ``-inf`` forbids a token.
-        sampling: Temperature and top-p. Greedy sampling gives all probability to the most likely token, the first of
-            equal ones.
-
-    Returns:
-        ``float32 [..., vocabulary]``; rows sum to 1.
+    A ``-inf`` in ``logits [..., vocabulary]`` forbids a token. Greedy sampling gives all probability to the most likely
+    token, the first of equal ones.
 
     Raises:
         DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.
@@ -79,15 +69,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
-    """Draw a token for each row of logits.
+    """Draw a token, ``int64 [B]``, for each row of ``logits [B, vocabulary]``, as in :func:`probabilities`.
 
-    Args:
-        logits: ``[B, vocabulary]``; ``-inf`` forbids a token.
-        sampling: Temperature and top-p.
-        generator: Source of randomness, on the device of the logits; not used when greedy.
-
-    Returns:
-        ``int64 [B]``.
+    The ``generator`` is on the device of the logits, and not used when ``sampling`` is greedy.
 
     Raises:
         DataError: If logits are NaN or ``inf``, or all tokens of a row are forbidden.

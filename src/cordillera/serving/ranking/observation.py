@@ -19,14 +19,6 @@ class Observer:
     The numbers of a sample are its dense features, the root mean square of each feature's embedding and of each linear
     layer's input, and the logits. The shares are those of samples with a blank dense feature, with a blank or unseen
     id, and with an empty list.
-
-    Attributes:
-        numbers: Names of the numbers.
-        shares: Names of the shares.
-
-    Args:
-        model: Model that scores the samples, on a CPU.
-        encoder: Encoder of the model's data, which defines the values of blanks.
     """
 
     def __init__(self, model: RankingModel, encoder: Encoder) -> None:
@@ -90,11 +82,7 @@ class Observer:
         return torch.stack(found, 1) if found else torch.zeros(size, 0, dtype=torch.bool)
 
     def reference(self, batches: list[RankingBatch]) -> DriftReference:
-        """Compute the reference of calibration samples, on which the model was not trained.
-
-        Raises:
-            NumericsError: If the numbers of fewer than two samples are finite.
-        """
+        """Compute the reference of calibration samples, unknown in training; two must have finite numbers."""
         seen = [self.observe(batch) for batch in batches]
         groups = [batch.groups for batch in batches if batch.groups is not None]
         return DriftReference.of(

@@ -46,17 +46,10 @@ def quantize_model(
     rows: Mapping[str, Tensor],
     made: dict[tuple[str, str], Tensor] | None = None,
 ) -> RankingModel:
-    """Return a copy of a trained model in other precisions.
+    """Return a copy of a trained model on a CPU with other formats of tables' rows and kernels of linear layers.
 
-    Args:
-        model: Model on a CPU; not changed.
-        tables: Format of each table's rows; missing tables stay in fp32.
-        layers: Kernel of each linear layer; missing layers stay unchanged.
-        rows: Inputs of layers, for kernels that are calibrated.
-        made: Cache of encoded tables by name and format; new ones are added.
-
-    Raises:
-        NumericsError: If a number does not fit its format.
+    Tables and layers that are not named stay as they are. Some kernels are calibrated on ``rows``, the inputs of
+    layers. ``made`` caches encoded tables by name and format.
     """
     whole = model.tables
     try:
@@ -89,15 +82,7 @@ def size_bytes(model: torch.nn.Module) -> int:
 
 
 def origin(run: Run, *, use_best: bool) -> dict[str, str]:
-    """Return the origin of a run's quantised model: digests of the run's checkpoint and of its encoder.
-
-    Args:
-        run: The run.
-        use_best: Whether to use the checkpoint of the lowest validation NE instead of the newest.
-
-    Raises:
-        CheckpointError: If there is no checkpoint or no encoder, or one cannot be read.
-    """
+    """Return the origin of a run's quantised model: digests of its encoder and of its best or newest checkpoint."""
     steps = checkpoints.steps(run.checkpoints)
     if not steps:
         raise CheckpointError(
@@ -123,13 +108,8 @@ def save(
 ) -> None:
     """Write a quantised model to a folder, which is created if absent and replaced if present.
 
-    Args:
-        folder: Folder to write to.
-        model: Model from :func:`quantize_model`.
-        seen: Reference of calibration.
-        made_of: :func:`origin` of the run; loading requires the same origin.
-        facts: Budget, quality and sizes, for readers.
-        precision: Precision of layers without a quantised kernel.
+    Loading requires the :func:`origin` ``made_of``. ``seen`` is the reference of calibration, ``facts`` are for
+    readers, ``precision`` is that of layers without a quantised kernel.
     """
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if isinstance(t, Tensor) and t.numel()}
     temporary = folder / f".{_TENSORS}.tmp"
@@ -156,11 +136,7 @@ def save(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the record of a quantised model.
-
-    Raises:
-        CheckpointError: If there is none, or it is unreadable or of another version.
-    """
+    """Return the record of a quantised model."""
     path = folder / _RECORD
     if not path.is_file():
         raise CheckpointError("holds no quantised model", where=str(folder), remedy="cordillera quantize RUN makes one")
@@ -173,27 +149,14 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def precision_of(folder: Path) -> Precision:
-    """Return the precision of the layers of a quantised model that have no kernel of their own.
-
-    Raises:
-        CheckpointError: If there is no quantised model, or it is unreadable.
-    """
+    """Return the precision of the layers of a quantised model that have no kernel of their own."""
     return "bf16" if read_record(folder).get("precision") == "bf16" else "fp32"
 
 
 def load(folder: Path, model: RankingModel, made_of: Mapping[str, str]) -> tuple[RankingModel, DriftReference]:
-    """Read a quantised model.
+    """Return the quantised model of a folder and its reference of calibration.
 
-    Args:
-        folder: Folder of the quantised model.
-        model: Model of the run's recipe; its tables and layers are replaced, so its weights do not matter.
-        made_of: :func:`origin` of the run that the model serves.
-
-    Returns:
-        The model, ready to score, and the reference of calibration.
-
-    Raises:
-        CheckpointError: If a file is missing or damaged, or the model was made from another run or other weights.
+    Tables and layers of ``model``, of the run's recipe, are replaced; ``made_of`` is the :func:`origin` of the run.
     """
     self_test()
     record = read_record(folder)

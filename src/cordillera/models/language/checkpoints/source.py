@@ -22,12 +22,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Source(ABC):
-    """Opened checkpoint with verified names, shapes and dtypes.
-
-    Attributes:
-        path: Path that was opened.
-        config: Configuration of the model that it holds.
-    """
+    """Opened checkpoint with verified names, shapes and dtypes."""
 
     path: Path
     config: LlamaConfig
@@ -43,22 +38,12 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, out: Tensor) -> None:
-        """Copy a parameter of :class:`Llama` into ``out``, of any dtype and device; several threads may do so at once.
-
-        Raises:
-            CheckpointError: If the values are invalid.
-        """
+        """Copy a parameter of :class:`Llama` into ``out``, of any dtype and device; many threads may do so at once."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of parameters in a format.
-
-    Attributes:
-        whole: The format's names of modules outside of blocks, by our names.
-        blocks: Prefix of a block's number.
-        block: The format's names of modules within a block, by our names.
-    """
+    """A format's names of modules by ours, outside of blocks and within a block, and the prefix of a block's number."""
 
     whole: Mapping[str, str]
     blocks: str
@@ -88,11 +73,7 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path) -> None:
-    """Check that a checkpoint has the architecture of a model; only the length of the context may differ.
-
-    Raises:
-        CheckpointError: If they differ; the message names the first difference.
-    """
+    """Refuse a checkpoint whose architecture differs from a model's in more than the length of the context."""
     ours, theirs = model.model_dump(), checkpoint.model_dump()
     differing = [name for name in ours if name not in ("context", "head_dim") and ours[name] != theirs[name]]
     if differing or model.head_width != checkpoint.head_width:
@@ -105,11 +86,7 @@ def check_architecture(model: LlamaConfig, checkpoint: LlamaConfig, where: Path)
 
 
 def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: str = "") -> None:
-    """Check that a tensor has the shape that follows from the configuration.
-
-    Raises:
-        CheckpointError: If the shapes differ.
-    """
+    """Refuse a tensor without the shape that follows from the configuration."""
     if stored.shape != shape:
         raise CheckpointError(
             f"tensor {name} has shape {stored.shape}, the configuration makes it {shape}",
@@ -119,13 +96,7 @@ def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], hint: s
 
 
 def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that all tensors have one floating-point dtype.
-
-    One-dimensional tensors (norms) may be float32 beside 16-bit matrices.
-
-    Raises:
-        CheckpointError: If a tensor has another dtype.
-    """
+    """Refuse tensors of several or integer dtypes; one-dimensional ones may be float32 beside 16-bit matrices."""
     matrices = [stored.dtype for stored in tensors.values() if len(stored.shape) > 1]
     for name, stored in tensors.items():
         allowed = {matrices[0], torch.float32} if len(stored.shape) == 1 else {matrices[0]}
@@ -151,11 +122,7 @@ def missing(
 
 
 def make_config(where: Path, values: Mapping[str, Any]) -> LlamaConfig:
-    """Create a configuration from values of a file.
-
-    Raises:
-        CheckpointError: If the values are invalid.
-    """
+    """Create a configuration from values of a file."""
     try:
         config = LlamaConfig.model_validate(values)
     except ValidationError as error:
@@ -171,12 +138,7 @@ def make_config(where: Path, values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def interleaved_to_halves(weight: Tensor, out: Tensor) -> None:
-    """Reorder the rows of query or key heads from neighbouring pairs (Meta, GGUF) to pairs half a head apart (ours).
-
-    Args:
-        weight: Weight, ``[heads, D, hidden]``.
-        out: Tensor of the same shape to fill.
-    """
+    """Reorder rows of ``[heads, D, hidden]`` from neighbouring pairs (Meta, GGUF) to pairs half a head apart (ours)."""
     out.unflatten(1, (2, -1)).copy_(weight.unflatten(1, (-1, 2)).transpose(1, 2))
 
 
@@ -187,11 +149,7 @@ def halves_to_interleaved(weight: Tensor) -> Tensor:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` if the block ends without an error.
-
-    Raises:
-        CheckpointError: If ``folder`` is not empty, or writing failed.
-    """
+    """Yield a temporary folder that becomes ``folder``, absent or empty now, if the block ends without an error."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise CheckpointError("is not empty", where=str(folder), remedy="choose a new folder, or delete this one")
     with folder_beside(folder) as beside:
