@@ -359,7 +359,7 @@ class EmbeddingTables(nn.Module):
 def draw_rows(
     block: Tensor, table_rows: int, init: float | Literal["uniform_by_rows"], generator: torch.Generator | None
 ) -> None:
-    """Draw rows of a table of ``table_rows`` from ``generator``, None for the global one, into ``block`` by ``init``."""
+    """Draw rows of a table of ``table_rows`` into ``block``, by ``init`` and ``generator``, None for the global one."""
     if init == "uniform_by_rows":
         bound = math.sqrt(1 / table_rows)
         block.uniform_(-bound, bound, generator=generator)

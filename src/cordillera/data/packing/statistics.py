@@ -38,8 +38,9 @@ class PackingStatistics:
 
     @classmethod
     def of(cls, iterations: Sequence[Iteration], workload: DocumentWork) -> PackingStatistics:
-        """Compute the statistics by ``workload`` of all ``iterations``, with those of a drain, which have waited
-        longest.
+        """Compute the statistics of all ``iterations``, with those of a drain, whose documents waited longest.
+
+        The imbalance is that of the work that ``workload`` predicts.
 
         Raises:
             DataError: The iterations hold no documents.

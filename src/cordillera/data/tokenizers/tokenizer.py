@@ -109,8 +109,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Return the text of ids, special tokens included unless ``skip_special``; bytes that are not UTF-8 become
-        U+FFFD.
+        """Return the text of ids, special tokens included unless ``skip_special``; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             DataError: the vocabulary lacks an id.

@@ -39,7 +39,9 @@ class KVCache:
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.layers)]
 
     def extend(self, offsets: Tensor) -> Extension:
-        """Prepare for adding document ``b``, from ``offsets[b]`` on in a row of tokens, to sequence ``b``.
+        """Prepare for adding document ``b`` of a row of tokens to sequence ``b``.
+
+        Documents begin at ``offsets``, followed by ``T``, ``int64 [B + 1]``.
 
         Raises:
             DataError: If the number of documents is not that of sequences, or a sequence would exceed the capacity.

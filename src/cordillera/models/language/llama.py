@@ -376,9 +376,9 @@ def draw_weight(weight: Tensor, name: str, config: LlamaConfig, seed: int = 0) -
 
 
 def document_positions(offsets: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Return positions ``int64 [T]`` that count from 0 in every document; ``offsets`` are documents' begins and ``T``.
+    """Return positions that count from 0 in every document, ``int64 [T]``.
 
-    They are on ``device``, None for that of ``offsets``.
+    Documents begin at ``offsets``, followed by ``T``, ``[B + 1]``. A ``device`` of None is that of ``offsets``.
     """
     starts = offsets[:-1].repeat_interleave(offsets[1:] - offsets[:-1])
     return (torch.arange(starts.numel(), device=offsets.device) - starts).to(device or offsets.device)

@@ -31,7 +31,8 @@ from cordillera.models.language.llama import (
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:
-    """Return the blocks of each of at most ``layers`` ``stages``, as equal in number as possible.
+    """Return the blocks of each stage, as equal in number as possible; there are at most as many ``stages`` as
+    ``layers``.
 
     Stages at the ends, which also hold the embedding or the head, get fewer.
     """
@@ -43,7 +44,7 @@ def cut_layers(layers: int, stages: int) -> list[range]:
 
 
 class LlamaStage(nn.Module):
-    """Consecutive blocks of a Llama, with the embedding in the first stage, and norm and head in the last.
+    """Consecutive blocks of a Llama, with the embedding in stage 0, and norm and head in the last.
 
     Args:
         model: Model whose modules the stage uses; created under ``torch.device("meta")``, it takes no memory.
@@ -81,7 +82,9 @@ class LlamaStage(nn.Module):
     def forward(
         self, x: Tensor, offsets: Tensor, positions: Tensor | None, labels: Tensor, core: Core | None = None
     ) -> Tensor:
-        """Compute the residual stream or, in the last stage, the sum of the losses; ``positions`` None count from 0.
+        """Compute the residual stream or, in the last stage, the sum of the losses.
+
+        A ``positions`` of None counts from 0 in every document; otherwise it is ``int64 [T]``.
 
         Args:
             x: Tokens ``int64 [T]`` for the first stage, otherwise the output of the previous stage, ``[T, hidden]``. If
@@ -132,7 +135,7 @@ class LlamaStage(nn.Module):
             parameter.to_local().copy_(whole)
 
     def init_weights(self, seed: int = 0) -> None:
-        """Draw weights from a seed as :meth:`~cordillera.models.language.llama.Llama.init_weights` does."""
+        """Draw the weights that ``Llama.init_weights`` draws from this ``seed``, however the model is split."""
 
         def drawn(name: str, shape: torch.Size) -> Tensor:
             whole = torch.empty(shape)

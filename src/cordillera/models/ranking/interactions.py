@@ -206,7 +206,7 @@ class OptimisedFM(nn.Module):
         return self.with_combinations(x)[0]
 
     def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Also compute ``W X`` for each of ``weights``, at little cost, with ``X`` the embeddings ``x [B, n, d]``."""
+        """Return the result for ``x [B, n, d]`` and, cheaply, ``W x [B, m, d]`` for each of ``weights [m, n]``."""
         if self.attention is None:
             products, *combinations = factorization_machine(x, self.y, *weights)
         else:
@@ -255,7 +255,7 @@ class FactorizationMachineBlock(nn.Module):
         return self.with_combinations(x)[0]  # [B, n, d] -> [B, n * k] -> [B, m, d]
 
     def with_combinations(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Also compute ``W X`` for each of ``weights``, at little cost, with ``X`` the embeddings ``x [B, n, d]``."""
+        """Return the result for ``x [B, n, d]`` and, cheaply, ``W x [B, c, d]`` for each of ``weights [c, n]``."""
         if isinstance(self.fm, OptimisedFM):
             products, *combinations = self.fm.with_combinations(x, *weights)
         else:

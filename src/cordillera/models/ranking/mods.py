@@ -52,7 +52,7 @@ class BlockNorm(nn.Module):
         return torch.tensor([self.block_size])
 
     def set_extra_state(self, state: Any) -> None:
-        """Check the block size of a state dict; ``load_state_dict`` raises a RuntimeError for wrong tensors too."""
+        """Refuse a state dict of another block size, with a RuntimeError as ``load_state_dict`` raises for tensors."""
         if int(state) != self.block_size:
             raise RuntimeError(f"norms over blocks of {int(state)} features, not of {self.block_size}")
 

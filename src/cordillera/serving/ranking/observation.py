@@ -82,7 +82,7 @@ class Observer:
         return torch.stack(found, 1) if found else torch.zeros(size, 0, dtype=torch.bool)
 
     def reference(self, batches: list[RankingBatch]) -> DriftReference:
-        """Compute the reference of calibration samples, unknown in training; two must have finite numbers."""
+        """Compute the reference from samples unseen in training, of which at least two must have finite numbers."""
         seen = [self.observe(batch) for batch in batches]
         groups = [batch.groups for batch in batches if batch.groups is not None]
         return DriftReference.of(

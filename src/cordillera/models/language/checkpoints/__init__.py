@@ -103,8 +103,7 @@ def read_model(
 
 
 def load_into(model: Llama, path: str | Path, threads: int = 4) -> None:
-    """Copy the weights of the checkpoint at ``path`` into a ``model``, in its dtypes; ``threads`` is as in
-    :func:`load`.
+    """Copy the weights of the checkpoint at ``path`` into ``model``, in its dtypes; ``threads`` is as in :func:`load`.
 
     Raises:
         CheckpointError: If loading fails as in :func:`load`, the checkpoint has another architecture than the model, or
