@@ -1,8 +1,8 @@
 """Collectives as plans: which rank sends which chunks to which rank in each step.
 
-A plan is data. The functions below build plans, :func:`verify` proves them, :func:`execute` runs them on arrays and
-:mod:`cordillera.planning.network.collective_cost` prices them. Only gathers and trees are written out: a reduce-scatter
-is an all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
+A plan is data: :func:`verify` proves it, :func:`execute` runs it on arrays and
+:mod:`cordillera.planning.network.collective_cost` prices it. Only all-gathers are written out: a reduce-scatter is an
+all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
