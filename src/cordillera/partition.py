@@ -60,11 +60,7 @@ def _sized(sizes: ArrayLike | None, room: float | None, items: int) -> tuple[Wei
 
 
 def heaviest_first(weights: ArrayLike) -> Bins:
-    """Return the indices of the items from the heaviest to the lightest; equal ones keep their order.
-
-    Args:
-        weights: ``[n]``, finite and at least 0.
-    """
+    """Return the indices of the items from the heaviest to the lightest; equal ones keep their order."""
     return np.argsort(-_numbers(weights, "weights"), kind="stable")
 
 
@@ -111,18 +107,10 @@ def list_scheduling(weights: ArrayLike, bins: int, sizes: ArrayLike | None = Non
 def longest_processing_time(
     weights: ArrayLike, bins: int, sizes: ArrayLike | None = None, room: float | None = None
 ) -> Bins:
-    """Run :func:`list_scheduling` from the heaviest item to the lightest.
+    """Run :func:`list_scheduling`, with the same arguments and errors, from the heaviest item to the lightest.
 
-    Source: Graham 1969. Without sizes, no bin is heavier than ``4/3 - 1/(3m)`` times the optimum.
-
-    Args:
-        weights: ``[n]``, finite and at least 0.
-        bins: ``m``, number of bins.
-        sizes: ``[n]``, room that each item takes; None if bins hold anything.
-        room: Room of every bin; None if bins hold anything.
-
-    Raises:
-        DataError: If weights or sizes are negative or not finite, or there is less than one bin.
+    Source: Graham 1969. Without ``sizes`` and ``room``, no bin of ``bins`` is heavier than ``4/3 - 1/(3m)`` times the
+    optimum for these ``weights``.
     """
     work, order = _checked(weights, bins), heaviest_first(weights)
     needed, _ = _sized(sizes, room, len(work))
@@ -174,11 +162,9 @@ def exact(
 ) -> Bins:
     """Find the partition with the lightest heaviest bin by HiGHS's branch and bound, for small cases.
 
+    The arguments ``weights``, ``bins``, ``sizes`` and ``room`` are those of :func:`list_scheduling`.
+
     Args:
-        weights: ``[n]``, finite and at least 0.
-        bins: ``m``, number of bins.
-        sizes: ``[n]``, room that each item takes; None if bins hold anything.
-        room: Room of every bin; None if bins hold anything.
         seconds: Time limit in seconds.
         gap: Largest relative excess of the heaviest bin over the proven bound.
 
@@ -220,12 +206,9 @@ def exact(
 
 
 def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
-    """Return the weight of every bin: ``[m]``.
+    """Return the weight of every bin: ``[m]``; items at :data:`NOWHERE` do not count.
 
-    Args:
-        weights: ``[n]``.
-        places: The bin of each item; items at :data:`NOWHERE` do not count.
-        bins: ``m``, number of bins.
+    The items have ``weights`` and ``places`` among the ``bins``, ``[n]`` each.
     """
     inside, found = places != NOWHERE, np.zeros(bins)
     np.add.at(found, places[inside], np.asarray(weights, dtype=np.float64)[inside])
@@ -233,11 +216,7 @@ def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
 
 
 def imbalance(loads: ArrayLike) -> float:
-    """Return the weight of the heaviest bin divided by the mean; 1 if all are empty.
-
-    Args:
-        loads: ``[m]``, weights of the bins.
-    """
+    """Return the weight of the heaviest bin divided by the mean; 1 if all are empty."""
     values = np.asarray(loads, dtype=np.float64)
     mean = values.mean()
     return float(values.max() / mean) if mean else 1.0

@@ -65,16 +65,8 @@ def ring_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float
 def doubling_seconds(n: int, num_bytes: float, latency: float, rate: float) -> float:
     """Return the seconds of an all-gather by doubling or a reduce-scatter by halving.
 
-    The cost is ``ceil(log2 n) a + (n - 1) / n S / B``.
-
-    Args:
-        n: Number of ranks, which need not be a power of two.
-        num_bytes: ``S``, bytes, as in :func:`ring_seconds`.
-        latency: ``a``, seconds.
-        rate: ``B``, bytes/s that a rank sends and receives.
-
-    Raises:
-        ValueError: If an argument is out of range, as in :func:`ring_seconds`.
+    The cost is ``ceil(log2 n) a + (n - 1) / n S / B`` for any ``n``. The arguments ``n``, ``num_bytes`` (``S``),
+    ``latency`` (``a``) and ``rate`` (``B``), and errors, are those of :func:`ring_seconds`.
     """
     _check(n, num_bytes, latency, rate)
     return (n - 1).bit_length() * latency + (n - 1) / n * num_bytes / rate
@@ -83,18 +75,13 @@ def doubling_seconds(n: int, num_bytes: float, latency: float, rate: float) -> f
 def direct_seconds(n: int, num_bytes: float, latency: float, rate: float, overhead: float = 0.0) -> float:
     """Return the seconds of an all-gather, reduce-scatter or all-to-all in one step.
 
-    The cost is ``a + (n - 2) o + (n - 1) / n S / B``.
+    The cost is ``a + (n - 2) o + (n - 1) / n S / B``. The arguments ``n``, ``num_bytes`` (``S``) and ``latency``
+    (``a``), and errors, are those of :func:`ring_seconds`.
 
     Args:
-        n: Number of ranks.
-        num_bytes: ``S``, bytes, as in :func:`ring_seconds`.
-        latency: ``a``, seconds.
         rate: ``B``, bytes/s that a rank sends, and receives, to and from all others together.
         overhead: ``o``, seconds to issue each message after the first. With 0, no other algorithm is cheaper on a
             uniform network; real network cards and their software are slower.
-
-    Raises:
-        ValueError: If an argument is out of range, as in :func:`ring_seconds`.
     """
     _check(n, num_bytes, latency, rate)
     _check_amounts(overhead=overhead)

@@ -98,14 +98,11 @@ class CollectivePlan:
 
 
 def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
-    """Run a plan backwards: an all-gather becomes a reduce-scatter, a broadcast a reduction.
-
-    Args:
-        plan: Plan in which every chunk has an origin or a destination.
-        collective: Name of the resulting collective.
+    """Run a ``plan`` backwards: an all-gather becomes a reduce-scatter, a broadcast a reduction, named by
+    ``collective``.
 
     Raises:
-        PlanError: If a chunk has neither, as in an all-reduce.
+        PlanError: If a chunk has neither an origin nor a destination, as in an all-reduce.
     """
     if any(chunk.origin is None and chunk.destination is None for chunk in plan.chunks):
         raise PlanError("an all-reduce cannot be run backwards", where=plan.name)
@@ -121,15 +118,11 @@ def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
 
 
 def compose(first: CollectivePlan, second: CollectivePlan, collective: str) -> CollectivePlan:
-    """Append one plan to another: a reduce-scatter and an all-gather make an all-reduce.
-
-    Args:
-        first: Plan that runs first.
-        second: Plan whose chunks start where those of the first end.
-        collective: Name of the resulting collective.
+    """Append a plan to another: a reduce-scatter and an all-gather make an all-reduce, the resulting ``collective``.
 
     Raises:
-        PlanError: If the plans differ in ranks or chunks, or a chunk starts elsewhere than the first plan leaves it.
+        PlanError: If ``first`` and ``second`` differ in ranks or chunks, or a chunk of the second starts elsewhere than
+            the first leaves it.
     """
     if first.ranks != second.ranks or len(first.chunks) != len(second.chunks):
         raise PlanError(
@@ -164,9 +157,7 @@ def _named(ranks: int) -> list[int]:
 def verify(plan: CollectivePlan, n: int | None = None) -> None:
     """Prove that a plan leaves every rank with every contribution that it must have, each exactly once.
 
-    Args:
-        plan: Plan to check; nothing about it is trusted.
-        n: Number of ranks that the plan must have. Default: ``plan.ranks``.
+    Nothing about ``plan`` is trusted. It must have ``n`` ranks, by default its own number.
 
     Raises:
         PlanError: If the plan is not over ``n`` ranks, a transfer names a rank or chunk that does not exist or sends a

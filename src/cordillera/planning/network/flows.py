@@ -178,19 +178,13 @@ def _fill(problem: _Problem) -> _Floats:
 
 
 def finish_times(flows: Sequence[Flow], capacities: ArrayLike) -> _Floats:
-    """Compute when each flow has arrived.
+    """Return when each of ``F`` flows has arrived, its end of transmission plus its latency, seconds: ``[F]``.
 
-    The rates are max-min fair at every moment and change when a flow starts or ends.
-
-    Args:
-        flows: ``F`` flows.
-        capacities: Capacity of each resource, bytes/s: ``[R]``.
-
-    Returns:
-        End of transmission plus latency, seconds: ``[F]``.
+    The rates are max-min fair at every moment and change when a flow starts or ends. The resources have ``capacities``
+    in bytes/s: ``[R]``.
 
     Raises:
-        PlanError: If a flow can never finish, because its limit or the capacity of one of its resources is 0.
+        PlanError: If one of ``flows`` can never finish, because its limit or the capacity of one of its resources is 0.
         ValueError: If a value of a flow is negative or not finite.
     """
     problem = _read(
