@@ -50,8 +50,7 @@ def explain(
 
 
 def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """Return the keys that ``model`` allows at a place in a file, to which ``path`` leads; none if there is no section.
-    """
+    """Return the keys that ``model`` allows at the place in a file to which ``path`` leads; none without a section."""
     here: type[BaseModel] | None = model
     for part in path:
         if isinstance(part, str):

@@ -258,9 +258,7 @@ class Topology(BaseModel):
         return device if level < 0 else bisect_right(self._ends[level], device)
 
     def shared_level(self, a: int, b: int) -> int:
-        """Return the innermost level with a domain that holds the devices ``a`` and ``b``; -1 if they are the same
-        device.
-        """
+        """Return the innermost level with a domain that holds devices ``a`` and ``b``; -1 if they are the same."""
         level = -1
         while self.domain(a, level) != self.domain(b, level):
             level += 1

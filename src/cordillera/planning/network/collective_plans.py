@@ -98,8 +98,7 @@ class CollectivePlan:
 
 
 def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
-    """Run a ``plan`` backwards: an all-gather becomes a reduce-scatter, a broadcast a reduction, named by
-    ``collective``.
+    """Run a ``plan`` backwards under a new name, ``collective``: an all-gather is then a reduce-scatter.
 
     Raises:
         PlanError: If a chunk has neither an origin nor a destination, as in an all-reduce.
@@ -118,7 +117,7 @@ def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
 
 
 def compose(first: CollectivePlan, second: CollectivePlan, collective: str) -> CollectivePlan:
-    """Append a plan to another: a reduce-scatter and an all-gather make an all-reduce, the resulting ``collective``.
+    """Append a plan to another; a reduce-scatter and an all-gather make an all-reduce, the resulting ``collective``.
 
     Raises:
         PlanError: If ``first`` and ``second`` differ in ranks or chunks, or a chunk of the second starts elsewhere than

@@ -273,8 +273,7 @@ def _in_a_v(ranks: int) -> tuple[int, ...]:
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Make a schedule of all forwards of ``microbatches`` on ``ranks``, then all backwards. Source: Huang et al. 2019.
-    """
+    """Make a schedule of all forwards of ``microbatches`` on ``ranks``, then all backwards (Huang et al. 2019)."""
     _positive(ranks=ranks, microbatches=microbatches)
     actions = (tuple(Action(kind, rank, i) for kind in (F, B) for i in range(microbatches)) for rank in range(ranks))
     return Schedule("gpipe", microbatches, _in_loops(ranks, 1), tuple(actions))

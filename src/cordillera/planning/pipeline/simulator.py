@@ -45,7 +45,7 @@ class StageSeconds:
     def equal(cls, stages: int, forward: float, backward: float, joined: float = 1.0) -> StageSeconds:
         """Return equal times for all ``stages``; half of ``backward`` is for the input and half for the weights.
 
-        A ``forward`` takes so many seconds, and a joined pair ``joined`` times what its actions take alone.
+        The seconds of a forward are ``forward``; a joined pair takes ``joined`` times what its actions take alone.
         """
         half = [backward / 2] * stages
         return cls([forward] * stages, half, half, joined)
@@ -125,9 +125,9 @@ class Way:
             raise PlanError(f"messages {self.slowed} times as long, {self.lost} of a rate lost", where=where)
 
     def beside(self, seconds: float, reduction: float) -> tuple[float, float]:
-        """Return the time of a message during a reduction of gradients, and the delay of the reduction.
+        """Return the time of a message during a reduction of gradients, and the delay of the reduction, in seconds.
 
-        Alone, the message occupies the way for ``seconds``, and the rest of the ``reduction`` takes so many seconds.
+        Alone, the message takes ``seconds`` and the rest of the reduction ``reduction``.
         """
         together = seconds * self.slowed
         if self.lost * together + reduction < together:  # the reduction ends first
@@ -267,6 +267,7 @@ def _stuck(schedule: Schedule) -> PlanError:
     return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
 
 
+# One loop over local lists: every search spends its time here, and Python calls cost time.
 def simulate(
     schedule: Schedule,
     seconds: StageSeconds,

@@ -147,6 +147,7 @@ def optimal(
     return Solved(best, reached, reached if proven and exact else min(least, reached), proven)
 
 
+# One list of constraints, in the order in which `optimal` describes them, over the same starts and costs.
 def _stated(problem: Problem, model: Any, horizon: int, hint: Timeline) -> dict[tuple[Kind, int, int], Any]:
     """Add a problem in whole numbers to a model; return the variables of the actions' starts."""
     count = problem.microbatches

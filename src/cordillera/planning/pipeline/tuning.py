@@ -62,6 +62,7 @@ class _Rule:
     groups: tuple[int, int] | None = None
 
 
+# One simulation: its inner functions share a dozen lists of state, which separate functions would pass around.
 def _listed(problem: Problem, rule: _Rule) -> Schedule:
     """Return the schedule that a rule makes when ranks choose in order of time among what has arrived.
 

@@ -137,8 +137,7 @@ class TableJob:
         return shares(self.topology, self.layout.devices)
 
     def layers(self, chunks: int) -> dict[str, float]:
-        """Return the seconds of forward and backward: bottom net for the whole batch, top net for one chunk of
-        ``chunks``.
+        """Return the seconds of forward and backward: bottom net for the whole batch, top net for one of ``chunks``.
 
         A host that launches kernels may be slower than the device: a linear layer takes at least a quarter of the
         calibrated time of a transformer layer, which has four.
@@ -341,8 +340,7 @@ class TableJob:
 
 
 def local_samples(workload: Recommender, devices: int) -> int:
-    """Return the number of samples on the device that has most of the batch of ``workload``, dealt equally to
-    ``devices``.
+    """Return the most samples of a device, with the batch of ``workload`` dealt out equally to ``devices``.
 
     Raises:
         PlanError: If a device would have no sample.
