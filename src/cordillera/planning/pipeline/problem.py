@@ -47,6 +47,8 @@ class Problem:
     ) -> Problem:
         """Check and return a problem; the arguments are those of :func:`cordillera.planning.pipeline.tuning.tuned`.
 
+        Backwards are done in two parts with ``split``.
+
         Raises:
             PlanError: If times are invalid, or limits let no microbatch pass.
         """

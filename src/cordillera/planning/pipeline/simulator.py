@@ -267,7 +267,7 @@ def _stuck(schedule: Schedule) -> PlanError:
     return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
 
 
-# One loop over local lists: every search spends its time here, and Python calls cost time.
+# One loop over local lists: searches run it for every candidate, and calls cost time in Python.
 def simulate(
     schedule: Schedule,
     seconds: StageSeconds,

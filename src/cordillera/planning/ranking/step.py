@@ -340,7 +340,7 @@ class TableJob:
 
 
 def local_samples(workload: Recommender, devices: int) -> int:
-    """Return the most samples of a device, with the batch of ``workload`` dealt out equally to ``devices``.
+    """Return the number of samples on the device that has most, with the batch of ``workload`` cut over ``devices``.
 
     Raises:
         PlanError: If a device would have no sample.

@@ -295,7 +295,7 @@ class Placement:
 
         Returns:
             For every device: bytes of gradients that are reduced, bytes that each copy contributes to the gathering,
-                and bytes of memory that the update moves, ``[size]`` each.
+            and bytes of memory that the update moves, ``[size]`` each.
         """
         work = self.workload
         if copies == 1:
