@@ -18,9 +18,6 @@ from cordillera.partition import NOWHERE, Bins, imbalance, loads
 METHODS: dict[str, Callable[[list[float], int], Bins]] = {
     "list": partition.list_scheduling,
     "longest": partition.longest_processing_time,
-    "zigzag": partition.zigzag,
-    "differencing": partition.karmarkar_karp,
-    "equal differencing": lambda weights, bins: partition.karmarkar_karp(weights, bins, equal_counts=True),
     "two keys": lambda weights, bins: partition.two_key_greedy(weights, weights, bins, math.inf),
     "exact": partition.exact,
 }
@@ -92,31 +89,9 @@ def test_greedy_methods_keep_their_proven_bounds(weights: list[float], bins: int
 @given(weights=many, bins=st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
 def test_no_bin_exceeds_the_mean_by_more_than_an_item(weights: list[float], bins: int) -> None:
-    for method in (partition.list_scheduling, partition.longest_processing_time, partition.karmarkar_karp):
+    for method in (partition.list_scheduling, partition.longest_processing_time):
         found = loads(weights, method(weights, bins), bins)
         assert found.max() - found.mean() <= max(weights, default=0.0) + 1e-6
-
-
-def test_differencing_of_two_bins_is_the_textbook_example() -> None:
-    weights = [8.0, 7, 6, 5, 4]  # greedy leaves 16 and 14 apart by 4; differencing by 2
-    assert sorted(loads(weights, partition.karmarkar_karp(weights, 2), 2)) == [14, 16]
-    assert sorted(loads(weights, partition.longest_processing_time(weights, 2), 2)) == [13, 17]
-
-
-@given(weights=many, bins=st.integers(1, 9))
-@settings(max_examples=80, deadline=None)
-def test_equal_counts_differ_by_one_at_most(weights: list[float], bins: int) -> None:
-    for places in (partition.zigzag(weights, bins), partition.karmarkar_karp(weights, bins, equal_counts=True)):
-        counts = np.bincount(places, minlength=bins)
-        assert counts.max() - counts.min() <= (1 if len(weights) % bins else 0)
-
-
-@given(weights=many, bins=st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
-def test_a_zigzag_exceeds_another_bin_by_the_heaviest_item_at_most(weights: list[float], bins: int) -> None:
-    weights = weights[: len(weights) // bins * bins]
-    found = loads(weights, partition.zigzag(weights, bins), bins)
-    assert found.max() - found.min() <= max(weights, default=0.0) + 1e-6
 
 
 @given(

@@ -84,11 +84,7 @@ SHIPPED = {
 
 
 def calibration_for(device: Device) -> Calibration:
-    """Return the constants shipped for a device; for an unknown device, those of A100, which the provenance says.
-
-    Args:
-        device: Device, identified by its name.
-    """
+    """Return the constants shipped for a device by its name, or those of A100 with a provenance that says so."""
     known = SHIPPED.get(device.name)
     if known is not None:
         return known
@@ -96,13 +92,10 @@ def calibration_for(device: Device) -> Calibration:
 
 
 def whole(rows: float, columns: float, inner: float, count: float) -> ProductShape:
-    """Return the shape of a product in whole numbers, as it can be measured.
+    """Return the shape of a product in whole numbers, as it can be measured; see :meth:`CostModel.product`.
 
-    Args:
-        rows: Rows of the result.
-        columns: Columns of the result; may be fractional as a mean over layers.
-        inner: Length of the sums.
-        count: Number of equal products; below 1 if a device has a part of one.
+    The ``rows``, ``columns`` and ``inner`` length may be fractional as means over layers. The ``count`` of equal
+    products is below 1 if a device has a part of one.
     """
     return max(1, round(rows)), max(1, round(columns)), max(1, round(inner)), max(1, round(count))
 
@@ -133,9 +126,6 @@ class Products:
     @classmethod
     def read(cls, path: str | Path) -> Products:
         """Read a CSV file with the columns of :attr:`COLUMNS`, written by :meth:`write` or without a checksum by hand.
-
-        Args:
-            path: Path of the file.
 
         Raises:
             PlanError: If the file does not match its checksum, or holds mistakes; the message names line and column of
@@ -182,9 +172,6 @@ class Products:
     def write(self, path: str | Path) -> None:
         """Write the products as a CSV file, atomically; the first line is a checksum of the others.
 
-        Args:
-            path: Path of the file.
-
         Raises:
             PlanError: If the file cannot be written.
         """
@@ -207,11 +194,6 @@ class CostModel:
         device: Figures of the device's data sheet.
         calibration: Fitted constants that no data sheet gives.
         products: Products measured on the device; None to use the formula alone.
-
-    Attributes:
-        device: Figures of the device's data sheet.
-        calibration: Fitted constants.
-        products: Measured products, or None.
     """
 
     def __init__(self, device: Device, calibration: Calibration, products: Products | None = None) -> None:
@@ -233,15 +215,6 @@ class CostModel:
         one to hide the other. A measured shape takes its measured time. A shape near a measured one (the ratios of
         their sides multiply to less than 2) is scaled by the ratio of measurement to formula of the nearest; others
         follow the formula.
-
-        Args:
-            rows: Rows of the result.
-            columns: Columns of the result.
-            inner: Length of the sums.
-            count: Number of equal products.
-
-        Returns:
-            Seconds.
         """
         seconds = self._formula(rows, columns, inner, count)
         return seconds * self._measured(rows, columns, inner, count) if self._shapes else seconds
@@ -266,10 +239,7 @@ class CostModel:
     def linear(self, rows: float, outputs: float, inputs: float) -> tuple[float, float, float]:
         """Return the seconds of a linear layer's forward, its input gradient and its weight gradient.
 
-        Args:
-            rows: Number of tokens.
-            outputs: Width of the result.
-            inputs: Width of the input.
+        The layer maps ``rows`` tokens from a width of ``inputs`` to one of ``outputs``.
         """
         return (
             self.product(rows, outputs, inputs),

@@ -36,8 +36,6 @@ class CordilleraError(Exception):
         what: One sentence about what was wrong.
         where: Place of the mistake: a file with its row and column, an argument, or a path of the recipe.
         remedy: Advice on what to do about it.
-
-    Control characters are written as escapes (:func:`printable`).
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:

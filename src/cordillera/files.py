@@ -58,8 +58,8 @@ def read_text(
         remedy: Advice for the error.
 
     Raises:
-        CordilleraError: If the file is missing, too large, or not UTF-8, as ``error``; the message names the line and
-            column of the first wrong byte.
+        CordilleraError: If the file is missing, too large, or not UTF-8, as ``error``, which names the first wrong
+            byte.
     """
     path = Path(path)
     try:
@@ -90,18 +90,11 @@ def read_text(
 def parse_json(
     text: str | bytes, where: str, *, error: type[CordilleraError] = DataError, remedy: str | None = None
 ) -> Any:
-    """Return the value of a JSON text.
-
-    NaN, infinity and numbers beyond float64 are refused.
-
-    Args:
-        text: JSON.
-        where: Place that errors name.
-        error: Class of the error to raise.
-        remedy: Advice for the error.
+    """Return the value of a JSON ``text``; NaN, infinity and numbers beyond float64 are refused.
 
     Raises:
-        CordilleraError: If the text is not JSON, or nested too deeply, as ``error``.
+        CordilleraError: If the text is not JSON, or nested too deeply, as ``error`` with its place, ``where``, and
+            advice, ``remedy``.
     """
 
     def constant(name: str) -> NoReturn:
@@ -189,12 +182,10 @@ def _depth(text: str) -> int:
 
 
 def sealed_json(content: Mapping[str, Any], *, line: bool = False) -> str:
-    """Return the canonical JSON text of an object with a checksum as its last key.
+    """Return the canonical JSON text of ``content`` with a checksum as its last key; an existing one is left out.
 
-    Args:
-        content: Values of JSON with finite numbers; an existing checksum is left out.
-        line: Whether to write one line with a short checksum, for :func:`parse_sealed`; otherwise a file for
-            :func:`read_sealed`.
+    The content holds values of JSON with finite numbers. With ``line``, the text is one line with a short checksum, for
+    :func:`parse_sealed`; otherwise a file for :func:`read_sealed`.
     """
     plain = {key: value for key, value in content.items() if key != _SEAL}
     indent, digits = _LINE if line else _FILE

@@ -23,14 +23,7 @@ if TYPE_CHECKING:  # an optional adapter, never a dependency
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Compute offsets from lengths.
-
-    Args:
-        lengths: Integers of shape ``[B]``.
-
-    Returns:
-        ``int64 [B + 1]``: zero, followed by the running sum of ``lengths``.
-    """
+    """Return ``int64 [B + 1]``: zero, followed by the running sum of ``lengths``, integers ``[B]``."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets

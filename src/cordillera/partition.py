@@ -60,11 +60,7 @@ def _sized(sizes: ArrayLike | None, room: float | None, items: int) -> tuple[Wei
 
 
 def heaviest_first(weights: ArrayLike) -> Bins:
-    """Return the indices of the items from the heaviest to the lightest; equal ones keep their order.
-
-    Args:
-        weights: ``[n]``, finite and at least 0.
-    """
+    """Return the indices of the items from the heaviest to the lightest; equal ones keep their order."""
     return np.argsort(-_numbers(weights, "weights"), kind="stable")
 
 
@@ -111,90 +107,15 @@ def list_scheduling(weights: ArrayLike, bins: int, sizes: ArrayLike | None = Non
 def longest_processing_time(
     weights: ArrayLike, bins: int, sizes: ArrayLike | None = None, room: float | None = None
 ) -> Bins:
-    """Run :func:`list_scheduling` from the heaviest item to the lightest.
+    """Run :func:`list_scheduling`, with the same arguments and errors, from the heaviest item to the lightest.
 
-    Source: Graham 1969. Without sizes, no bin is heavier than ``4/3 - 1/(3m)`` times the optimum.
-
-    Args:
-        weights: ``[n]``, finite and at least 0.
-        bins: ``m``, number of bins.
-        sizes: ``[n]``, room that each item takes; None if bins hold anything.
-        room: Room of every bin; None if bins hold anything.
-
-    Raises:
-        DataError: If weights or sizes are negative or not finite, or there is less than one bin.
+    Source: Graham 1969. Without ``sizes`` and ``room``, no bin of ``bins`` is heavier than ``4/3 - 1/(3m)`` times the
+    optimum for these ``weights``.
     """
     work, order = _checked(weights, bins), heaviest_first(weights)
     needed, _ = _sized(sizes, room, len(work))
     places = np.empty(len(work), dtype=np.int64)
     places[order] = list_scheduling(work[order], bins, None if sizes is None else needed[order], room)
-    return places
-
-
-def zigzag(weights: ArrayLike, bins: int) -> Bins:
-    """Deal sorted items in rows of ``m``, every second row backwards; counts of bins differ by at most one.
-
-    Args:
-        weights: ``[n]``, finite and at least 0.
-        bins: ``m``, number of bins.
-
-    Raises:
-        DataError: If weights are negative or not finite, or there is less than one bin.
-    """
-    work = _checked(weights, bins)
-    row, column = np.divmod(np.arange(len(work)), bins)
-    places = np.empty(len(work), dtype=np.int64)
-    places[heaviest_first(work)] = np.where(row % 2, bins - 1 - column, column)
-    return places
-
-
-def karmarkar_karp(weights: ArrayLike, bins: int, equal_counts: bool = False) -> Bins:
-    """Largest differencing method: repeatedly merge the two partial partitions with the largest differences.
-
-    The heavy bins of one are merged with the light bins of the other. Source: Karmarkar and Karp 1982. With equal
-    counts, partial partitions begin with one of ``m`` successive items in each bin (Michiels et al. 2003).
-
-    Args:
-        weights: ``[n]``, finite and at least 0.
-        bins: ``m``, number of bins.
-        equal_counts: Whether the numbers of items in the bins may differ by at most one.
-
-    Raises:
-        DataError: If weights are negative or not finite, or there is less than one bin.
-    """
-    work = _checked(weights, bins)
-    if not len(work):
-        return np.empty(0, dtype=np.int64)
-    order = heaviest_first(work)
-    step = bins if equal_counts else 1
-    # A partial partition: loads of its bins, heaviest first, and the items of each as trees of pairs, which a merge
-    # does not copy.
-    heap: list[tuple[float, int, Weights, list[object]]] = []
-    for number, first in enumerate(range(0, len(order), step)):
-        items = order[first : first + step].tolist()
-        sums = np.zeros(bins)
-        sums[: len(items)] = work[items]
-        heap.append((float(sums[-1] - sums[0]), number, sums, [*items, *[None] * (bins - len(items))]))
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, one, of_one = heapq.heappop(heap)
-        _, _, two, of_two = heapq.heappop(heap)
-        sums = one + two[::-1]
-        order = np.argsort(-sums, kind="stable")
-        members: list[object] = [(of_one[i], of_two[-1 - i]) for i in order.tolist()]
-        sums = sums[order]
-        heapq.heappush(heap, (float(sums[-1] - sums[0]), number, sums, members))
-        number += 1
-    places = np.empty(len(work), dtype=np.int64)
-    for place, tree in enumerate(heap[0][3]):
-        stack = [tree]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, tuple):
-                stack += node
-            elif isinstance(node, int):
-                places[node] = place
     return places
 
 
@@ -241,11 +162,9 @@ def exact(
 ) -> Bins:
     """Find the partition with the lightest heaviest bin by HiGHS's branch and bound, for small cases.
 
+    The arguments ``weights``, ``bins``, ``sizes`` and ``room`` are those of :func:`list_scheduling`.
+
     Args:
-        weights: ``[n]``, finite and at least 0.
-        bins: ``m``, number of bins.
-        sizes: ``[n]``, room that each item takes; None if bins hold anything.
-        room: Room of every bin; None if bins hold anything.
         seconds: Time limit in seconds.
         gap: Largest relative excess of the heaviest bin over the proven bound.
 
@@ -287,12 +206,9 @@ def exact(
 
 
 def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
-    """Return the weight of every bin: ``[m]``.
+    """Return the weight of every bin: ``[m]``; items at :data:`NOWHERE` do not count.
 
-    Args:
-        weights: ``[n]``.
-        places: The bin of each item; items at :data:`NOWHERE` do not count.
-        bins: ``m``, number of bins.
+    The items have ``weights`` and ``places`` among the ``bins``, ``[n]`` each.
     """
     inside, found = places != NOWHERE, np.zeros(bins)
     np.add.at(found, places[inside], np.asarray(weights, dtype=np.float64)[inside])
@@ -300,11 +216,7 @@ def loads(weights: ArrayLike, places: Bins, bins: int) -> Weights:
 
 
 def imbalance(loads: ArrayLike) -> float:
-    """Return the weight of the heaviest bin divided by the mean; 1 if all are empty.
-
-    Args:
-        loads: ``[m]``, weights of the bins.
-    """
+    """Return the weight of the heaviest bin divided by the mean; 1 if all are empty."""
     values = np.asarray(loads, dtype=np.float64)
     mean = values.mean()
     return float(values.max() / mean) if mean else 1.0

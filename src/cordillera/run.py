@@ -71,11 +71,9 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
-    """Raise system errors during a write, such as a full or read-only disk, as :class:`RunError`.
+    """Raise system errors while ``path`` is written, such as a full or read-only disk, as :class:`RunError`.
 
-    Args:
-        path: Path of the file that is written.
-        remedy: Advice for the error. Default: advice for files of a run.
+    The default ``remedy`` is advice for files of a run.
 
     Raises:
         RunError: If the file cannot be written.
@@ -100,10 +98,7 @@ def disk_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
 def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
     """Write a text file to a temporary name and rename it, so that readers see either the old file or the new one.
 
-    Args:
-        path: Path of the file.
-        text: Content of the file.
-        new: Whether to refuse a file that exists, so that only one of several processes creates it.
+    With ``new``, the ``text`` is refused if ``path`` exists, so that only one of several processes creates the file.
 
     Raises:
         RunError: If the file cannot be written, or exists although ``new`` is set.
@@ -271,11 +266,7 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path | str, recipe: str) -> Run:
-        """Make a run folder.
-
-        Args:
-            folder: Path of the folder; missing parents are made.
-            recipe: The resolved recipe as TOML.
+        """Make a run folder with a resolved ``recipe`` as TOML; missing parents of ``folder`` are made.
 
         Raises:
             RunError: If the folder exists and is not empty, or cannot be written.
@@ -422,14 +413,7 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", kept)
 
     def write_status(self, ended: str | None, step: int, steps: int, why: str = "") -> None:
-        """Write ``status.json``; see :class:`RunStatus`.
-
-        Args:
-            ended: The way in which training ended; None while it runs.
-            step: Step of the newest checkpoint, or the last step once training has ended.
-            steps: Number of steps that training is to take.
-            why: Error that ended training; empty without one.
-        """
+        """Write ``status.json``; ``ended``, ``step``, ``steps`` and ``why`` are those of :class:`RunStatus`."""
         path, records = self.folder / "metrics.jsonl", 0
         if path.exists():
             with open(path, "rb") as file:
@@ -452,11 +436,9 @@ class Run:
         return RunStatus(**{name: content[name] for name in kinds})
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> Path:
-        """Write an object as a JSON file of the folder; its last key, ``seal``, is a checksum of the others.
+        """Write an object as the file ``name`` of the folder; its last key, ``seal``, is a checksum of the others.
 
-        Args:
-            name: Name of the file.
-            content: Object to write; numbers that are not finite become null.
+        Numbers in ``content`` that are not finite become null.
         """
         path = self.folder / name
         write_atomically(path, sealed_json(_plain(content)))

@@ -54,15 +54,11 @@ def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], content:
 
 
 def read_tensors(path: Path, kind: str, remedy: str) -> tuple[dict[str, Tensor], Any]:
-    """Read the tensors and the content of a file from :func:`write_tensors`.
-
-    Args:
-        path: Path of the file.
-        kind: Required kind.
-        remedy: Advice for the error.
+    """Read the tensors and the content of a file from :func:`write_tensors`; errors give advice, ``remedy``.
 
     Raises:
-        NumericsError: If there is no such file, it is of another kind, or it has changed since it was written.
+        NumericsError: If there is no such file at ``path``, it is not of this ``kind``, or it has changed since it was
+            written.
     """
     where = str(path)
     if not path.is_file():

@@ -50,12 +50,7 @@ def explain(
 
 
 def known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """Return the keys of a file that are allowed at a place in it; none if there is no section.
-
-    Args:
-        model: Model of the whole file.
-        path: Keys and numbers that lead to the place.
-    """
+    """Return the keys that ``model`` allows at the place in a file to which ``path`` leads; none without a section."""
     here: type[BaseModel] | None = model
     for part in path:
         if isinstance(part, str):

@@ -258,12 +258,7 @@ class Topology(BaseModel):
         return device if level < 0 else bisect_right(self._ends[level], device)
 
     def shared_level(self, a: int, b: int) -> int:
-        """Return the innermost level with a domain that holds both devices.
-
-        Args:
-            a: First device.
-            b: Second device; for the same device the result is -1.
-        """
+        """Return the innermost level with a domain that holds devices ``a`` and ``b``; -1 if they are the same."""
         level = -1
         while self.domain(a, level) != self.domain(b, level):
             level += 1
@@ -272,11 +267,7 @@ class Topology(BaseModel):
     def member_bytes_per_s(self, level: int, member: int) -> float:
         """Return the capacity in each direction of the link from a member into its domain, bytes/s.
 
-        A member is a domain of the level below.
-
-        Args:
-            level: Position of the level.
-            member: Index of the member, counted over the whole cluster.
+        A ``member`` of a ``level`` is a domain of the level below, counted over the whole cluster.
         """
         one = self.levels[level]
         part = (one.planes - one.planes_lost) / one.planes
@@ -321,12 +312,7 @@ class Topology(BaseModel):
         return self._offsets[level] + 2 * member + inwards
 
     def route(self, a: int, b: int) -> tuple[tuple[int, ...], float]:
-        """Return the resources on the way from one device to another, and the one-way latency in seconds.
-
-        Args:
-            a: Device that sends.
-            b: Device that receives.
-        """
+        """Return the resources on the way from device ``a`` to device ``b``, and the one-way latency in seconds."""
         top = self.shared_level(a, b)
         if top < 0:
             return (), 0.0
@@ -422,15 +408,10 @@ def _times(value: object, change: str, path: str) -> float:
 
 
 def validate(model: type[AnyModel], content: Mapping[str, Any], source: str) -> AnyModel:
-    """Make a description from plain values.
-
-    Args:
-        model: Type of the description, such as :class:`Topology`.
-        content: Content of a TOML file.
-        source: Name of the file in errors.
+    """Make a description of the type ``model``, such as :class:`Topology`, from the content of a TOML file.
 
     Raises:
-        PlanError: If values are wrong; the message lists every mistake.
+        PlanError: If values in ``content`` are wrong; the message names ``source`` and lists every mistake.
     """
     try:
         return model.model_validate(content)
@@ -485,12 +466,9 @@ def parse(source: str | Path, package: str, kind: str) -> dict[str, Any]:
 
 
 def write(texts: Mapping[Path, str]) -> None:
-    """Write several files to temporary names and rename them once all are written.
+    """Write several files, ``texts`` by path, to temporary names and rename them once all are written.
 
     Missing folders are created. If a file cannot be written, no file is changed and no temporary file remains.
-
-    Args:
-        texts: Content of each file, by path.
 
     Raises:
         PlanError: If a file cannot be written.
@@ -536,10 +514,7 @@ def _remove(made: list[Path]) -> None:
 
 
 def check_writable(*paths: Path) -> None:
-    """Check before the work whether :func:`write` could write to paths; leave nothing behind.
-
-    Args:
-        paths: Paths of files, which need not exist.
+    """Check before the work whether :func:`write` could write to paths, which need not exist; leave nothing behind.
 
     Raises:
         PlanError: If a folder cannot be created or written to, or a path is a folder.
@@ -560,13 +535,9 @@ def check_writable(*paths: Path) -> None:
 
 
 def read(model: type[AnyModel], source: str | Path, package: str, kind: str) -> AnyModel:
-    """Read a description by its shipped name or its path.
+    """Read a description of the type ``model`` by its shipped name or its path.
 
-    Args:
-        model: Type of the file's content.
-        source: Name or path.
-        package: Package that holds the shipped files.
-        kind: Kind of the file in errors: cluster, workload.
+    The arguments ``source``, ``package`` and ``kind`` are those of :func:`parse`.
 
     Raises:
         PlanError: If there is no such file, or its values are wrong; the message lists every mistake.

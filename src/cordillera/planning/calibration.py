@@ -68,10 +68,8 @@ class MeasuredStep:
 def read(path: str | Path) -> list[MeasuredStep]:
     """Read measured steps of Megatron-LM-like training (1F1B, full recomputation) from a CSV file.
 
-    Args:
-        path: Path of a file with the columns of :data:`COLUMNS`, by either name. The columns ``recompute`` (none,
-            selective, full), ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` are
-            optional.
+    The file has the columns of :data:`COLUMNS`, by either name. The columns ``recompute`` (none, selective, full),
+    ``sequence_parallel`` (0 or 1), ``chunks``, ``vocabulary``, ``kv_heads`` and ``ffn`` are optional.
 
     Raises:
         PlanError: If the file cannot be read or holds mistakes; the message names line and column of each.
@@ -120,13 +118,7 @@ def _measurement(table: Measurements, line: int, cells: Cells) -> MeasuredStep |
 
 
 def predict(measurement: MeasuredStep, topology: Topology, cost: CostModel) -> Estimate:
-    """Return the analytic estimate of a measured step.
-
-    Args:
-        measurement: Measured step.
-        topology: Cluster of the measurement.
-        cost: Cost model of the devices.
-    """
+    """Return the analytic estimate of a ``measurement`` on a ``topology``; ``cost`` is the model of its devices."""
     mesh = Mesh.of(topology, measurement.layout)
     return PlannedJob(measurement.workload, mesh, measurement.layout, cost).estimate()
 
@@ -140,7 +132,7 @@ def fit(
     slow nodes have little influence.
 
     Args:
-        measurements: Measured steps, at least as many as constants.
+        measurements: Measured steps on ``topology``, at least as many as constants.
         topology: Cluster of the measurements.
         start: Other constants; None for the defaults.
         provenance: Origin of the measurements.
@@ -200,14 +192,10 @@ class CalibrationAccuracy:
 
 
 def accuracy(measurements: Iterable[MeasuredStep], predicted: Iterable[float]) -> CalibrationAccuracy:
-    """Compare predictions with measurements.
+    """Compare ``predicted`` seconds with ``measurements``, in the same order.
 
     A planner chooses the plan that is predicted fastest; among those within 1 % of it, one with the smallest
     microbatch, which needs the least memory.
-
-    Args:
-        measurements: Measured steps.
-        predicted: Predicted seconds, in the same order.
     """
     pairs = list(zip(measurements, predicted, strict=True))
     errors = [abs(seconds / one.seconds - 1) for one, seconds in pairs]

@@ -43,11 +43,9 @@ class _Repeats(Protocol[_Taken]):
 
 
 def sensitivity(explorer: _Repeats[AnyPlan], plans: Mapping[str, AnyPlan]) -> Sensitivity | None:
-    """Simulate plans again on changed networks; return None for a cluster of one level.
+    """Simulate ``plans`` on changed networks of the cluster of ``explorer``; return None for a cluster of one level.
 
-    Args:
-        explorer: Explorer with the cluster.
-        plans: Plans by name, the best one first.
+    The plans are given by name, the best one first.
     """
     topology = explorer.topology
     if len(topology.levels) < 2:

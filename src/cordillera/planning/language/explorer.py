@@ -86,22 +86,16 @@ def _divisors(number: int, limit: int) -> list[int]:
 def inner_degrees(workload: Workload, host: int) -> list[tuple[int, int]]:
     """Return the pairs of tensor and context degrees to try, which determine what a device computes for a layer.
 
-    Args:
-        workload: Workload to train.
-        host: Number of devices of a host, within which tensor parallelism stays.
+    Tensor parallelism of the ``workload`` stays within the ``host`` devices of a host.
     """
     return list(product(_powers(host), _powers(max(1, workload.sequence // _SHORTEST_PART))))
 
 
 def layouts(workload: Workload, topology: Topology, devices: int) -> Iterator[Layout]:
-    """Iterate over the layouts of a number of devices.
+    """Iterate over the layouts of a ``workload`` on a number of ``devices``.
 
-    Tensor, context and expert degrees are powers of two; pipelines may have any length.
-
-    Args:
-        workload: Workload to train.
-        topology: Cluster, whose hosts limit tensor parallelism.
-        devices: Number of devices in use.
+    Tensor, context and expert degrees are powers of two; tensor parallelism stays within a host of ``topology``;
+    pipelines may have any length.
     """
     model = workload.model
     experts = _powers(model.experts.count) if model.experts is not None else [1]
@@ -153,12 +147,7 @@ def _shards(topology: Topology, layout: Layout) -> list[int]:
 
 
 def divisible(workload: Workload, topology: Topology) -> set[int]:
-    """Return the numbers of devices of a cluster over which the batch and the layers can be divided.
-
-    Args:
-        workload: Workload to train.
-        topology: The cluster.
-    """
+    """Return the numbers of devices of ``topology`` over which batch and layers of ``workload`` can be divided."""
     powers = _powers(max(topology.sizes[0]) * max(1, workload.sequence // _SHORTEST_PART))
     copies = _divisors(workload.batch, topology.devices)
     flat = {a * b for a, b in product(powers, copies) if a * b <= topology.devices}
@@ -170,7 +159,7 @@ class Explorer:
 
     Args:
         workload: Workload to train.
-        topology: The cluster.
+        topology: Cluster to train on.
         calibration: Constants of the cost model; None for those shipped for the device.
         products: Matrix products measured on the device; None to use the constants alone.
         devices: Number of devices in use; None for all.
@@ -207,13 +196,10 @@ class Explorer:
         network: Mapping[str, NetworkSettings],
         shared: dict[Any, Any] | None = None,
     ) -> PlannedJob:
-        """Return the job of a layout on the cluster.
+        """Return the job of a ``layout`` on the cluster, with its dimensions in ``order``, innermost first.
 
-        Args:
-            layout: Degrees of parallelism.
-            order: Order of the dimensions, innermost first.
-            network: Network settings by level.
-            shared: Cache of what jobs with the same settings have in common; it is filled.
+        ``network`` holds the settings by level. ``shared`` caches what jobs with the same settings have in common; it
+        is filled.
         """
         return PlannedJob(self.workload, Mesh.of(self.topology, layout, order), layout, self.cost, network, shared)
 
@@ -285,12 +271,7 @@ class Explorer:
         return max(one for one in (1, 2, 4) if one * layout.pipeline <= self.workload.model.layers)
 
     def again(self, plan: Plan, topology: Topology) -> SimulatedStep:
-        """Simulate an unchanged plan on another cluster, to see the effect of a changed network.
-
-        Args:
-            plan: Plan with degrees, order, schedule and settings.
-            topology: Cluster with at least as many devices.
-        """
+        """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices."""
         mesh, cost = Mesh.of(topology, plan.layout, plan.order), self.cost
         if topology.device != self.topology.device:  # no products were measured on that device
             cost = CostModel(topology.device, cost.calibration)
@@ -440,10 +421,8 @@ class Explorer:
     def outlook(self, chunks: Collection[int]) -> float:
         """Return the estimated seconds of the fastest of a few layouts that fit, or infinity if none does.
 
-        The layouts have one sequence per microbatch and do not shard weights.
-
-        Args:
-            chunks: Allowed numbers of chunks of a pipeline rank.
+        The layouts have one sequence per microbatch and one of the given numbers of chunks per pipeline rank, and do
+        not shard weights.
         """
         best, network, shared = math.inf, tuned_network(self.topology), {}  # type: ignore[var-annotated]
         for layout in self._possible(Exploration()):
@@ -458,13 +437,8 @@ class Explorer:
     ) -> None:
         """Move from the best plan to a better neighbour, as long as there is one.
 
-        Neighbours differ in one respect. The estimate that chose the first plans ignores latencies and knows one
-        schedule only; this search corrects it.
-
-        Args:
-            jobs: Jobs in the order of their estimates.
-            simulated: Function that returns the plan of a job.
-            begin: Plans found so far.
+        Neighbours differ in one respect; ``jobs`` are tried in the order of their estimates. The estimate that chose
+        the first plans ignores latencies and knows one schedule only; this search corrects it.
         """
         best = min(begin, key=lambda plan: plan.seconds, default=None)
         better = best
@@ -489,9 +463,7 @@ class Explorer:
         return needed <= self._limit
 
     def _least_memory(self, job: PlannedJob) -> float:
-        """Return the bytes on the fullest device under the schedule that holds least: ZBV with two chunks, else
-        1F1B.
-        """
+        """Return the bytes on the fullest device under the schedule that holds least: ZBV for two chunks, or 1F1B."""
         part = 2 / 3 if job.layout.chunks == 2 else 1.0
         return max(sum(rank.values()) - (1 - part) * rank["activations"] for rank in job.memory)
 

@@ -125,7 +125,7 @@ class PlannedJob(Fabric):
         mesh: Placement of the ranks.
         layout: Sizes of the dimensions of parallelism.
         cost: Cost model of the devices.
-        network: Settings of each level above hosts, by name; None for links without losses or waiting.
+        network: Settings of each level above hosts, as in :class:`Fabric`.
         shared: Cache for jobs with the same number of devices, cluster, cost and network; it is filled.
     """
 
@@ -149,13 +149,9 @@ class PlannedJob(Fabric):
     def gather(self, size: float, count: int, stride: int) -> float:
         """Return the seconds of an all-gather or a reduce-scatter, as one ring or level by level, whichever is faster.
 
-        With :attr:`cordillera.cost.Calibration.one_ring`, only the ring is considered for groups with several devices
-        of a host that are not neighbours, as in data parallelism around tensor parallelism over less than a host.
-
-        Args:
-            size: Bytes of the whole.
-            count: Number of devices of a group.
-            stride: Distance between consecutive devices of a group.
+        The whole has ``size`` bytes; a group has ``count`` devices at a distance of ``stride``. With
+        :attr:`cordillera.cost.Calibration.one_ring`, only the ring is considered for groups with several devices of a
+        host that are not neighbours, as in data parallelism around tensor parallelism over less than a host.
         """
         if count == 1:
             return 0.0
@@ -185,24 +181,14 @@ class PlannedJob(Fabric):
         return ring, tuple(found) if tuple(found) != ((ring,),) else ()
 
     def all_reduce(self, dimension: str, size: float) -> float:
-        """Return the seconds of an all-reduce over a dimension.
-
-        Args:
-            dimension: Dimension of the mesh.
-            size: Bytes that each device contributes and receives.
-        """
+        """Return the seconds to all-reduce ``size`` bytes, the whole vector of a device, over a ``dimension``."""
         return 2 * self.gather(size, self.mesh.size(dimension), self.mesh.stride(dimension))
 
     def among_copies(self, size: float, count: int, apart: int = 1) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter of weights or their gradients.
+        """Return the seconds to all-gather or reduce-scatter ``size`` bytes of weights or their gradients.
 
-        The context-parallel devices hold copies as well: the share of each is gathered over the other copies first,
-        then over the context-parallel devices.
-
-        Args:
-            size: Bytes of the whole.
-            count: Number of copies of a group.
-            apart: Distance between consecutive copies of a group.
+        A group has ``count`` copies at a distance of ``apart`` copies. The context-parallel devices hold copies as
+        well: the share of each is gathered over the other copies first, then over the context-parallel devices.
         """
         context, seconds = self.layout.context, 0.0
         if context > 1:
@@ -262,12 +248,8 @@ class PlannedJob(Fabric):
         """Return a part of the model with sharded weights gathered during the computation of the part before it.
 
         Weights are gathered once in the forward and once in the backward, which also scatters the gradients (Zhao et
-        al. 2023, section 3.3); time beyond the computation is waited for.
-
-        Args:
-            one: Seconds with all weights at hand.
-            plain: Number of parameters on a device.
-            mixed: Number of parameters of experts on a device.
+        al. 2023, section 3.3); time beyond the computation is waited for. A device holds ``plain`` parameters and
+        ``mixed`` ones of experts.
         """
         layout = self.layout
         if not layout.shard_weights:
@@ -333,16 +315,11 @@ class PlannedJob(Fabric):
         return [seconds[edges] for edges in boundaries]
 
     def meeting(self, boundary: int) -> tuple[float, float]:
-        """Return how messages after a pipeline rank and the concurrent reduction of gradients slow each other.
+        """Return how messages after a pipeline ``boundary`` and the concurrent reduction of gradients slow each other.
 
         On every link that both use, pairs that send as equals have max-min fair shares; if messages have priority, the
-        reduction gets the rest.
-
-        Args:
-            boundary: Boundary of the pipeline.
-
-        Returns:
-            Factor by which the message takes longer, and the part of its rate that the reduction loses meanwhile.
+        reduction gets the rest. The result is the factor by which the message takes longer, and the part of its rate
+        that the reduction loses meanwhile.
         """
         edges = self.mesh.boundary(boundary)
         if edges not in self._meetings:
@@ -439,11 +416,9 @@ class PlannedJob(Fabric):
         return [range(rank, self.layout.stages, p) for rank in range(p)]
 
     def held(self, stages: Sequence[int], live: int) -> dict[str, float]:
-        """Return the bytes on a device, by cause.
+        """Return the bytes on a device, by cause, of a rank with these ``stages``.
 
-        Args:
-            stages: Stages that its rank holds.
-            live: Number of microbatches of a stage whose activations it holds at a time.
+        The rank holds the activations of ``live`` microbatches of a stage at a time.
         """
         activations = live * max(map(self.stage_layers.__getitem__, stages)) * self.layer_activations
         return {**self._state(*self._counted(stages)), "activations": activations}

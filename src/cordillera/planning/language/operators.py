@@ -44,14 +44,9 @@ class _ProductsAlone(CostModel):
 def shapes(workload: Workload, device: Device, host: int) -> list[ProductShape]:
     """Return the products of one device, over the degrees and the microbatches that a search tries.
 
-    Args:
-        workload: Workload to train.
-        device: Device, whose figures do not matter.
-        host: Number of devices of a host, within which tensor parallelism stays.
-
-    Returns:
-        ``(rows, columns, inner, count)`` of each product in ascending order; see
-        :meth:`cordillera.cost.CostModel.product`.
+    Tensor parallelism of the ``workload`` stays within the ``host`` devices of a host. The figures of ``device`` do not
+    matter. Each product is ``(rows, columns, inner, count)``, in ascending order; see
+    :meth:`cordillera.cost.CostModel.product`.
     """
     listing = _Listing(device)
     for (tensor, context), microbatch in product(inner_degrees(workload, host), MICROBATCHES):
@@ -63,17 +58,10 @@ def shapes(workload: Workload, device: Device, host: int) -> list[ProductShape]:
 
 
 def measured_share(workload: Workload, layout: Layout, cost: CostModel) -> float:
-    """Return the share of the time of a step's matrix products, over all devices, that rests on measured shapes.
+    """Return the share, from 0 to 1, of the time of a step's matrix products that rests on shapes measured in ``cost``.
 
-    Fused attention and collectives do not count as matrix products.
-
-    Args:
-        workload: Workload to train.
-        layout: How it is cut.
-        cost: Cost model, possibly with measured products.
-
-    Returns:
-        Share from 0 to 1.
+    The products are those of all devices for a ``workload`` in a ``layout``. Fused attention and collectives do not
+    count as matrix products.
     """
 
     def seconds(counted: set[ProductShape] | None) -> float:

@@ -100,12 +100,7 @@ class Exploration:
     alone: dict[SearchDimension, Plan] = field(default_factory=dict)
 
     def take(self, dimension: SearchDimension, smaller: Exploration) -> None:
-        """Add the results of a search of one dimension.
-
-        Args:
-            dimension: Dimension that was searched.
-            smaller: Results of that search, including the plan that it began with.
-        """
+        """Add the results of a search of one ``dimension``; ``smaller`` includes the plan that it began with."""
         self.plans += smaller.plans
         self.alone[dimension] = min(smaller.plans, key=lambda plan: plan.seconds)
         self.estimated += smaller.estimated

@@ -66,6 +66,9 @@ def stage_seconds(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
         schedule: Schedule, which assigns stages to ranks.
         slow: Factors by which pipeline ranks compute longer; None for none. Tensor-parallel collectives keep their
             time, and are part of all actions of a stage alike.
+
+    Raises:
+        PlanError: If the numbers of stages differ.
     """
     if len(job.stages) != schedule.stages:
         raise PlanError(f"{len(job.stages)} stages", where=f"schedule {schedule.name}", remedy=f"{schedule.stages}")
@@ -103,23 +106,13 @@ def ways(job: PlannedJob) -> dict[tuple[int, int], Way]:
 
 
 def held(job: PlannedJob, schedule: Schedule) -> tuple[dict[str, float], ...]:
-    """Return the bytes on a device of each pipeline rank under a schedule, by cause.
-
-    Args:
-        job: Workload and its layout.
-        schedule: Schedule, which determines the live microbatches.
-    """
+    """Return the bytes on a device of each rank of ``job``, by cause; ``schedule`` sets the live microbatches."""
     ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     return tuple(job.held(stages, schedule.peak(rank)) for rank, stages in enumerate(ranks))
 
 
 def last_backwards(schedule: Schedule, rank: int) -> dict[int, int]:
-    """Return the position of the last backward of each stage of a rank, in ascending order.
-
-    Args:
-        schedule: Schedule of the pipeline.
-        rank: Rank in the pipeline.
-    """
+    """Return the position of the last backward of each stage of a ``rank`` of ``schedule``, in ascending order."""
     lasts = {a.stage: i for i, a in enumerate(schedule.actions[rank]) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     return dict(sorted(lasts.items(), key=lambda item: item[1]))
 
@@ -132,7 +125,7 @@ def reduced(
     reduce: Callable[[int], float],
     delayed: Mapping[tuple[int, int], float] | None = None,
 ) -> Any:
-    """Return when a rank has reduced its gradients; an array if times are arrays.
+    """Return when a ``rank`` of ``job`` has reduced its gradients under ``schedule``; an array if times are arrays.
 
     Reduction begins when the last backward is done. If the layout overlaps gradients, it runs layer by layer during the
     backward of the last microbatch, one layer after the other and beside the remaining computation.
@@ -164,24 +157,16 @@ def reduced(
 
 
 def optimizer_seconds(job: PlannedJob, schedule: Schedule, rank: int) -> float:
-    """Return the seconds of a rank's optimizer.
-
-    Args:
-        job: Workload and its layout.
-        schedule: Schedule, which assigns stages to ranks.
-        rank: Rank in the pipeline.
-    """
+    """Return the seconds of the optimizer of ``job`` for the stages that ``schedule`` assigns to a ``rank``."""
     return job.cost.optimizer(job.updated(schedule.stages_of(rank)))
 
 
 def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float] | None = None) -> SimulatedStep:
-    """Simulate a step: the pipeline, then :func:`reduced`, then the optimizer; it ends with the last rank.
+    """Simulate a step of ``job``: the pipeline by ``schedule``, then :func:`reduced`, then the optimizer.
 
-    Args:
-        job: Workload and its layout.
-        schedule: Schedule of the pipeline.
-        slow: Factors by which pipeline ranks compute longer because of a slow device; None for none. The copy with the
-            slow device is simulated, because all others wait for it to reduce their gradients.
+    The step ends with the last rank. ``slow`` gives factors by which pipeline ranks compute longer because of a slow
+    device; None for none. The copy with the slow device is simulated, because all others wait for it to reduce their
+    gradients.
     """
     slow = slow or {}
     ranks = range(schedule.ranks)
@@ -216,11 +201,7 @@ def simulate_step(job: PlannedJob, schedule: Schedule, slow: Mapping[int, float]
 
 
 def families(job: PlannedJob) -> dict[str, Callable[[], Schedule]]:
-    """Return the schedules that a layout can run, by name.
-
-    Args:
-        job: Job, whose number of chunks determines the schedules.
-    """
+    """Return the schedules that a job's layout can run, by name; they depend on its number of chunks."""
     p, m, v = job.layout.pipeline, job.microbatches, job.layout.chunks
     if p == 1:
         return {"1f1b": lambda: one_forward_one_backward(1, m)} if v == 1 else {}

@@ -44,7 +44,7 @@ class Case:
     """A departure from the plan, and the resulting step.
 
     Attributes:
-        what: The departure, in words.
+        what: Departure from the plan, in words.
         seconds: Seconds of a step.
         devices: Number of devices that take part in the step.
         note: Further remarks, in words.
@@ -58,11 +58,7 @@ class Case:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, before: float) -> float:
-        """Return the relative change of steps per second, rounded to the hundredth of a percent; negative if slower.
-
-        Args:
-            before: Seconds of a step before.
-        """
+        """Return the change of steps per second since a step took ``before`` seconds; 0.01 is 1 % faster."""
         return round(before / self.seconds - 1, 4) + 0.0  # never -0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -71,11 +67,7 @@ class Case:
 
 
 def check(slow: float | None = None, jitter: float | None = None) -> None:
-    """Check that a factor and a jitter are in range.
-
-    Args:
-        slow: Factor of :func:`slow_device`, or None.
-        jitter: Jitter of :func:`jittered`, or None.
+    """Check the factor ``slow`` of :func:`slow_device` and the ``jitter`` of :func:`jittered`; None passes.
 
     Raises:
         PlanError: If a value is too small, too large or not finite.
@@ -86,14 +78,7 @@ def check(slow: float | None = None, jitter: float | None = None) -> None:
 
 
 def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Case:
-    """Simulate an unchanged plan on a changed cluster.
-
-    Args:
-        explorer: Explorer that found the plan.
-        plan: The plan.
-        change: The change, in words.
-        topology: The changed cluster.
-    """
+    """Simulate an unchanged ``plan`` of ``explorer`` on a changed ``topology``; ``change`` says in words how."""
     step, room = explorer.again(plan, topology), topology.device.memory_bytes
     over = step.memory_bytes > room
     note = f"but it needs {step.memory_bytes / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if over else ""
@@ -101,16 +86,11 @@ def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Ca
 
 
 def slow_device(explorer: Explorer, plan: Plan, factor: float) -> Case:
-    """Simulate one device that computes more slowly, at the place where it does most harm.
+    """Simulate one device that computes ``factor`` times as long, at the place where it does most harm.
 
     The tensor-parallel devices beside it wait in their collectives, so its whole pipeline rank is slow; other ranks
     wait for messages; other copies of the model wait to reduce gradients. The step is therefore that of the copy that
-    holds the device, and lies between the plan's step and ``factor`` times that.
-
-    Args:
-        explorer: Explorer that found the plan.
-        plan: The plan.
-        factor: Factor by which the device computes longer.
+    holds the device, and lies between the step of ``plan``, which ``explorer`` found, and ``factor`` times that.
 
     Raises:
         PlanError: If the factor is below 1 or too large.
@@ -145,7 +125,7 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
 
     Args:
         explorer: Explorer that found the plan.
-        plan: The plan.
+        plan: Plan to simulate.
         jitter: Mean addition to a latency, as a part of the latency.
         draws: Number of steps.
         seed: Seed of the draws.
@@ -179,17 +159,11 @@ def jittered(explorer: Explorer, plan: Plan, jitter: float, draws: int = DRAWS, 
 
 
 def jitter(explorer: Explorer, plan: Plan, part: float, draws: int = DRAWS, seed: int = 0) -> Case:
-    """Return the median and the 99th percentile of a step with varying latencies; see :func:`jittered`.
+    """Return the median and the 99th percentile of a step with varying latencies.
 
     All copies of the model wait for the last of them, so the quantile ``q`` of a step with ``D`` copies is the quantile
-    ``q ** (1 / D)`` of one copy.
-
-    Args:
-        explorer: Explorer that found the plan.
-        plan: The plan.
-        part: Mean addition to a latency, as a part of the latency.
-        draws: Number of steps of one copy.
-        seed: Seed of the draws.
+    ``q ** (1 / D)`` of one copy. The arguments ``explorer``, ``plan``, ``draws`` and ``seed`` are those of
+    :func:`jittered`, and ``part`` is its jitter.
 
     Raises:
         PlanError: If ``part`` is negative, too large or not finite.
@@ -216,16 +190,16 @@ def replan(
     only: Iterable[SearchDimension] = ALL,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Explorer, Exploration]:
-    """Search again on the rest of a cluster, with as many devices as can be used well.
+    """Search again on the rest of a cluster, ``topology``, with as many devices as can be used well.
 
     If the batch and the layers cannot be divided over all remaining devices, or only into a pipeline of awkward length,
     fewer are used: the number whose best layout is estimated to be the fastest. Numbers are tried from the largest down
-    until no smaller one could be faster with each device as productive as before.
+    until no smaller one could be faster with each device as productive as in ``plan``, which ``explorer`` found.
 
     Args:
-        explorer: Explorer that found the plan.
-        plan: The plan before.
-        topology: The remaining cluster.
+        explorer: Explorer of the whole cluster.
+        plan: Plan on the whole cluster.
+        topology: Remaining cluster.
         only: Dimensions to search.
         progress: Function called with a sentence from time to time.
 
@@ -256,11 +230,7 @@ def replan(
 
 
 def survivors(topology: Topology, domain: str) -> Topology:
-    """Return a cluster without one domain.
-
-    Args:
-        topology: The cluster.
-        domain: ``building``, or ``building:1`` for the second of them.
+    """Return a cluster, ``topology``, without one ``domain``: ``building``, or ``building:1`` for the second of them.
 
     Raises:
         PlanError: If there is no such domain, or nothing else.
@@ -278,14 +248,9 @@ def lost(
     only: Iterable[SearchDimension] = ALL,
     progress: Callable[[str], None] | None = None,
 ) -> Case:
-    """Search for a new plan after a domain is lost.
+    """Search for a new plan after a ``domain``, in the notation of :func:`survivors`, is lost.
 
-    Args:
-        explorer: Explorer that found the plan.
-        plan: The plan before.
-        domain: Domain in the notation of :func:`survivors`.
-        only: Dimensions to search.
-        progress: Function called with a sentence from time to time.
+    The other arguments, ``explorer``, ``plan``, ``only`` and ``progress``, are those of :func:`replan`.
 
     Raises:
         PlanError: If there is no such domain, or no plan without it.

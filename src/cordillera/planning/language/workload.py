@@ -146,10 +146,9 @@ class Transformer(BaseModel):
         return total
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return the FLOPs of a forward and a backward without recomputation; masked scores are not counted.
+        """Return the FLOPs of a token's forward and backward in a ``sequence`` of so many tokens.
 
-        Args:
-            sequence: Number of tokens of a sequence.
+        Recomputation and masked scores are not counted.
         """
         return 6.0 * self.active_parameters + 6.0 * self.layers * sequence * self.queries
 
@@ -303,13 +302,9 @@ def _nearest(value: int, of: int) -> str:
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of every stage, as equal as possible, with the fewest on the first and last stages.
+    """Return the number of ``layers`` of each of ``stages``, as equal as possible, with the fewest at both ends.
 
     Both ends also carry an embedding (Llama 3, section 3.3.2, takes a layer from each).
-
-    Args:
-        layers: Number of layers of the model.
-        stages: Number of stages of the pipeline.
     """
     fewest, more = divmod(layers, stages)
     if not more:
@@ -379,14 +374,10 @@ class LayerSeconds:
 
 
 def activation_bytes(workload: Workload, layout: Layout) -> float:
-    """Return the bytes of activations of one layer for one microbatch on one device.
+    """Return the bytes of activations of one layer for one microbatch of a ``workload`` in a ``layout``, on one device.
 
     Source: Korthikanti et al. 2022, table 2; with fused attention no scores are kept, and a gated feed-forward net
     keeps two more tensors of its width.
-
-    Args:
-        workload: Workload with the shapes.
-        layout: Degrees of parallelism, and the recomputation.
     """
     model, t = workload.model, layout.tensor
     tokens = workload.sequence / layout.context * layout.microbatch
@@ -413,7 +404,7 @@ def _tokens_width(model: Transformer) -> float:
 
 
 def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
-    """Return the seconds of one layer for one microbatch on one device.
+    """Return the seconds of one layer of ``workload`` for one microbatch on one device.
 
     They include matrix products by their shapes, attention, memory traffic (norms, biases, activations, residuals,
     dropouts, in bytes counted from Megatron-LM's kernels), gradient accumulation, and the collectives of tensor
@@ -473,11 +464,7 @@ def layer_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: f
 def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
     """Return the seconds of the input embedding for one microbatch on the first stage.
 
-    Args:
-        workload: Workload with the shapes.
-        layout: Degrees of parallelism.
-        cost: Cost model of the device.
-        reduce: Seconds of one all-reduce, as in :func:`layer_seconds`.
+    The arguments ``workload``, ``layout``, ``cost`` and ``reduce`` are those of :func:`layer_seconds`.
     """
     x = BYTES * layout.microbatch * workload.sequence / layout.context * workload.model.hidden
     return LayerSeconds(forward=cost.stream(3.0 * x) + reduce, weight_gradient=cost.stream(3.0 * x), tensor=reduce)
@@ -486,11 +473,7 @@ def embedding_seconds(workload: Workload, layout: Layout, cost: CostModel, reduc
 def head_seconds(workload: Workload, layout: Layout, cost: CostModel, reduce: float) -> LayerSeconds:
     """Return the seconds of the output embedding and the loss for one microbatch on the last stage.
 
-    Args:
-        workload: Workload with the shapes.
-        layout: Degrees of parallelism.
-        cost: Cost model of the device.
-        reduce: Seconds of one all-reduce, as in :func:`layer_seconds`.
+    The arguments ``workload``, ``layout``, ``cost`` and ``reduce`` are those of :func:`layer_seconds`.
     """
     rows, own = layout.microbatch * workload.sequence / layout.context, workload.model.vocabulary / layout.tensor
     forward, of_input, of_weight = cost.linear(rows, own, workload.model.hidden)

@@ -1,8 +1,8 @@
 """Collectives as plans: which rank sends which chunks to which rank in each step.
 
-A plan is data. The functions below build plans, :func:`verify` proves them, :func:`execute` runs them on arrays and
-:mod:`cordillera.planning.network.collective_cost` prices them. Only gathers and trees are written out: a reduce-scatter
-is an all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
+A plan is data: :func:`verify` proves it, :func:`execute` runs it on arrays and
+:mod:`cordillera.planning.network.collective_cost` prices it. Only all-gathers are written out: a reduce-scatter is an
+all-gather run backwards, and an all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -98,14 +98,10 @@ class CollectivePlan:
 
 
 def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
-    """Run a plan backwards: an all-gather becomes a reduce-scatter, a broadcast a reduction.
-
-    Args:
-        plan: Plan in which every chunk has an origin or a destination.
-        collective: Name of the resulting collective.
+    """Run a ``plan`` backwards under a new name, ``collective``: an all-gather is then a reduce-scatter.
 
     Raises:
-        PlanError: If a chunk has neither, as in an all-reduce.
+        PlanError: If a chunk has neither an origin nor a destination, as in an all-reduce.
     """
     if any(chunk.origin is None and chunk.destination is None for chunk in plan.chunks):
         raise PlanError("an all-reduce cannot be run backwards", where=plan.name)
@@ -121,15 +117,11 @@ def reverse(plan: CollectivePlan, collective: str) -> CollectivePlan:
 
 
 def compose(first: CollectivePlan, second: CollectivePlan, collective: str) -> CollectivePlan:
-    """Append one plan to another: a reduce-scatter and an all-gather make an all-reduce.
-
-    Args:
-        first: Plan that runs first.
-        second: Plan whose chunks start where those of the first end.
-        collective: Name of the resulting collective.
+    """Append a plan to another; a reduce-scatter and an all-gather make an all-reduce, the resulting ``collective``.
 
     Raises:
-        PlanError: If the plans differ in ranks or chunks, or a chunk starts elsewhere than the first plan leaves it.
+        PlanError: If ``first`` and ``second`` differ in ranks or chunks, or a chunk of the second starts elsewhere than
+            the first leaves it.
     """
     if first.ranks != second.ranks or len(first.chunks) != len(second.chunks):
         raise PlanError(
@@ -164,9 +156,7 @@ def _named(ranks: int) -> list[int]:
 def verify(plan: CollectivePlan, n: int | None = None) -> None:
     """Prove that a plan leaves every rank with every contribution that it must have, each exactly once.
 
-    Args:
-        plan: Plan to check; nothing about it is trusted.
-        n: Number of ranks that the plan must have. Default: ``plan.ranks``.
+    Nothing about ``plan`` is trusted. It must have ``n`` ranks, by default its own number.
 
     Raises:
         PlanError: If the plan is not over ``n`` ranks, a transfer names a rank or chunk that does not exist or sends a

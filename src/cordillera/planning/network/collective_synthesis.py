@@ -52,17 +52,8 @@ def synthesise_reduce_scatter(
 ) -> tuple[CollectivePlan, float]:
     """Make a reduce-scatter for a given network: the all-gather of the network with all links reversed, run backwards.
 
-    Args:
-        links: Latency and rate of each directed link ``(source, target)``, as in :func:`synthesise_all_gather`.
-        n: Number of ranks.
-        chunk_bytes: Size of each rank's chunk, bytes.
-
-    Returns:
-        The plan and its seconds, as :func:`synthesise_all_gather` returns them.
-
-    Raises:
-        PlanError: If no path leads from one rank to another; the message names the ranks of the reversed network.
-        ValueError: If ``n`` is below 1, a link does not join two ranks, or a latency, rate or size is out of range.
+    Arguments ``links``, ``n`` and ``chunk_bytes``, result and errors are those of :func:`synthesise_all_gather`; errors
+    name ranks of the reversed network.
     """
     turned = {(target, source): link for (source, target), link in links.items()}
     plan, seconds = synthesise_all_gather(turned, n, chunk_bytes)

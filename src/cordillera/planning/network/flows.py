@@ -1,4 +1,4 @@
-"""Transfers that share resources: max-min fair rates, arrival times of flows, and first-in first-out links.
+"""Transfers that share resources: max-min fair rates and arrival times of flows.
 
 A resource is anything with a capacity in bytes/s that transfers share: the egress of a network card, an uplink, a
 fibre. A flow is limited by the resources on its path and by a limit of its own. Flows share a capacity; none has a
@@ -7,7 +7,6 @@ fixed part of it.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,22 +57,6 @@ class Flow:
     limit: float = math.inf
     weight: float = 1.0
     count: int = 1
-
-
-class RateInterval(NamedTuple):
-    """A span of time in which no rate changes; empty if shorter than the resolution of the clock.
-
-    Attributes:
-        begin: Start, seconds.
-        end: End, seconds.
-        flows: Indices of the flows that transmit: ``[A]``.
-        rates: Rate of one flow of each, bytes/s: ``[A]``.
-    """
-
-    begin: float
-    end: float
-    flows: _Integers
-    rates: _Floats
 
 
 class _Problem(NamedTuple):
@@ -194,85 +177,16 @@ def _fill(problem: _Problem) -> _Floats:
     return rates
 
 
-def is_max_min(
-    rates: ArrayLike,
-    paths: Sequence[Sequence[int]],
-    capacities: ArrayLike,
-    limits: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
-    counts: ArrayLike | None = None,
-    *,
-    tolerance: float = 1e-9,
-) -> bool:
-    """Check by a certificate, without solving again, whether rates are max-min fair.
-
-    No resource carries more than its capacity, and every flow is at its limit or uses a saturated resource on which no
-    flow has a higher rate for its weight (Bertsekas and Gallager, Data Networks, section 6.5.2).
-
-    Args:
-        rates: Rate of each flow, bytes/s: ``[F]``.
-        paths: Resources that each flow uses.
-        capacities: Capacity of each resource, bytes/s: ``[R]``.
-        limits: Highest rate that each flow can use, bytes/s: ``[F]``. Default: no limit.
-        weights: Weights of the shares: ``[F]``. Default: 1.
-        counts: Number of identical flows that each entry stands for: ``[F]``. Default: 1.
-        tolerance: Relative tolerance.
-
-    Raises:
-        ValueError: If an argument is out of range, as in :func:`max_min_rates`.
-    """
-    flow, resource, capacity, limit, weight, count = _read(paths, capacities, limits, weights, counts)
-    rate = _vector(rates, "rates", 0.0, len(paths))
-    if not (rate >= 0).all() or (rate > limit * (1 + tolerance)).any():
-        return False
-    usage = np.bincount(resource, (rate * count)[flow], capacity.size)
-    if (usage > capacity * (1 + tolerance)).any():
-        return False
-    normalised = rate / weight
-    highest = np.zeros(capacity.size)
-    np.maximum.at(highest, resource, normalised[flow])
-    saturated = np.isfinite(capacity) & (usage >= capacity * (1 - tolerance))
-    held = saturated[resource] & (normalised[flow] >= highest[resource] * (1 - tolerance))
-    bottlenecked = np.bincount(flow[held], minlength=rate.size) > 0
-    return bool((bottlenecked | (rate >= limit * (1 - tolerance))).all())
-
-
 def finish_times(flows: Sequence[Flow], capacities: ArrayLike) -> _Floats:
-    """Compute when each flow has arrived.
+    """Return when each of ``F`` flows has arrived, its end of transmission plus its latency, seconds: ``[F]``.
 
-    The rates are max-min fair at every moment and change when a flow starts or ends.
-
-    Args:
-        flows: ``F`` flows.
-        capacities: Capacity of each resource, bytes/s: ``[R]``.
-
-    Returns:
-        End of transmission plus latency, seconds: ``[F]``.
+    The rates are max-min fair at every moment and change when a flow starts or ends. The resources have ``capacities``
+    in bytes/s: ``[R]``.
 
     Raises:
-        PlanError: If a flow can never finish, because its limit or the capacity of one of its resources is 0.
+        PlanError: If one of ``flows`` can never finish, because its limit or the capacity of one of its resources is 0.
         ValueError: If a value of a flow is negative or not finite.
     """
-    return _simulate(flows, capacities)[0]
-
-
-def rate_history(flows: Sequence[Flow], capacities: ArrayLike) -> list[RateInterval]:
-    """Return the rates that :func:`finish_times` computes, in order of time.
-
-    Flows without any limit take no time and appear in no interval.
-
-    Args:
-        flows: ``F`` flows.
-        capacities: Capacity of each resource, bytes/s: ``[R]``.
-
-    Raises:
-        PlanError: If a flow can never finish, as in :func:`finish_times`.
-        ValueError: If a value of a flow is negative or not finite.
-    """
-    return _simulate(flows, capacities)[1]
-
-
-def _simulate(flows: Sequence[Flow], capacities: ArrayLike) -> tuple[_Floats, list[RateInterval]]:
     problem = _read(
         [flow.path for flow in flows],
         capacities,
@@ -290,7 +204,6 @@ def _simulate(flows: Sequence[Flow], capacities: ArrayLike) -> tuple[_Floats, li
     ends = starts.copy()
     waiting = [int(i) for i in np.argsort(-starts, kind="stable")]
     active = np.zeros(len(flows), dtype=bool)
-    history = []
     now = 0.0
     while waiting or active.any():
         if not active.any():
@@ -318,10 +231,9 @@ def _simulate(flows: Sequence[Flow], capacities: ArrayLike) -> tuple[_Floats, li
             done = np.zeros(indices.size, dtype=bool)
             span, then = pause, float(starts[waiting[-1]])
         if span > 0:
-            history.append(RateInterval(now, then, indices, rates))
             left[indices[~done]] = np.maximum(left[indices] - rates * span, 0.0)[~done]
         now = then
-    return ends + np.array([flow.latency for flow in flows], dtype=np.float64), history
+    return ends + np.array([flow.latency for flow in flows], dtype=np.float64)
 
 
 def _active_rates(problem: _Problem, active: NDArray[np.bool_]) -> _Floats:
@@ -337,102 +249,3 @@ def _refuse_stuck(i: int, flows: Sequence[Flow], problem: _Problem) -> None:
         reason = f"it crosses resource {dead[0]}, whose capacity is 0" if dead else "its rate is 0"
         remedy = "route it another way, or give that resource a capacity"
     raise PlanError(f"{flows[i].bytes:g} bytes can never finish: {reason}", where=f"flow {i}", remedy=remedy)
-
-
-@dataclass(frozen=True)
-class FifoLinks:
-    """Links that carry one message at a time, in order of arrival.
-
-    A link is busy only for the serialisation; the message reaches the next hop after latency plus serialisation. These
-    are the two analytical networks of ASTRA-sim 2.0 (Won et al. 2023): :meth:`store_and_forward` is the
-    congestion-aware one, :meth:`cut_through` the congestion-unaware one.
-
-    Attributes:
-        links: Latency and rate of each link.
-        truncate_ns: Whether to round every serialisation and every hop down to whole nanoseconds, as ASTRA-sim does.
-    """
-
-    links: Sequence[FlowLink]
-    truncate_ns: bool = False
-
-    def __post_init__(self) -> None:
-        for i, link in enumerate(self.links):
-            if not (math.isfinite(link.latency) and link.latency >= 0):
-                raise ValueError(f"link {i}: latency is {link.latency}; it must be finite and at least 0")
-            if not link.rate >= 0:
-                raise ValueError(f"link {i}: rate is {link.rate}; it must be at least 0")
-
-    def cut_through(self, size: float, path: Sequence[int], start: float = 0.0) -> float:
-        """Return the arrival of one message that meets no other and streams through its hops.
-
-        Args:
-            size: Size of the message, bytes.
-            path: Indices of the links, in order.
-            start: Time at which the message is sent, seconds.
-
-        Returns:
-            ``start`` plus all latencies plus the serialisation on the slowest link, seconds.
-
-        Raises:
-            PlanError: If a link on the path has no capacity.
-            ValueError: If a value is negative or not finite, or a link is unknown.
-        """
-        self._check(0, size, path, start)
-        latency = sum(self.links[hop].latency for hop in path)
-        return start + self._cut(latency + max((size / self.links[hop].rate for hop in path), default=0.0))
-
-    def store_and_forward(
-        self, sizes: Sequence[float], paths: Sequence[Sequence[int]], starts: Sequence[float] | None = None
-    ) -> _Floats:
-        """Return the arrivals of messages that queue at every link and are received whole before they are sent on.
-
-        Messages that reach a link at the same time are served in the order given.
-
-        Args:
-            sizes: Size of each of ``M`` messages, bytes.
-            paths: Indices of the links of each message, in order.
-            starts: Time at which each message is ready at its first link, seconds. Default: 0.
-
-        Returns:
-            Arrival of each message, seconds: ``[M]``.
-
-        Raises:
-            PlanError: If a link on a path has no capacity.
-            ValueError: If a value is negative or not finite, a link is unknown, or the lists differ in length.
-        """
-        begins = [0.0] * len(sizes) if starts is None else list(starts)
-        if not len(sizes) == len(paths) == len(begins):
-            raise ValueError(f"{len(sizes)} sizes, {len(paths)} paths and {len(begins)} starts; they must be as many")
-        for i, (size, path, start) in enumerate(zip(sizes, paths, begins, strict=True)):
-            self._check(i, size, path, start)
-        arrivals = np.array(begins, dtype=np.float64)
-        free = [0.0] * len(self.links)
-        ready = [(start, i, 0) for i, start in enumerate(begins)]
-        heapq.heapify(ready)
-        while ready:
-            time, i, hop = heapq.heappop(ready)
-            if hop == len(paths[i]):
-                arrivals[i] = time
-                continue
-            link = self.links[paths[i][hop]]
-            serialisation = sizes[i] / link.rate
-            begin = max(time, free[paths[i][hop]])
-            free[paths[i][hop]] = begin + self._cut(serialisation)
-            heapq.heappush(ready, (begin + self._cut(link.latency + serialisation), i, hop + 1))
-        return arrivals
-
-    def _check(self, i: int, size: float, path: Sequence[int], start: float) -> None:
-        for name, value in (("size", size), ("start", start)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"message {i}: {name} is {value}; it must be finite and at least 0")
-        for hop in path:
-            if not 0 <= hop < len(self.links):
-                raise ValueError(f"message {i} crosses link {hop}, but there are {len(self.links)} links")
-            if self.links[hop].rate == 0:
-                raise PlanError(f"it can never cross link {hop}, whose rate is 0", where=f"message {i}")
-
-    def _cut(self, seconds: float) -> float:
-        if not self.truncate_ns:
-            return seconds
-        # A millionth of a nanosecond is added because whole decimal numbers may be slightly smaller in binary.
-        return math.floor(seconds * 1e9 + 1e-6) / 1e9

@@ -109,10 +109,10 @@ class Mesh:
 
     @classmethod
     def of(cls, topology: Topology, layout: _Degrees, order: Sequence[str] = DIMENSIONS) -> Mesh:
-        """Place a layout on a cluster.
+        """Place a ``layout`` on the cluster ``topology``, whose unused devices stay idle.
 
         Args:
-            topology: The cluster; unused devices stay idle.
+            topology: Cluster with at least as many devices as the layout.
             layout: Degrees of parallelism.
             order: Dimensions, innermost first.
 
@@ -155,11 +155,9 @@ class Mesh:
         return _tiers(_Key(self.topology), self.devices, self.stride(dimension), self.size(dimension))
 
     def group(self, count: int, stride: int) -> tuple[Edges, tuple[NetworkTier, ...]]:
-        """Return the edges of a ring, and the tiers, of groups with a given size and stride.
+        """Return the edges of a ring, and the tiers, of groups of ``count`` devices at a distance of ``stride``.
 
-        Args:
-            count: Number of devices of a group.
-            stride: Distance between consecutive devices of a group; ``count * stride`` divides the devices of the job.
+        The product ``count * stride`` divides the devices of the job.
         """
         key = _Key(self.topology)
         return _ring(key, self.devices, stride, count), _tiers(key, self.devices, stride, count)

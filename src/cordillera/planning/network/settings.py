@@ -83,9 +83,7 @@ class NetworkSettings:
     def queued(self, bytes_per_s: float, latency: float) -> float:
         """Return the bytes of a pair's window that wait in a switch: those beyond bandwidth times round trip.
 
-        Args:
-            bytes_per_s: Share of the pair, bytes/s.
-            latency: One-way latency, seconds.
+        The pair's share of the link is ``bytes_per_s``; the one-way ``latency`` is in seconds.
         """
         return max(0.0, self.window - 2.0 * latency * bytes_per_s)
 
@@ -93,13 +91,8 @@ class NetworkSettings:
 def recovered(loss: float, window_packets: float, recovery: Recovery) -> float:
     """Return the fraction of the rate that remains under packet loss.
 
-    It is ``(1 - p) / (1 - p + p W)`` for go-back-N and ``1 - p`` for selective repeat, the classical efficiencies
-    (Bertsekas and Gallager 1992, section 2.4).
-
-    Args:
-        loss: ``p``, fraction of the packets that is lost.
-        window_packets: ``W``, number of packets in flight.
-        recovery: Kind of recovery.
+    With ``p = loss`` and ``W = window_packets`` in flight, it is ``(1 - p) / (1 - p + p W)`` for a ``recovery`` by
+    go-back-N and ``1 - p`` for selective repeat, the classical efficiencies (Bertsekas and Gallager 1992, section 2.4).
     """
     if recovery == "selective":
         return 1.0 - loss
@@ -110,11 +103,8 @@ def recovered(loss: float, window_packets: float, recovery: Recovery) -> float:
 def fullest(flows: int, bins: int, pairs: int = 2048, draws: int = 20) -> float:
     """Return the load of the fullest bin divided by the mean, when hashed flows of many pairs fall into bins.
 
-    Args:
-        flows: Number of flows of a pair.
-        bins: Number of parallel networks.
-        pairs: Number of pairs that send at the same time.
-        draws: Number of draws of a seeded simulation, whose mean is returned.
+    Each of ``pairs`` that send at the same time has so many ``flows``; the ``bins`` are parallel networks. The result
+    is the mean over the ``draws`` of a seeded simulation.
     """
     if bins == 1:
         return 1.0
@@ -126,13 +116,8 @@ def fullest(flows: int, bins: int, pairs: int = 2048, draws: int = 20) -> float:
 def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1) -> NetworkSettings:
     """Return the settings with the highest rate and, among equal ones, the smallest window.
 
+    The arguments ``bytes_per_s``, ``latency``, ``loss`` and ``planes`` are those of :meth:`NetworkSettings.rate`.
     Windows whose excess over bandwidth times round trip exceeds a switch buffer are left out.
-
-    Args:
-        bytes_per_s: A pair's share of the link, bytes/s.
-        latency: One-way latency, seconds.
-        loss: Fraction of the packets that is lost.
-        planes: Number of parallel networks.
     """
     best = NetworkSettings(
         balance="spray", recovery="selective", collectives="cheapest", classes="messages", zero_copy=True
@@ -146,20 +131,12 @@ def tuned(bytes_per_s: float, latency: float, loss: float = 0.0, planes: int = 1
 
 
 def production_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Return the default settings of a communication library: few connections, hashing, copies.
-
-    Args:
-        topology: Cluster with the names of the levels.
-    """
+    """Return the default settings of a communication library for every level: few connections, hashing, copies."""
     return {level.name: NetworkSettings() for level in topology.levels[1:]}
 
 
 def tuned_network(topology: Topology) -> dict[str, NetworkSettings]:
-    """Return the best settings of every level for its latency, its losses and a device's share of it.
-
-    Args:
-        topology: The cluster.
-    """
+    """Return the best settings of every level for its latency, its losses and a device's share of it."""
     found = {}
     for i, level in enumerate(topology.levels[1:], 1):
         share = topology.device.nic_bytes_per_s

@@ -8,6 +8,7 @@ from cordillera.errors import PlanError
 from cordillera.planning.pipeline.schedules import Action, B, F, I, Kind, Schedule, W
 
 
+# One loop over one state (what is ready, free and held): its parts would pass nearly all of it to each other.
 def greedy(
     rank_of: Sequence[int],
     microbatches: int,

@@ -218,17 +218,11 @@ def _shift(table: Any, order: Any, start: Any, chance: Any) -> bool:
 
 @compiled()
 def improve(table: Any, order: Any, steps: int, bound: float, chance: Any) -> Any:
-    """Return the best of a sequence of changed schedules, and its seconds.
+    """Return the best of a sequence of ``steps`` changes to a schedule, ``order``, and its seconds.
 
     A change is kept if the step is not longer than it was :data:`MEMORY` changes ago (late acceptance, Burke and Bykov
-    2017). Changes move one action along the critical path, or many actions of a kind by the same time.
-
-    Args:
-        table: Step to schedule.
-        order: A schedule in which no ranks wait for one another.
-        steps: Number of changes.
-        bound: Seconds of a step at which the search ends.
-        chance: Numpy generator from which the changes are drawn.
+    2017). Changes move one action along the critical path, or many actions of a kind by the same time. No ranks of
+    ``order`` wait for one another. The search ends early at a step of ``bound`` seconds.
     """
     current, best, trial = order.copy(), order.copy(), order.copy()
     start, end = np.empty(len(order)), np.empty(len(order))

@@ -45,15 +45,9 @@ class Problem:
         limits: Sequence[int] | None,
         split: bool,
     ) -> Problem:
-        """Check and return a problem.
+        """Check and return a problem; the arguments are those of :func:`cordillera.planning.pipeline.tuning.tuned`.
 
-        Args:
-            rank_of: Rank that holds each stage.
-            microbatches: ``m``, number of microbatches.
-            seconds: Seconds of the actions of the stages.
-            ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
-            limits: Largest number of forwards whose activations each rank may hold at a time; None for no limit.
-            split: Whether backwards are done in two parts.
+        Backwards are done in two parts with ``split``.
 
         Raises:
             PlanError: If times are invalid, or limits let no microbatch pass.

@@ -92,8 +92,7 @@ class Schedule:
     def forwards(self, microbatches: int) -> Schedule:
         """Return a schedule of forwards alone on the same ranks, for evaluation; no rank waits longer than it must.
 
-        Args:
-            microbatches: Number of microbatches, at least 1; need not be that of this schedule.
+        The number of ``microbatches`` is at least 1 and need not be that of this schedule.
         """
         _positive(microbatches=microbatches)
         every = sorted((m + stage, stage, m) for stage in range(self.stages) for m in range(microbatches))
@@ -227,11 +226,7 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "file") -> Schedule:
-        """Read the output of :meth:`to_csv` and check the schedule.
-
-        Args:
-            text: Text with one line for each rank.
-            name: Name of the schedule.
+        """Read the output of :meth:`to_csv`, ``text``, as a schedule called ``name``, and check it.
 
         Raises:
             PlanError: If a word is not an action or the schedule cannot be executed; the message names the line and the
@@ -278,12 +273,7 @@ def _in_a_v(ranks: int) -> tuple[int, ...]:
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Make a schedule of all forwards, then all backwards. Source: Huang et al. 2019.
-
-    Args:
-        ranks: ``P``, number of ranks.
-        microbatches: ``m``, number of microbatches.
-    """
+    """Make a schedule of all forwards of ``microbatches`` on ``ranks``, then all backwards (Huang et al. 2019)."""
     _positive(ranks=ranks, microbatches=microbatches)
     actions = (tuple(Action(kind, rank, i) for kind in (F, B) for i in range(microbatches)) for rank in range(ranks))
     return Schedule("gpipe", microbatches, _in_loops(ranks, 1), tuple(actions))
@@ -320,7 +310,7 @@ def one_forward_one_backward(ranks: int, microbatches: int, extra_warmup: Sequen
 
 
 def warmup_for_latency(latencies: Sequence[float], forward: float, backward: float) -> list[int]:
-    """Return the fewest extra forwards of each rank that hide the latency of slow boundaries in 1F1B.
+    """Return the fewest extra forwards of each of ``P`` ranks that hide the latency of slow boundaries in 1F1B.
 
     A boundary of one-way latency ``d`` is hidden by ``ceil(2 d / (t_F + t_B))`` more forwards on every rank before it;
     several boundaries add up. The step then takes ``(m + P - 1)(t_F + t_B) + 2 sum(d)``, if there are enough
@@ -330,9 +320,6 @@ def warmup_for_latency(latencies: Sequence[float], forward: float, backward: flo
         latencies: One-way latency of each boundary between neighbouring ranks, seconds: ``P - 1`` values.
         forward: ``t_F``, seconds of the forward of a stage.
         backward: ``t_B``, seconds of the backward of a stage.
-
-    Returns:
-        One number for each of the ``P`` ranks.
     """
     period = forward + backward
     extra = [0]
@@ -392,12 +379,9 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Looped breadth first: all microbatches pass a chunk before the next one. Source: Lamy-Poirier 2023.
+    """Looped breadth first: all ``microbatches`` pass a chunk before the next one.
 
-    Args:
-        ranks: ``P``, number of ranks.
-        microbatches: ``m``, number of microbatches.
-        chunks: ``v``, stages per rank.
+    Each of ``ranks`` holds ``chunks`` stages. Source: Lamy-Poirier 2023.
     """
     _positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
     stages = [[chunk * ranks + rank for chunk in range(chunks)] for rank in range(ranks)]
@@ -456,12 +440,8 @@ def _counted(kind: Kind, stage: int) -> Callable[[], Action]:
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     """ZBV: two chunks per rank, folded like a V, without bubbles and with the memory of 1F1B.
 
-    Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 4.
-
-    Args:
-        ranks: ``P``, number of ranks.
-        microbatches: ``m``, number of microbatches; for fewer than ``2 P - 1``, the schedule for ``2 P - 1`` without
-            the missing ones is used.
+    For fewer ``microbatches`` than ``2 P - 1``, with ``P`` the number of ``ranks``, the schedule for ``2 P - 1``
+    without the missing ones is used. Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 4.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     planned = max(microbatches, 2 * ranks - 1)
@@ -498,12 +478,8 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
 
     Source: DeepSeek-AI 2024 (DualPipe), in its V-shaped half.
 
-    Args:
-        ranks: ``P``, number of ranks.
-        microbatches: ``m``, number of microbatches, at least ``2 P``.
-
     Raises:
-        PlanError: If there are too few microbatches.
+        PlanError: If there are fewer ``microbatches`` than twice the ``ranks``.
     """
     _positive(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:

@@ -43,13 +43,9 @@ class StageSeconds:
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, joined: float = 1.0) -> StageSeconds:
-        """Return equal times for all stages, with half of a backward for the input and half for the weights.
+        """Return equal times for all ``stages``; half of ``backward`` is for the input and half for the weights.
 
-        Args:
-            stages: Number of stages.
-            forward: Seconds of a forward.
-            backward: Seconds of a whole backward.
-            joined: Relative time of a joined pair.
+        The seconds of a forward are ``forward``; a joined pair takes ``joined`` times what its actions take alone.
         """
         half = [backward / 2] * stages
         return cls([forward] * stages, half, half, joined)
@@ -60,12 +56,7 @@ class StageSeconds:
         return times * self.of_kind(action.kind, action.stage)
 
     def of_kind(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of an action, before the factor of its microbatch.
-
-        Args:
-            kind: Kind of the action.
-            stage: Stage of the action.
-        """
+        """Return the seconds of an action of a ``kind`` in a ``stage``, before the factor of its microbatch."""
         if kind is Kind.FORWARD:
             return self.forward[stage]
         if kind is Kind.INPUT:
@@ -75,11 +66,7 @@ class StageSeconds:
         return self.input_gradient[stage] + self.weight_gradient[stage]
 
     def check(self, stages: int, microbatches: int) -> None:
-        """Check that times are finite and not negative, and fit the numbers of stages and microbatches.
-
-        Args:
-            stages: Number of stages of the schedule.
-            microbatches: Number of microbatches of the schedule.
+        """Check that times are finite and not negative, and fit the numbers of ``stages`` and ``microbatches``.
 
         Raises:
             PlanError: If they do not; the message names the part and the stage or microbatch.
@@ -127,7 +114,7 @@ class Way:
         return self.forward if kind is Kind.FORWARD or self.backward is None else self.backward
 
     def check(self, where: str) -> None:
-        """Check that times are finite and not negative."""
+        """Check that times are finite and not negative; errors name ``where``."""
         for name in ("latency", "forward", "backward"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
@@ -138,11 +125,9 @@ class Way:
             raise PlanError(f"messages {self.slowed} times as long, {self.lost} of a rate lost", where=where)
 
     def beside(self, seconds: float, reduction: float) -> tuple[float, float]:
-        """Return the time of a message during a reduction of gradients, and the delay of the reduction.
+        """Return the time of a message during a reduction of gradients, and the delay of the reduction, in seconds.
 
-        Args:
-            seconds: Seconds that the message alone occupies the way.
-            reduction: Remaining seconds of the reduction alone.
+        Alone, the message takes ``seconds`` and the rest of the reduction ``reduction``.
         """
         together = seconds * self.slowed
         if self.lost * together + reduction < together:  # the reduction ends first
@@ -152,16 +137,16 @@ class Way:
 
 @dataclass(frozen=True)
 class StageMessage:
-    """One transfer between ranks.
+    """One transfer between ranks; times are in seconds.
 
     Attributes:
         action: Action whose result the message carries.
         source: Rank that sends.
         target: Rank that receives.
-        queued: Time at which its producer ended, seconds.
-        start: Time at which transmission began, seconds.
-        end: Time at which transmission ended, seconds.
-        arrival: Time at which it arrived, seconds.
+        queued: Time at which its producer ended.
+        start: Time at which transmission began.
+        end: Time at which transmission ended.
+        arrival: Time at which it arrived.
     """
 
     action: Action
@@ -282,6 +267,7 @@ def _stuck(schedule: Schedule) -> PlanError:
     return PlanError("actions remain that cannot start", where=f"schedule {schedule.name}")
 
 
+# One loop over local lists: searches run it for every candidate, and calls cost time in Python.
 def simulate(
     schedule: Schedule,
     seconds: StageSeconds,
@@ -384,12 +370,10 @@ def simulate_late(
     """Run :func:`simulate` for many draws at once, with an individual delay of every message in each draw.
 
     The schedule fixes the order of all actions and messages whatever their times, so one pass computes all draws, with
-    an array where :func:`simulate` has a number.
+    an array where :func:`simulate` has a number. The arguments ``schedule``, ``seconds`` and ``ways`` are those of
+    :func:`simulate`.
 
     Args:
-        schedule: Schedule, which need not have been checked.
-        seconds: Seconds of the actions of the stages.
-        ways: Ways from rank to rank, as in :func:`simulate`.
         late: Function called once for each message with its way; returns the delays of arrival in seconds, ``[draws]``.
         keep: Positions of the wanted actions, by rank.
 

@@ -89,14 +89,9 @@ def optimal(
     ``2**24`` units). Otherwise they are rounded down to ``2**-24`` of the step that rules find, so that the bound
     remains a bound. Which of several schedules of equal length is returned may differ from call to call.
 
-    Args:
-        rank_of: Rank that holds each stage.
-        microbatches: ``m``, number of microbatches.
-        seconds: Seconds of the actions of the stages; joined pairs are not made.
-        ways: Ways from rank to rank: a function of both, or a mapping in which a missing pair costs nothing.
-        limits: Largest number of forwards whose activations each rank may hold at a time; None for no limit.
-        split_backward: Whether weight gradients may be computed separately from input gradients.
-        time_limit_s: Time limit of the solver, which runs on two threads, seconds.
+    The arguments ``rank_of``, ``microbatches``, ``seconds``, ``ways``, ``limits`` and ``split_backward`` are those of
+    :func:`~cordillera.planning.pipeline.tuning.tuned`. The solver runs on two threads for at most ``time_limit_s``
+    seconds.
 
     Raises:
         DependencyError: If OR-tools is not installed.
@@ -152,6 +147,7 @@ def optimal(
     return Solved(best, reached, reached if proven and exact else min(least, reached), proven)
 
 
+# One list of constraints, in the order in which `optimal` describes them, over the same starts and costs.
 def _stated(problem: Problem, model: Any, horizon: int, hint: Timeline) -> dict[tuple[Kind, int, int], Any]:
     """Add a problem in whole numbers to a model; return the variables of the actions' starts."""
     count = problem.microbatches

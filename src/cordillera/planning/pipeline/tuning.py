@@ -62,6 +62,7 @@ class _Rule:
     groups: tuple[int, int] | None = None
 
 
+# One simulation: its inner functions share a dozen lists of state, which separate functions would pass around.
 def _listed(problem: Problem, rule: _Rule) -> Schedule:
     """Return the schedule that a rule makes when ranks choose in order of time among what has arrived.
 
@@ -231,11 +232,7 @@ def _rules(problem: Problem) -> Iterator[_Rule]:
 
 
 class Numbered:
-    """A problem and its schedules in the form of the compiled search.
-
-    Args:
-        problem: Problem to schedule.
-    """
+    """A problem and its schedules in the form of the compiled search."""
 
     def __init__(self, problem: Problem) -> None:
         from cordillera.planning.pipeline.local_search import Table
@@ -280,11 +277,7 @@ class Numbered:
         )
 
     def order(self, schedule: Schedule) -> NDArray[np.int64]:
-        """Return a schedule as numbers of actions, rank after rank.
-
-        Args:
-            schedule: Schedule of this problem, in the form of :meth:`Problem.normal`.
-        """
+        """Return a schedule in the form of :meth:`Problem.normal` as numbers of actions, rank after rank."""
         count = self._problem.microbatches
         return np.array([self._row[a.kind, a.stage] * count + a.microbatch for a in schedule])
 
@@ -304,12 +297,7 @@ _LEAST = 300  # changes of one schedule in a round
 
 
 def shortest(problem: Problem, effort: float = 1.0) -> Schedule:
-    """Run :func:`tuned` on a checked problem.
-
-    Args:
-        problem: Problem to schedule.
-        effort: Effort relative to that of :func:`tuned`.
-    """
+    """Run :func:`tuned` on a checked ``problem`` with an ``effort`` relative to that of :func:`tuned`."""
     from cordillera.planning.pipeline.local_search import improve
 
     enough = problem.bound * (1 + 1e-12)

@@ -97,12 +97,7 @@ class TableSchedule:
 
 
 def shares(topology: Topology, devices: int) -> list[float]:
-    """Return what a device gets of the links up to each level while all devices send there, bytes/s.
-
-    Args:
-        topology: The cluster.
-        devices: Number of devices in use.
-    """
+    """Return what each of ``devices`` gets of the links of ``topology`` up to each level if all send there, bytes/s."""
     found, share = [topology.member_bytes_per_s(0, 0)], topology.device.nic_bytes_per_s
     for level in range(1, len(topology.levels)):
         ends = np.minimum(np.cumsum(topology.sizes[level - 1]), devices)
@@ -155,9 +150,8 @@ class Exchange:
     def crossing(self, weights: Array) -> tuple[Array, Array]:
         """Return the bytes that leave and enter every device, by the level at which the ranks meet: ``[L, N]``.
 
-        Args:
-            weights: Bytes that each member of a group sends to all members together, itself included, with an equal
-                part for each: ``[group]``.
+        ``weights`` are the bytes that each member of a group sends to all members together, itself included, with an
+        equal part for each: ``[group]``.
         """
         own = weights[self._member]
         leaving = own * self._partners / self.group
@@ -168,9 +162,8 @@ class Exchange:
     def efficiencies(self, cost: CostModel, network: Mapping[str, NetworkSettings] | None) -> list[float]:
         """Return the fraction of the links up to each level that an exchange attains.
 
-        Args:
-            cost: Cost model with the calibration of ports and network cards.
-            network: Settings by level name; None for links without losses or waiting.
+        ``cost`` holds the calibration of ports and network cards; ``network`` holds the settings by level name, or is
+        None for links without losses or waiting.
         """
         found = [cost.calibration.port]
         for i, share in enumerate(shares(self.topology, self.devices)[1 : len(self._partners)], 1):
@@ -191,8 +184,7 @@ class Exchange:
 
         Args:
             weights: Bytes of each member of a group, as in :meth:`crossing`.
-            backwards: Whether each member receives these bytes, in equal parts from all members, instead of sending
-                them.
+            backwards: Whether members receive these bytes, in equal parts from all members, instead of sending them.
             efficiencies: Fraction of the links attained, by level.
         """
         top = self.topology
@@ -211,11 +203,7 @@ class Exchange:
         return found
 
     def overhead(self, cost: CostModel) -> float:
-        """Return the fixed seconds of an exchange: latency to the furthest member, and a message for each.
-
-        Args:
-            cost: Cost model of the devices.
-        """
+        """Return the fixed seconds of an exchange: latency to the furthest member, and a message for each."""
         if self.group == 1:
             return 0.0
         furthest = int(np.flatnonzero(self._partners.any(axis=1))[-1])
@@ -225,8 +213,7 @@ class Exchange:
     def volumes(self, weights: Array) -> list[float]:
         """Return the bytes of one exchange in all groups, by the level at which sender and receiver meet.
 
-        Args:
-            weights: Bytes of each member of a group, as in :meth:`crossing`.
+        ``weights`` are those of :meth:`crossing`.
         """
         return [float(level.sum()) for level in self.crossing(weights)[0]]
 
@@ -258,15 +245,11 @@ class Operation:
 
 
 def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Operation]]:
-    """Run the operations of a step for several batches and return them with their times, batch by batch.
+    """Run the operations of a step for several ``batches`` and return them with their times, batch by batch.
 
     An operation begins when the previous one on its stream and all that it needs are done. Times are longest paths
-    through the operations, so that a faster operation never makes a step longer.
-
-    Args:
-        program: Operations of one batch, with each stream in order; an operation needs earlier ones, or ones of the
-            previous batch.
-        batches: Number of batches.
+    through the operations, so that a faster operation never makes a step longer. ``program`` holds the operations of
+    one batch, with each stream in order; an operation needs earlier ones, or ones of the previous batch.
     """
     size, places = len(program), {one.name: i for i, one in enumerate(program)}
     needs: list[list[int]] = []  # positions of what an operation needs; negative for those of the batch before
@@ -298,10 +281,8 @@ def run(program: Sequence[Operation], batches: int = _BATCHES) -> list[list[Oper
 def exposed(batches: Sequence[Sequence[Operation]]) -> dict[str, float]:
     """Return the seconds of a step by cause: the operations of the computing stream, and what it waits for while idle.
 
-    A wait is attributed to the operations on the path that ends it.
-
-    Args:
-        batches: Consecutive batches as :func:`run` returns them; the mean over the last ones is taken.
+    A wait is attributed to the operations on the path that ends it. The mean over the last of the batches from
+    :func:`run` is taken.
     """
     parts = dict.fromkeys(CAUSES, 0.0)
     settled = len(batches[-_SETTLED:])

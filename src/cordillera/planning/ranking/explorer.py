@@ -157,9 +157,7 @@ class TableExploration:
 def group_sizes(topology: Topology, devices: int) -> list[int]:
     """Return the sizes of groups that the levels suggest: whole domains, and their halves and multiples by two.
 
-    Args:
-        topology: The cluster.
-        devices: Number of devices in use.
+    They divide the ``devices`` in use of the cluster ``topology``.
     """
     found = {1, devices}
     for sizes in topology.sizes:
@@ -205,10 +203,7 @@ class RecommenderExplorer:
         self._production: TablePlan | None = None
 
     def place_tables(self, layout: TableLayout) -> Placement:
-        """Place the tables of a group.
-
-        Args:
-            layout: Size of the group, and the cutting of tables.
+        """Place the tables of a group; the layout gives its size and how tables are cut.
 
         Raises:
             PlanError: If the tables do not fit.
@@ -245,7 +240,7 @@ class RecommenderExplorer:
         topology: Topology | None = None,
         exchange: Exchange | None = None,
     ) -> TableJob:
-        """Return the job of a layout on the cluster.
+        """Return the job of a ``layout`` on the cluster, with the settings ``network`` by level.
 
         Args:
             layout: How the job is cut.
@@ -286,12 +281,7 @@ class RecommenderExplorer:
         return self._production
 
     def again(self, plan: TablePlan, topology: Topology) -> TableStep:
-        """Simulate an unchanged plan on another cluster, to see the effect of a changed network.
-
-        Args:
-            plan: Plan with layout, placement, schedule and settings.
-            topology: Cluster with at least as many devices.
-        """
+        """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices."""
         cost = CostModel(topology.device, self.cost.calibration)
         job = TableJob(self.workload, topology, plan.layout, plan.dealt, cost, plan.network)
         return job.step(plan.schedule)

@@ -114,10 +114,7 @@ class TableJob:
     def all_reduce(self, mesh: Mesh, dimension: str, size: float) -> float:
         """Return the seconds of the fastest all-reduce: rings or halving and doubling, at once or level by level.
 
-        Args:
-            mesh: Placement of the ranks.
-            dimension: Dimension of the mesh.
-            size: Bytes that each device contributes and receives.
+        Each device of ``mesh`` contributes and receives ``size`` bytes along a ``dimension``.
         """
         if mesh.size(dimension) == 1 or size == 0:
             return 0.0
@@ -140,13 +137,10 @@ class TableJob:
         return shares(self.topology, self.layout.devices)
 
     def layers(self, chunks: int) -> dict[str, float]:
-        """Return the seconds of forward and backward: bottom net for the whole batch, top net for one chunk.
+        """Return the seconds of forward and backward: bottom net for the whole batch, top net for one of ``chunks``.
 
         A host that launches kernels may be slower than the device: a linear layer takes at least a quarter of the
         calibrated time of a transformer layer, which has four.
-
-        Args:
-            chunks: Number of chunks of a device's batch.
         """
         if chunks in self._layers:
             return self._layers[chunks]
@@ -229,11 +223,7 @@ class TableJob:
         return seconds, float(moved.max())
 
     def program(self, schedule: TableSchedule) -> list[Operation]:
-        """Return the operations of one batch, with each stream in order.
-
-        Args:
-            schedule: Order of the operations.
-        """
+        """Return the operations of one batch under a schedule, with each stream in order."""
         cost, chunks = self.cost, schedule.chunks
         fixed = self.exchange.overhead(cost)
         forward, backward = (self.busy[kind] / chunks + fixed for kind in ("forward", "backward"))
@@ -296,11 +286,7 @@ class TableJob:
         }
 
     def memory(self, schedule: TableSchedule) -> dict[str, float]:
-        """Return the bytes on the fullest device, by cause.
-
-        Args:
-            schedule: Order of the operations.
-        """
+        """Return the bytes on the fullest device, by cause; a schedule with prefetch holds the ids of two batches."""
         work, dealt = self.workload, self.dealt
         batches = 2 if schedule.prefetch else 1  # batches whose ids are held
         buffers = batches * self.weights["ids"] + self.weights["forward"] + self.weights["backward"]
@@ -315,11 +301,7 @@ class TableJob:
         }
 
     def step(self, schedule: TableSchedule) -> TableStep:
-        """Simulate several batches and return the mean of the last ones.
-
-        Args:
-            schedule: Order of the operations.
-        """
+        """Simulate several batches under a schedule and return the mean of the last ones."""
         batches = run(self.program(schedule))
         shown = batches[-2]
         begin = min(one.start for one in shown)
@@ -330,11 +312,7 @@ class TableJob:
         return TableStep(exposed(batches), self.memory(schedule), timeline, self.crossed, self.volumes)
 
     def bound(self, schedule: TableSchedule) -> float:
-        """Return a lower bound on the seconds of a step: the busiest stream without any waiting.
-
-        Args:
-            schedule: Order of the operations.
-        """
+        """Return a lower bound on the seconds of a step: the busiest stream without any waiting."""
         totals = dict.fromkeys(STREAMS, 0.0)
         for one in self.program(schedule):
             totals[one.stream] += one.seconds
@@ -362,11 +340,7 @@ class TableJob:
 
 
 def local_samples(workload: Recommender, devices: int) -> int:
-    """Return the number of samples on the device that has most, with samples dealt as equally as possible.
-
-    Args:
-        workload: Workload with its batch.
-        devices: Number of devices.
+    """Return the number of samples on the device that has most, with the batch of ``workload`` cut over ``devices``.
 
     Raises:
         PlanError: If a device would have no sample.

@@ -204,12 +204,7 @@ class Shard(NamedTuple):
 
 
 def copied(workload: Recommender, rows: int) -> tuple[Tables, ...]:
-    """Return the tables that are small enough to be on every device.
-
-    Args:
-        workload: Model with the tables.
-        rows: Largest number of rows of such a table; 0 for none.
-    """
+    """Return the tables of ``workload`` with at most ``rows`` rows, which are on every device; none for 0."""
     return tuple(one for one in workload.tables if one.rows <= rows)
 
 
@@ -254,11 +249,7 @@ class Placement:
         return self._each([self.workload.tables[one.table].weight_bytes for one in self.shards])
 
     def by_device(self, values: Array) -> Array:
-        """Sum over the shards of every device: ``[size]``.
-
-        Args:
-            values: Values of every shard: ``[S]``.
-        """
+        """Sum ``values`` of the shards, ``[S]``, over every device: ``[size]``."""
         return np.asarray(np.bincount(self.devices, values, minlength=self.size), dtype=np.float64)
 
     @cached_property
@@ -300,11 +291,7 @@ class Placement:
 
         All copies make the update of the whole batch and stay equal. The gradient of a small shard is summed over
         copies like that of a dense layer; for other shards, the copies gather ids and gradients of pooled embeddings.
-        The cheaper way is taken.
-
-        Args:
-            samples: Number of samples of a step in one group.
-            copies: Number of copies of the tables.
+        The cheaper way is taken. A group has ``samples`` samples of a step, and there are ``copies`` of the tables.
 
         Returns:
             For every device: bytes of gradients that are reduced, bytes that each copy contributes to the gathering,
@@ -342,15 +329,10 @@ class Placement:
 def update_traffic(lookups: Number, columns: Number, weight_bytes: Number, optimizer_bytes: float) -> Number:
     """Return the bytes of memory that the fused backward and update of a sample's lookups move.
 
-    The gradient is read once per lookup; the row and its optimizer state are read and written; ids are sorted. Rows
-    that several samples share are counted for each sample, because the number of distinct rows is unknown without the
-    ids.
-
-    Args:
-        lookups: Number of lookups of a sample.
-        columns: Number of columns of the table.
-        weight_bytes: Bytes of a value.
-        optimizer_bytes: Bytes of a row's optimizer state.
+    A sample has ``lookups`` in a table of so many ``columns`` of ``weight_bytes`` bytes and ``optimizer_bytes`` per
+    row. The gradient is read once per lookup; the row and its optimizer state are read and written; ids are sorted.
+    Rows that several samples share are counted for each sample, because the number of distinct rows is unknown without
+    the ids.
     """
     row = columns * (_GRADIENT_BYTES + 2.0 * weight_bytes) + 2.0 * optimizer_bytes + _SORT_TRAFFIC
     return lookups * row
@@ -423,15 +405,10 @@ def place_tables(
 def _parts(
     workload: Recommender, table: int, costs: tuple[float, float], limit: float, room: float, size: int
 ) -> list[tuple[float, float, Shard]]:
-    """Return cost, bytes and rectangle of the parts of a group of tables.
+    """Return cost, bytes and rectangle of the parts of a group of tables, given by its position.
 
-    Args:
-        workload: Model with the tables.
-        table: Position of the group of tables.
-        costs: Costs of a sample: looking up, sending.
-        limit: Largest cost of a part.
-        room: Largest size of a part in bytes.
-        size: Number of devices.
+    ``costs`` are those of a sample, looking up and sending; no part costs more than ``limit`` or is larger than
+    ``room``.
     """
     one, (up, sent) = workload.tables[table], costs
     fits = math.ceil(one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) / room)
