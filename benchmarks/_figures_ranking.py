@@ -209,12 +209,11 @@ def _effect(gain: dict[str, Any]) -> str:
 
 def ensemble_effects() -> str:
     """Return what the pair and the second layer do, by the intervals of their gains."""
-    found = []
-    for one in _dhen():
-        pair, layer = _effect(one["pair_gain_ne"]), _effect(one["layer_gain_ne"])
-        both = f"each {pair}" if pair == layer else f"the pair {pair} and the second layer {layer}"
-        found.append(f"on {DATA[one['data']]} {both}")
-    return "; ".join(found)
+    return "; ".join(
+        f"on {DATA[one['data']]} the pair {_effect(one['pair_gain_ne'])}, the second layer "
+        f"{_effect(one['layer_gain_ne'])}"
+        for one in _dhen()
+    )
 
 
 def ensemble_pairs() -> str:

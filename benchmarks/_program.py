@@ -91,7 +91,7 @@ class Program:
 
     def _options(self) -> dict[str, Any]:
         """Return the annotations of the options that this benchmark has."""
-        kind = type(next(iter(self.parts)))
+        kind: Any = type(next(iter(self.parts)))
         options: dict[str, Any] = {"part": Annotated[list[kind] | None, typer.Option("--part", help=self.part_help)]}
         if self.short:
             options["everything"] = Annotated[bool, typer.Option("--all", help=self.all_help)]
