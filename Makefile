@@ -3,7 +3,8 @@
 #   make demo     train Wukong on MovieLens-100K and write its report
 #   make test     run the tests that take minutes together
 #   make test-all run the long tests too: meshes, documentation commands, benchmarks, kills
-#   make check    format, lint, types, layers, names
+#   make check    format, lint, types, layers, names, figures of the documentation
+#   make figures  write the figures of the documentation from benchmarks/results/
 #   make docs     build the documentation into site/
 #   make peers    install what `cordillera bench` compares with
 #   make format   rewrite the sources in the project's format
@@ -32,7 +33,7 @@ environment = test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) > /dev/null 2>&1 ||
   { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --quiet --python $(1)/bin/python install pip; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs peers format hooks clean
+.PHONY: help demo test test-all check figures docs peers format hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +53,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quiet --noconftest tests/test_house.py
+	$(BIN)/python benchmarks/_document.py --check
+
+figures: $(VENV)/.dev
+	$(BIN)/python benchmarks/_document.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

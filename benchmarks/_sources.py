@@ -34,7 +34,7 @@ _TALKING += ("cordillera.kernels.compiled_files", "cordillera.reports", "cordill
 _DRAWING = ("report", "chart", "charts", "card", "headline", "page", "export", "commands")
 _NAME = re.compile(r"'(\w+)'")
 _MODULE = re.compile(r"\bcordillera(\.\w+)+")
-_MACHINERY = ("_machine", "_renames", "_results", "_sources", "_stale", "_tables")  # modules that print and write
+_MACHINERY = ("_machine", "_program", "_renames", "_results", "_sources", "_stale", "_tables")  # print and write
 
 
 def counts(module: str) -> bool:
@@ -258,7 +258,9 @@ def age_of(file: Path) -> Age:
     shown = commit[:9] + ("+" if machine.get("uncommitted_changes") else "")
     if code is None:
         return Age(file, measured, shown, (), f"there is no benchmark {system}", "")
-    command = f"cordillera bench {program.replace('_', '-')}" + (f" --part {part}" if '"--part"' in code else "")
+    command = f"cordillera bench {program.replace('_', '-')}" + (
+        f" --part {part}" if "PARTS" in _module(code).defined else ""
+    )
     before = _defined_at(commit)
     if before is None:
         return Age(file, measured, shown, (), f"commit {commit[:9] or 'none'} is not known here", command)

@@ -12,14 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from _machine import busy
-from _results import RESULTS, FinishedPieces, make_console, train_to_the_end, write_part
+from _program import Program
+from _results import FinishedPieces, train_to_the_end
 from _tables import print_notes, print_rows
 from rich.console import Console
 
@@ -233,27 +232,15 @@ PARTS: dict[Part, Callable[[Console, bool, FinishedPieces], dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure. Default: both.")] = None,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
-    fresh: Annotated[bool, typer.Option(help="Forget finished pieces of an earlier, interrupted run.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Train a DLRM in float32, native bfloat16 and emulated bfloat16, with and without float32 master weights."""
-    console = make_console()
-    torch.set_num_threads(threads)
-    load = busy()
-    if load is not None and load > 1:
-        console.print(f"warning: {load:g} processes were busy here in the last minute; seconds will mislead")
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or list(Part):
-        pieces = FinishedPieces(folder / f"bfloat16-{chosen.value}.jsonl")
-        if fresh:
-            pieces.clear()
-        elif len(pieces):
-            console.print(f"{chosen.value}: continuing from {len(pieces)} finished pieces ({pieces.path})")
-        write_part(console, folder, "bfloat16", chosen.value, quick, partial(PARTS[chosen], console, quick, pieces))
+main = Program(
+    "bfloat16",
+    PARTS,
+    "Train a DLRM in float32, native bfloat16 and emulated bfloat16, with and without float32 master weights.",
+    part_help="What to measure. Default: both.",
+    quick_help="Tiny sizes: shows that it works, its figures mean nothing.",
+    threads=2,
+    fresh=True,
+).command()
 
 
 if __name__ == "__main__":

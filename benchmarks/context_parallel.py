@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from _context_sessions import sessions
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from _timing import Spread, Timing, times_faster
 from rich.console import Console
 from rich.table import Table
@@ -202,16 +201,12 @@ def _milliseconds(spread: Spread) -> str:
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.sharding: _sharding, Part.sessions: sessions}
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few and small: shows that it works, its figures mean nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Measure attention over ranks: ways to cut documents, and conversations against one process."""
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or Part:
-        write_part(console, folder, "context_parallel", chosen.value, quick, partial(PARTS[chosen], console, quick))
+main = Program(
+    "context_parallel",
+    PARTS,
+    "Measure attention over ranks: ways to cut documents, and conversations against one process.",
+    quick_help="Few and small: shows that it works, its figures mean nothing.",
+).command()
 
 
 if __name__ == "__main__":

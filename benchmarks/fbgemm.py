@@ -10,16 +10,13 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import _quantized_linear
 import _quantized_rows
 import torch
 import typer
-from _machine import busy
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from _tables import print_notes, print_rows
 from rich.console import Console
 
@@ -156,33 +153,27 @@ def _accumulate16(console: Console, quick: bool) -> dict[str, Any]:
 
 
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
-    Part.linear: _linear,
-    Part.mlp: _mlp,
-    Part.rows: _rows,
-    Part.accumulate16: _accumulate16,
+    Part.linear: torch.no_grad()(_linear),
+    Part.mlp: _mlp,  # trains
+    Part.rows: torch.no_grad()(_rows),
+    Part.accumulate16: torch.no_grad()(_accumulate16),
 }
 
 
-def main(
-    part: Annotated[
-        list[Part] | None, typer.Option("--part", help="What to measure; repeat it for several. Default: all.")
-    ] = None,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Measure eight-bit linear layers, embedding rows and int16 sums beside float32, bfloat16 and torch's own."""
-    console = make_console()
+def _prepare() -> dict[str, str]:
     warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # deprecated, but its kernels need it
-    torch.set_num_threads(threads)
-    load = busy()
-    if load is not None and load > 1:
-        # Threads wait for each other many times per call, so other work on the cores distorts even interleaved ratios.
-        console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or Part:
-        with torch.set_grad_enabled(chosen is Part.mlp):  # this part trains
-            write_part(console, folder, "fbgemm", chosen.value, quick, partial(PARTS[chosen], console, quick))
+    return {}
+
+
+main = Program(
+    "fbgemm",
+    PARTS,
+    "Measure eight-bit linear layers, embedding rows and int16 sums beside float32, bfloat16 and torch's own.",
+    part_help="What to measure; repeat it for several. Default: all.",
+    quick_help="Tiny sizes: shows that it works, its figures mean nothing.",
+    threads=2,
+    prepare=_prepare,
+).command()
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import typer
 from _fsdp_models import Tracker, fake_processes, make_stage, step, track, units_of
 from _processes import run_processes
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from rich.console import Console
 from rich.table import Table
 
@@ -239,17 +238,19 @@ def _traffic(console: Console, quick: bool) -> dict[str, Any]:
 PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {Part.memory: _memory, Part.traffic: _traffic}
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to look at; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few and small: shows that it works.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Hold sharded weights against their formulas: memory for 8 to 512 ranks, traffic of four processes."""
+def _prepare() -> dict[str, str]:
     torch.set_num_threads(1)
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or Part:
-        write_part(console, folder, "fsdp", chosen.value, quick, partial(PARTS[chosen], console, quick))
+    return {}
+
+
+main = Program(
+    "fsdp",
+    PARTS,
+    "Hold sharded weights against their formulas: memory for 8 to 512 ranks, traffic of four processes.",
+    part_help="What to look at; repeat it. Default: all.",
+    quick_help="Few and small: shows that it works.",
+    prepare=_prepare,
+).command()
 
 
 if __name__ == "__main__":

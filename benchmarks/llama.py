@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from _llama_peer import PeerUnavailable, transformers_llama
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from _tables import print_notes
 from _timing import Spread, interleave, times_faster
 from _training_speed import training
@@ -182,21 +181,19 @@ PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
 OF_SMOLLM2 = (Part.generation, Part.loading)
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Load SmolLM2-135M and generate text with it, and train small models, beside transformers and torchtitan."""
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or Part:
-        try:
-            if chosen in OF_SMOLLM2:
-                stored_asset("smollm2")
-            write_part(console, folder, "llama", chosen.value, quick, partial(PARTS[chosen], console, quick))
-        except (DataError, PeerUnavailable) as error:
-            console.print(f"{chosen.value}: left out, {error}", markup=False)
+def _left_out(part: Part) -> None:
+    """Raise the error that says where to get SmolLM2, if a part needs it and it is not here."""
+    if part in OF_SMOLLM2:
+        stored_asset("smollm2")
+
+
+main = Program(
+    "llama",
+    PARTS,
+    "Load SmolLM2-135M and generate text with it, and train small models, beside transformers and torchtitan.",
+    left_out=_left_out,
+    excused=(DataError, PeerUnavailable),
+).command()
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from _loka_mods import quality, times
-from _results import RESULTS, FinishedPieces, make_console, write_part
+from _program import Program
+from _results import FinishedPieces
 from _timing import Spread, interleave, times_faster
 from _trained_runs import trained
 from rich.console import Console
@@ -234,20 +234,11 @@ PARTS: dict[Part, Callable[..., dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Probe, plan, and time the plan beside fp32 and uniform choices; what Mods do. An interrupted ``mods`` goes on."""
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    with tempfile.TemporaryDirectory() as runs:
-        for one in part or Part:
-            measure = partial(PARTS[one], console, Path(runs), quick)
-            if one is Part.mods:
-                measure.keywords["pieces"] = FinishedPieces(folder / "loka-mods.jsonl")
-            write_part(console, folder, "loka", one.value, quick, measure)
+main = Program(
+    "loka",
+    PARTS,
+    "Probe, plan, and time the plan beside fp32 and uniform choices; what Mods do. An interrupted ``mods`` goes on.",
+).command()
 
 
 if __name__ == "__main__":

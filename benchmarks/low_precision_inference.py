@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import enum
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from _timing import interleave, times_faster
 from _trained_runs import MODELS, trained
 from rich.console import Console
@@ -245,18 +244,12 @@ def _rescale(rows: torch.Tensor, kind: str, factor: float) -> None:
 PARTS = {Part.quantize: _quantize, Part.drift: _drift}
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few samples: shows that it works, its figures mean nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Quantise trained models, score with them, and watch what they see."""
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    with tempfile.TemporaryDirectory() as runs:
-        for chosen in part or Part:
-            measure = partial(PARTS[chosen], console, Path(runs), quick)
-            write_part(console, folder, "low-precision-inference", chosen.value, quick, measure)
+main = Program(
+    "low-precision-inference",
+    PARTS,
+    "Quantise trained models, score with them, and watch what they see.",
+    quick_help="Few samples: shows that it works, its figures mean nothing.",
+).command()
 
 
 if __name__ == "__main__":

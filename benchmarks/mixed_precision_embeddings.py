@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import _mixed_precision_quality
 import _mixed_precision_speed
-import torch
 import typer
-from _machine import busy
-from _results import RESULTS, FinishedPieces, make_console, write_part
+from _program import Program
+from _results import FinishedPieces
 from _tables import print_notes, print_ratios, print_rows
 from rich.console import Console
 
@@ -76,31 +73,21 @@ PARTS: dict[Part, Callable[[Console, bool, FinishedPieces], dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[
-        list[Part] | None, typer.Option("--part", help="What to measure; repeat it for several. Default: all.")
-    ] = None,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
-    fresh: Annotated[bool, typer.Option(help="Forget finished pieces of an earlier, interrupted run.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Measure embedding rows in 8 and 4 bits with a cache beside float32 rows and FBGEMM on this machine."""
-    console = make_console()
-    torch.set_num_threads(threads)
+def _prepare() -> dict[str, str]:
     keep_freed_memory()  # as training does
-    load = busy()
-    if load is not None and load > 1:
-        console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or Part:
-        pieces = FinishedPieces(folder / f"mixed_precision_embeddings-{chosen.value}.jsonl")
-        if fresh:
-            pieces.clear()
-        elif len(pieces):
-            console.print(f"{chosen.value}: continuing from {len(pieces)} finished pieces ({pieces.path})")
-        measure = partial(PARTS[chosen], console, quick, pieces)
-        write_part(console, folder, "mixed_precision_embeddings", chosen.value, quick, measure)
+    return {}
+
+
+main = Program(
+    "mixed_precision_embeddings",
+    PARTS,
+    "Measure embedding rows in 8 and 4 bits with a cache beside float32 rows and FBGEMM on this machine.",
+    part_help="What to measure; repeat it for several. Default: all.",
+    quick_help="Tiny sizes: shows that it works, its figures mean nothing.",
+    threads=2,
+    fresh=True,
+    prepare=_prepare,
+).command()
 
 
 if __name__ == "__main__":

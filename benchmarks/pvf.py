@@ -12,12 +12,11 @@ import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from _machine import busy
+from _program import Program
 from _pvf_models import (
     DensePart,
     Target,
@@ -30,7 +29,6 @@ from _pvf_models import (
     trained_transformer,
     transformer_part,
 )
-from _results import RESULTS, make_console, write_part
 from _tables import print_notes, print_rows
 from _timing import interleave, times_faster
 from rich.console import Console
@@ -205,23 +203,14 @@ PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[
-        list[Part] | None, typer.Option("--part", help="What to measure; repeat it for several. Default: all.")
-    ] = None,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 1,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Measure how vulnerable models are to flipped bits, by component, bit and format, and how fast that goes."""
-    console = make_console()
-    torch.set_num_threads(threads)
-    load = busy()
-    if load is not None and load > 1:
-        console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or list(Part):
-        write_part(console, folder, "pvf", chosen.value, quick, partial(PARTS[chosen], console, quick))
+main = Program(
+    "pvf",
+    PARTS,
+    "Measure how vulnerable models are to flipped bits, by component, bit and format, and how fast that goes.",
+    part_help="What to measure; repeat it for several. Default: all.",
+    quick_help="Tiny sizes: shows that it works, its figures mean nothing.",
+    threads=1,
+).command()
 
 
 if __name__ == "__main__":

@@ -10,17 +10,14 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import _ranking_quality
 import _ranking_scaling
 import _ranking_speed
-import torch
 import typer
-from _machine import busy
-from _results import RESULTS, FinishedPieces, make_console, write_part
+from _program import Program
+from _results import FinishedPieces
 from _tables import print_notes, print_ratios, print_rows
 from rich.console import Console
 
@@ -112,37 +109,25 @@ PARTS: dict[Part, Callable[[Console, bool, FinishedPieces], dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[
-        list[Part] | None,
-        typer.Option("--part", help="What to measure; repeat it for several. Default: update, speed, memory, loading."),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every part: about an hour on two cores.")] = False,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes: shows that it works, its figures mean nothing.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the CPU's kernels.")] = 2,
-    fresh: Annotated[bool, typer.Option(help="Forget finished pieces of an earlier, interrupted run.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Measure ranking models beside FuxiCTR, TorchRec, FBGEMM and plain PyTorch on this machine."""
-    console = make_console()
+def _prepare() -> dict[str, str]:
     # PyTorch's own sparse Adagrad triggers this warning of PyTorch.
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
-    torch.set_num_threads(threads)
     not_kept = keep_freed_memory()  # as in training; also applies to the peers
-    kept = f"given back: {not_kept}" if not_kept else "kept by the process, for all contenders"
-    load = busy()
-    if load is not None and load > 1:
-        # Threads wait for each other many times per step, so other work on the cores distorts even interleaved ratios.
-        console.print(f"warning: {load:g} processes were busy here in the last minute; measure on a quiet machine")
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in Part if everything else part or SHORT:
-        pieces = FinishedPieces(folder / f"ranking-{chosen.value}.jsonl")
-        if fresh:
-            pieces.clear()
-        elif len(pieces):
-            console.print(f"{chosen.value}: continuing from {len(pieces)} finished pieces ({pieces.path})")
-        measure = partial(PARTS[chosen], console, quick, pieces)
-        write_part(console, folder, "ranking", chosen.value, quick, measure, freed_memory=kept)
+    return {"freed_memory": f"given back: {not_kept}" if not_kept else "kept by the process, for all contenders"}
+
+
+main = Program(
+    "ranking",
+    PARTS,
+    "Measure ranking models beside FuxiCTR, TorchRec, FBGEMM and plain PyTorch on this machine.",
+    part_help="What to measure; repeat it for several. Default: update, speed, memory, loading.",
+    quick_help="Tiny sizes: shows that it works, its figures mean nothing.",
+    threads=2,
+    fresh=True,
+    short=SHORT,
+    all_help="Every part: about an hour on two cores.",
+    prepare=_prepare,
+).command()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from _executed_schedules import (
     timelines,
 )
 from _processes import run_processes
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from _scaleacross_peers import Calculon, PeerUnavailable
 from _timing import Spread
 from rich.console import Console
@@ -466,25 +466,22 @@ PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Measure the planner: against measured and executed steps, Calculon, CP-SAT and baselines, and its own speed."""
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    for chosen in part or Part:
-        if chosen in (Part.accuracy, Part.speed) and not MEASURED.exists():
-            console.print(f"{chosen.value}: left out, {MEASURED} (vTrain's measurements, MIT) is not here")
-            continue
-        if chosen is Part.solver and importlib.util.find_spec("ortools") is None:
-            console.print("solver: left out, OR-tools is not installed")
-            continue
-        if chosen is Part.executed and not (dist.is_available() and dist.is_gloo_available()):
-            console.print("executed: left out, torch was built without Gloo")
-            continue
-        write_part(console, folder, "scaleacross", chosen.value, quick, partial(PARTS[chosen], console, quick))
+def _left_out(part: Part) -> str | None:
+    if part in (Part.accuracy, Part.speed) and not MEASURED.exists():
+        return f"{MEASURED} (vTrain's measurements, MIT) is not here"
+    if part is Part.solver and importlib.util.find_spec("ortools") is None:
+        return "OR-tools is not installed"
+    if part is Part.executed and not (dist.is_available() and dist.is_gloo_available()):
+        return "torch was built without Gloo"
+    return None
+
+
+main = Program(
+    "scaleacross",
+    PARTS,
+    "Measure the planner: against measured and executed steps, Calculon, CP-SAT and baselines, and its own speed.",
+    left_out=_left_out,
+).command()
 
 
 if __name__ == "__main__":

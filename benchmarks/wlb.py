@@ -7,16 +7,15 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import _emulated_pipeline
 import numpy as np
 import typer
 from _executed_packing import MODEL, executed_seconds, measured_work, simulated_seconds, times_faster, work_of
 from _packing_baselines import exactly, fixed_length, in_arrival_order
-from _results import RESULTS, make_console, write_part
+from _program import Program
 from _timing import Spread
 from rich.console import Console
 from rich.table import Table
@@ -391,19 +390,16 @@ PARTS: dict[Part, Callable[[Console, bool], dict[str, Any]]] = {
 }
 
 
-def main(
-    part: Annotated[list[Part] | None, typer.Option("--part", help="What to measure; repeat it. Default: all.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few points: shows that it works, its figures mean nothing.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Folder of the result files.")] = None,
-) -> None:
-    """Pack WLB-LLM's document lengths, and simulate the pipeline that computes them."""
-    console = make_console()
-    folder = results or (RESULTS / "quick" if quick else RESULTS)
-    if not LENGTHS.exists():
-        console.print(f"left out: {LENGTHS} (document lengths of hao-ai-lab/DistCA, Apache-2.0) is not here")
-        return
-    for chosen in part or Part:
-        write_part(console, folder, "wlb", chosen.value, quick, partial(PARTS[chosen], console, quick))
+def _left_out(part: Part) -> str | None:
+    return None if LENGTHS.exists() else f"{LENGTHS} (document lengths of hao-ai-lab/DistCA, Apache-2.0) is not here"
+
+
+main = Program(
+    "wlb",
+    PARTS,
+    "Pack WLB-LLM's document lengths, and simulate the pipeline that computes them.",
+    left_out=_left_out,
+).command()
 
 
 if __name__ == "__main__":

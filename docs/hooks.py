@@ -2,7 +2,8 @@
 
 A page holds ``<!-- keys: data -->`` (the keys of a recipe's section, of ``model.NAME``, or of
 ``language.SECTION`` of a language model's), ``<!-- recipes -->`` (the
-shipped recipes) or ``<!-- contributing -->`` (the repository's CONTRIBUTING.md), alone on a line.
+shipped recipes) or ``<!-- contributing -->`` (the repository's CONTRIBUTING.md), alone on a line. The markers of
+figures, between which ``make figures`` writes, are left out of the built pages.
 """
 
 from __future__ import annotations
@@ -124,4 +125,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     if "<!-- contributing -->" in markdown:
         text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
         markdown = markdown.replace("<!-- contributing -->", re.sub(r"\]\(docs/", "](", text))
-    return markdown
+    return re.sub(r"<!-- /?figures?(: [\w.-]+)? -->", "", markdown)

@@ -41,6 +41,7 @@ NOT_RUN = {
     "make check": "is a step of .ci/run",
     "make docs": "is a step of .ci/run",
     "make format": "rewrites the tree under test",
+    "make figures": "rewrites the tree under test",
     "make hooks": "writes into the clone's git folder",
     "make peers": "clones a repository of another project",
     "bash .ci/run": "runs this test",

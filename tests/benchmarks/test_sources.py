@@ -30,7 +30,6 @@ def _exact(quick):
     return total(SIZE)
 
 PARTS = {Part.fast: _fast, Part.exact: _exact}
-OPTION = "--part"
 '''
 FILES = {
     "benchmarks/some_thing.py": PROGRAM,

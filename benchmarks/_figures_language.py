@@ -1,0 +1,271 @@
+"""Figures of language models, packing and sharding in the documentation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from _figures import Figures, listed, of_all, percent, results, span, spread, table
+
+DTYPES = ("bfloat16", "float32")
+PACKINGS = {
+    "arrival order, documents cut": "arrival order, documents cut",
+    "arrival order": "arrival order, whole documents",
+    **{f"fixed length, window {window}": f"fixed length, greedy over {window}" for window in (1, 2, 4, 8)},
+    "two queues, no variable length": "two queues, no variable length",
+    "2 queues, 1.5 contexts": "two queues, up to 1.5 contexts",
+    "2 queues, 2 contexts": "two queues, up to 2 contexts",
+}
+MEBI = 2**20
+
+
+# Llama
+
+
+def generation() -> str:
+    """Return generation beside transformers."""
+    rows = []
+    for dtype in DTYPES:
+        one = results("llama-generation")["results"][dtype]
+        rates = [f"{one['tokens_per_s'][name]['median']:.1f} tokens/s" for name in ("ours", "transformers")]
+        target = str(one["target"] or "")
+        rows.append([dtype, *spread(one["times_transformers"]), target, *rates, str(one["same_tokens"])])
+    return table(["weights", "times transformers", "quartiles", "asked", "ours", "transformers", "same tokens"], rows)
+
+
+def peer_version() -> str:
+    """Return the version of transformers beside which text was generated."""
+    version = results("llama-generation")["machine"]["libraries"]["transformers"]
+    return "transformers " + ".".join(version.split(".")[:2])
+
+
+def regret() -> str:
+    """Return the largest distance of a written token's logit from the best one's."""
+    return f"{max(results('llama-generation')['results']['bfloat16']['regret'].values()):.2f}"
+
+
+def loading() -> str:
+    """Return the time and the memory of opening a model."""
+    rows = []
+    for dtype in DTYPES:
+        one = results("llama-loading")["results"][dtype]
+        seconds, memory = f"{one['seconds']['median']:.1f}", f"{one['peak_over_size']['median']:.2f}"
+        rows.append([dtype, seconds, f"{one['target_seconds']:g}", memory, f"{one['target_peak_over_size']:g}"])
+    return table(["weights", "seconds", "asked", "peak memory over weights", "asked"], rows)
+
+
+def training() -> str:
+    """Return training beside transformers and torchtitan."""
+    rows = []
+    for name, case in results("llama-training")["results"].items():
+        for ratio in case["ratios"].values():
+            rates = [f"{case['tokens_per_s'][one]['median']:,.0f}" for one in ("ours", ratio["fastest"])]
+            target = "" if ratio["target"] is None else str(ratio["target"])
+            rows.append([name, ratio["fastest"], *spread(ratio["times"]), target, *rates])
+    return table(["case", "beside", "times as fast", "quartiles", "asked", "ours", "peer"], rows)
+
+
+# WLB-LLM
+
+
+def packing() -> str:
+    """Return the balance of packings."""
+    rows = [
+        [
+            PACKINGS[name],
+            f"{one['imbalance']:.3f}",
+            f"{one['imbalance_p95']:.3f}",
+            f"{one['delay']:.2f}",
+            f"{1e3 * one['seconds']:.2f} ms",
+        ]
+        for name, one in results("wlb-packing")["rows"].items()
+        if name in PACKINGS
+    ]
+    return table(["packing", "mean", "95th percentile", "delay of a token", "a plan"], rows)
+
+
+def packing_reached(bound: str) -> str:
+    """Return whether packing within a bound met its targets."""
+    names = {"imbalance": "mean", "imbalance_p95": "95th percentile", "delay": "delay", "seconds": "time of a plan"}
+    missed = [names[key] for key, reached in results("wlb-packing")["reached"][bound].items() if not reached]
+    return f"missed ({listed(missed)})" if missed else "met"
+
+
+def pipeline() -> str:
+    """Return the simulated gain of packing."""
+    rows = [
+        [PACKINGS[name], f"{gain['packing']:.2f}", f"{gain['both']:.2f}"]
+        for name, gain in results("wlb-pipeline")["gains"]["2 queues, 1.5 contexts"].items()
+    ]
+    return table(["beside", "packing alone", "and per-document sharding"], rows)
+
+
+def _cut() -> dict[str, float]:
+    found: dict[str, float] = results("wlb-pipeline")["gains"]["2 queues, 1.5 contexts"]["arrival order, documents cut"]
+    return found
+
+
+def left_out() -> str:
+    """Return the share of work that cut documents leave out."""
+    rows = results("wlb-pipeline")["rows"]
+    return percent(1 - rows["arrival order, documents cut"]["work"] / rows["arrival order"]["work"], ".1f")
+
+
+def executed_gains(part: str) -> str:
+    """Return executed gains of packing beside simulated ones."""
+    rows = [
+        [PACKINGS[name], *spread(gain["executed"]), f"{gain['simulated']:.2f}"]
+        for name, gain in results(f"wlb-{part}")["gains"].items()
+    ]
+    return table(["beside", "executed", "quartiles", "simulated"], rows)
+
+
+def emulated_reached() -> str:
+    """Return over which packings the emulated pipeline reached its target."""
+    found = {PACKINGS[name]: gain["reached"] for name, gain in results("wlb-emulated")["gains"].items()}
+    if all(found.values()):
+        return "over every packing of the table"
+    reached = [f"`{name}`" for name, yes in found.items() if yes]
+    missed = [f"`{name}`" for name, yes in found.items() if not yes]
+    return f"over {listed(reached) if reached else 'no packing'}, and not over {listed(missed)}"
+
+
+def sharding_gain() -> str:
+    """Return the gain of sharding a skewed mix by document."""
+    mixes = results("context_parallel-sharding")["mixes"].values()
+    skewed = next(found for found in mixes if found["imbalance"]["per sequence, all_gather"] > 1.5)
+    ways = ("all_gather", "ring")
+    return span((skewed["times_per_sequence"][f"per document, {way}"]["wall"]["median"] for way in ways), ".2f")
+
+
+# Context parallelism
+
+
+def _sessions() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = results("context_parallel-sessions")["runs"]
+    return found
+
+
+def sessions() -> str:
+    """Return what conversations over ranks hold and send."""
+    rows = []
+    for ranks in (2, 3, 4):
+        by = {run["transport"]: run for run in _sessions() if run["ranks"] == ranks}
+        sent = [f"{by[name]['attention_bytes'] / 1e6:.1f} MB" for name in ("pass_kv", "pass_q", "auto")]
+        rows.append([str(ranks), ", ".join(map(str, by["auto"]["kv_held"])), *sent])
+    return table(["ranks", "keys and values held", "sent by pass-KV", "sent by pass-Q", "sent by the choice"], rows)
+
+
+SHARDINGS = ("per document, all_gather", "adaptive, all_gather", "per document, ring")
+
+
+def sharding() -> str:
+    """Return ways to divide documents."""
+    rows = []
+    for mix, found in results("context_parallel-sharding")["mixes"].items():
+        for name in SHARDINGS:
+            work = f"{found['imbalance'][name]:.2f}"
+            rows.append([mix, name.replace("_", "-"), work, *spread(found["times_per_sequence"][name]["wall"])])
+    return table(["documents", "cut", "largest work over mean", "times as fast", "quartiles"], rows)
+
+
+def baseline_work() -> str:
+    """Return the largest work of a rank over the mean with rows divided by sequence."""
+    first, *others = (found["imbalance"] for found in results("context_parallel-sharding")["mixes"].values())
+    name = "per sequence, all_gather"
+    return f"{first[name]:.2f} times the mean on the first mix of documents and {max(o[name] for o in others):.2f}"
+
+
+def _least_gain(mixes: slice) -> str:
+    found = list(results("context_parallel-sharding")["mixes"].values())[mixes]
+    return f"{min(one['times_per_sequence'][name]['wall']['median'] for one in found for name in SHARDINGS):.2f}"
+
+
+# FSDP
+
+
+def _memory() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = results("fsdp-memory")["rows"]
+    return found
+
+
+def sharded_memory() -> str:
+    """Return tracked memory beside its laws."""
+    rows = []
+    for one in _memory():
+        sizes = [f"{one[f'{key}_bytes'] / MEBI:,.1f}" for key in ("parameter", "law", "published")]
+        counts = f"{one['collectives']['all_gathers']} + {one['collectives']['reduce_scatters']}"
+        rows.append([one["model"], one["wrapping"], str(one["world"]), *sizes, counts])
+    return table(["model", "units", "ranks", "tracked", "`sum / F + root + max`", "as published", "collectives"], rows)
+
+
+def too_low() -> str:
+    """Return how much too low the law as published is for the whole model."""
+    below = [1 - one["published_bytes"] / one["parameter_bytes"] for one in _memory() if one["model"] == "8B"]
+    return span((100 * one for one in below), ".1f") + " %"
+
+
+def gather_buffers() -> str:
+    """Return the largest buffers of collectives with a unit a block."""
+    buffers = max(one["gather_buffer_bytes"] for one in _memory() if one["wrapping"] == "every block")
+    return f"{buffers / MEBI:,.1f} MiB"
+
+
+def traffic() -> str:
+    """Return bytes sent relative to the size of the weights."""
+    found = results("fsdp-traffic")
+    size, rows = found["weight_bytes"], []
+    for name, one in found["rows"].items():
+        across = one["across_hosts_bytes"]
+        shares = [sum(one["sent_bytes"][0].values()) / size, max(across) / size, sum(across) / size]
+        rows.append([name, *(f"{share:.3f}" for share in shares)])
+    return table(["weights", "sent by a rank", "across hosts, busiest rank", "all ranks"], rows)
+
+
+def hybrid_share(key: str) -> str:
+    """Return the share of full sharding's bytes that hybrid sharding sends."""
+    return f"{100 / results('fsdp-traffic')['times_hybrid']['fully sharded'][key]:.0f} %"
+
+
+FIGURES: Figures = {
+    "llama-generation": generation,
+    "llama-threads": lambda: str(results("llama-generation")["machine"]["threads"]),
+    "llama-peer": peer_version,
+    "llama-regret": regret,
+    "llama-loading": loading,
+    "llama-training": training,
+    "wlb-packing": packing,
+    "wlb-one-and-a-half": partial(packing_reached, "1.5 contexts"),
+    "wlb-two": partial(packing_reached, "2 contexts"),
+    "wlb-pipeline": pipeline,
+    "wlb-cut": lambda: f"{_cut()['both']:.2f}",
+    "wlb-cut-by-work": lambda: f"{_cut()['both_by_work']:.2f}",
+    "wlb-left-out": left_out,
+    "wlb-executed": partial(executed_gains, "executed"),
+    "wlb-break-even": lambda: f"{results('wlb-executed')['break_even']:,.0f}",
+    "wlb-executed-iterations": lambda: str(results("wlb-executed")["iterations"]),
+    "wlb-sharding": sharding_gain,
+    "wlb-emulated": partial(executed_gains, "emulated"),
+    "wlb-emulated-iterations": lambda: str(results("wlb-emulated")["iterations"]),
+    "wlb-emulated-reached": emulated_reached,
+    "context-sessions": sessions,
+    "context-tokens": lambda: of_all([run["tokens_identical"] for run in _sessions()], "runs"),
+    "context-bytes": lambda: of_all([run["bytes_as_formulas"] for run in _sessions()], "runs"),
+    "context-logits": lambda: f"{max(run['largest_logit_difference'] for run in _sessions()):.1e}",
+    "context-baseline": baseline_work,
+    "context-sharding": sharding,
+    "context-skewed": partial(_least_gain, slice(0, 1)),
+    "context-others": partial(_least_gain, slice(1, None)),
+    "fsdp-memory": sharded_memory,
+    "fsdp-law": lambda: of_all([one["parameter_bytes"] == one["law_bytes"] for one in _memory()], "cases"),
+    "fsdp-too-low": too_low,
+    "fsdp-collectives": lambda: of_all(
+        [one["collectives"] == one["collectives_by_formula"] for one in _memory()], "cases"
+    ),
+    "fsdp-buffers": gather_buffers,
+    "fsdp-weights": lambda: f"{results('fsdp-traffic')['weight_bytes'] / MEBI:.1f} MiB",
+    "fsdp-traffic": traffic,
+    "fsdp-ledgers": lambda: of_all([one["equal"] for one in results("fsdp-traffic")["rows"].values()], "rows"),
+    "fsdp-busiest": partial(hybrid_share, "busiest"),
+    "fsdp-all-links": partial(hybrid_share, "all"),
+}
