@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import PlanError
+from cordillera.errors import PeerError, PlanError
 
 # torch 2.13 renamed these functions and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

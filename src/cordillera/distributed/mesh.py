@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
 from cordillera.distributed.collectives import all_gather_single
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import PlanError
+from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Schedule,
     breadth_first,

@@ -106,6 +106,7 @@ class Quantized:
     page: Path
 
 
+# One piece: search, model and confirmation follow one another, and each uses most of what those before it made.
 def quantize(
     run: Run | Path | str,
     budget: float = BUDGET,

@@ -8,9 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cordillera.distributed.job.heartbeats import RankError
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, PeerError, RankError
 
 
 class Failure(NamedTuple):

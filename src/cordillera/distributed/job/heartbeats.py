@@ -14,29 +14,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cordillera.distributed.job.store import JobStore
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import printable
+from cordillera.errors import RankError, printable
 
 _MOST_NAMED = 8
 _MOST_COUNTED = 2**53
 _MOST_PLACE, _MOST_TEXT = 300, 8_000  # characters
-
-
-class RankError(PeerError):
-    """A rank ended, stopped, hung or failed, so that the others cannot continue.
-
-    Args:
-        what: One sentence that names the rank.
-        ranks: Ranks at fault; empty if unknown.
-        where: Rank that reports the error.
-        remedy: Advice on what to do.
-    """
-
-    def __init__(
-        self, what: str, *, ranks: Iterable[int] = (), where: str | None = None, remedy: str | None = None
-    ) -> None:
-        self.ranks = tuple(ranks)
-        super().__init__(what, peer=self.ranks[0] if len(self.ranks) == 1 else None, where=where, remedy=remedy)
 
 
 class Beat(NamedTuple):

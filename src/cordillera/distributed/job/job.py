@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from cordillera.distributed.job.environment import JobPlace, job_key, place_in_job
-from cordillera.distributed.job.heartbeats import RankError, Verdict
+from cordillera.distributed.job.heartbeats import Verdict
 from cordillera.distributed.job.store import JobStore, StoreError, within
 from cordillera.distributed.job.watchdog import JOIN_S, Watchdog, WatchdogConfig
-from cordillera.errors import DependencyError, PlanError, printable
+from cordillera.errors import DependencyError, PlanError, RankError, printable
 
 _END_S = 60  # seconds until a failed process is ended although torch still waits
 _TAKEN_S = 10.0  # seconds within which a port must answer if something listens on it

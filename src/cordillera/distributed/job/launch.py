@@ -32,11 +32,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.distributed.job.environment import TOKEN, job_key
 from cordillera.distributed.job.failures import Failure, pack, unpack
-from cordillera.distributed.job.heartbeats import HeartbeatBoard, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.job import STOPPING, handling, join_job
 from cordillera.distributed.job.store import JobStore, StoreError, within
 from cordillera.distributed.job.watchdog import ABANDONED, WatchdogConfig
-from cordillera.errors import DependencyError, PlanError, printable
+from cordillera.errors import DependencyError, PlanError, RankError, printable
 from cordillera.kernels.threads import usable_cores
 
 _POLL_S = 0.1

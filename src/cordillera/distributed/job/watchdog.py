@@ -21,10 +21,9 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, PeerError, RankError
 
 ABANDONED = 75
 """Exit code of a process that was ended because another failed; in sysexits.h it means that a retry may succeed."""

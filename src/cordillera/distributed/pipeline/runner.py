@@ -26,7 +26,6 @@ from cordillera.distributed.pipeline.mail import MAIL_DTYPES, MOST_DIMENSIONS, M
 from cordillera.distributed.pipeline.split_backward import ForwardState, SplitBackward, accumulate, split_backward
 from cordillera.errors import PlanError
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
-from cordillera.planning.pipeline.simulator import Timeline
 
 
 @dataclass(frozen=True)
@@ -54,27 +53,6 @@ class ExecutedStep(NamedTuple):
 
     losses: Tensor | None
     recording: Recording
-
-
-def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Timeline:
-    """Combine all ranks' recordings of a step into a timeline like the simulator's.
-
-    Messages are not recorded, so the timeline has none, and ``waiting``, which is derived from them, is NaN.
-
-    Args:
-        schedule: Schedule that was executed.
-        recordings: One recording for each rank, in any order.
-
-    Raises:
-        PlanError: If the recordings do not match the schedule's ranks and actions.
-    """
-    by_rank = {recording.rank: recording for recording in recordings}
-    for rank, actions in enumerate(schedule.actions):
-        if rank not in by_rank or len(by_rank[rank].starts) != len(actions):
-            raise PlanError(f"no recording of the {len(actions)} actions of rank {rank}", where="recordings")
-    ordered = [by_rank[rank] for rank in range(schedule.ranks)]
-    unknown = np.full(schedule.ranks, math.nan)
-    return Timeline(schedule, [one.starts for one in ordered], [one.ends for one in ordered], waiting=unknown)
 
 
 class PipelineRunner:

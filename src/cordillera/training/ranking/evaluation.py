@@ -268,6 +268,7 @@ def _pairs(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     return {name: (number(low), number(high)) for name, (low, high) in values.items()}
 
 
+# One piece: a pass over the batches and the metrics of all that it gathered, which every part of the result needs.
 def evaluate(
     score: Callable[[RankingBatch], Tensor],
     loader: Iterable[RankingBatch],

@@ -47,6 +47,7 @@ def auc_influence(scores: _Floats, positive: NDArray[np.bool_], weights: _Floats
     return auc, weights / np.where(positive, p, n) * (wins - auc)
 
 
+# One derivation: each estimate, error and bound uses the sums above it.
 def metric_intervals(
     logits: _Floats,
     positive: NDArray[np.bool_],

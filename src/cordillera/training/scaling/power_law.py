@@ -143,6 +143,7 @@ class PowerLaw:
         )
 
 
+# One derivation from points to law: checks, fit and intervals share nearly all of their values.
 def fit_power_law(
     x: Sequence[float],
     y: Sequence[float],
