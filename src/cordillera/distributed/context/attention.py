@@ -59,9 +59,6 @@ class ContextParallelAttention:
         group: Process group whose ranks are those of the plans; None for the default group.
         ledger: Ledger that counts the traffic; None for a new one.
 
-    Attributes:
-        ledger: Ledger that counts the traffic.
-
     Raises:
         PlanError: If there is no process group, or this process is not in it.
     """
@@ -78,11 +75,7 @@ class ContextParallelAttention:
         self._checked: Tensor | None = None
 
     def use(self, plan: ShardPlan, device: torch.device | str = "cpu") -> None:
-        """Attend by a plan from now on; every rank must call it.
-
-        Args:
-            plan: Plan of the next forwards.
-            device: Device of the tensors.
+        """Attend by a ``plan`` of tensors on ``device`` from now on; every rank must call it.
 
         Raises:
             PlanError: If the plan is for another number of ranks, or ranks have different plans.
@@ -108,11 +101,7 @@ class ContextParallelAttention:
         return self._used().plan
 
     def shard(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with one row for each token of all documents, ``[T, ...]``.
-
-        Args:
-            tokens: Tensor in document order, such as ids, labels or positions.
-        """
+        """Return this rank's part of a tensor of one row for each token in document order, ``[T, ...]``."""
         if len(tokens) != sum(self.plan.lengths):
             raise PlanError(f"{len(tokens)} tokens, the plan has {sum(self.plan.lengths)}", where="tokens")
         return tokens[torch.from_numpy(self.plan.indices(self.rank)).to(tokens.device)]
@@ -180,7 +169,7 @@ class _Share:
         return cls(plan, rank, links, config.backend, rows.to(device), longest)
 
     def blocks_with(self, source: int) -> list[RowBlock]:
-        """Return the blocks in which this rank's queries see the keys of the rank ``source``."""
+        """Return the blocks in which this rank's queries see the keys of a rank."""
         return blocks_between(self.plan.ranks[self.rank], self.plan.ranks[source])
 
     def blocks_with_all(self) -> list[RowBlock]:

@@ -54,17 +54,8 @@ class ContextCacheConfig(BaseModel):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Dimensions and capacity of a cache.
-
-    Attributes:
-        layers: Number of layers of the model.
-        heads: Number of query heads.
-        kv_heads: Number of key-value heads.
-        head_dim: Width of a head.
-        sequences: Number of simultaneous conversations.
-        capacity: Maximum number of tokens of a conversation, on all ranks together.
-        dtype: Dtype of the model's activations.
-        device: Device of the model.
+    """Dimensions and capacity of a cache: simultaneous conversations are ``sequences``, each of at most ``capacity``
+    tokens on all ranks together.
     """
 
     layers: int
@@ -88,10 +79,8 @@ class ContextCache:
         config: Settings for sharing conversations.
         shape: Dimensions and capacity.
         group: Process group of the ranks; None for the default group.
-        ledger: Ledger that counts the traffic; None for a new one.
 
     Attributes:
-        ledger: Ledger that counts the traffic.
         turn: Latest turn; None before the first.
         transport: What travels around the ring in the latest turn.
 
@@ -179,10 +168,7 @@ class ContextCache:
         return tokens[torch.from_numpy(turn.plan.indices(self.rank)).to(tokens.device)]
 
     def extend(self, offsets: Tensor) -> _Reading:
-        """Prepare for reading the turn that :meth:`shard` began; called by models.
-
-        Args:
-            offsets: Offsets as given to :meth:`shard`.
+        """Prepare for reading the turn that :meth:`shard` began with the same offsets; called by models.
 
         Raises:
             PlanError: If no turn was begun, or one with other offsets.
@@ -194,13 +180,11 @@ class ContextCache:
         return _Reading(self, turn)
 
     def gather_last(self, hidden: Tensor) -> Tensor:
-        """Collect the model's output for the last new token of each sequence, on every rank.
+        """Return the rows ``[n, width]`` of the last new tokens of the ``n`` sequences that had any, in their order, on
+        every rank.
 
         Args:
-            hidden: Outputs for this rank's tokens of the latest turn, ``[T_local, width]``.
-
-        Returns:
-            Outputs ``[n, width]`` of the ``n`` sequences that had new tokens, in order of sequences.
+            hidden: Outputs of the model for this rank's tokens of the latest turn, ``[T_local, width]``.
 
         Raises:
             PlanError: If there was no turn, or the number of rows is not that of its tokens.
@@ -217,11 +201,8 @@ class ContextCache:
         return whole[[places[sequence] for sequence in self.turn.active]]
 
     def of_first_rank(self, name: str, x: Tensor) -> Tensor:
-        """Return a small tensor of the first rank on every rank, such as sampled tokens.
-
-        Args:
-            name: Name for the ledger and for errors.
-            x: Tensor of the same shape on all ranks.
+        """Return the first rank's small tensor ``x``, of one shape on all ranks, on every rank, exchanged under a
+        ``name``.
 
         Raises:
             PeerError: If a rank does not respond in time.
@@ -229,12 +210,9 @@ class ContextCache:
         return self._links.all_gather(name, x)[: len(x)]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop the ends of sequences, on every rank alike; a length of 0 frees a sequence for another conversation.
+        """Keep the first tokens of every sequence, on every rank alike; 0 frees a sequence for another conversation.
 
         The ranks' numbers of tokens may then be less balanced until new tokens fill the gaps.
-
-        Args:
-            lengths: Number of tokens to keep of each sequence.
 
         Raises:
             DataError: If a sequence holds fewer tokens.
@@ -289,11 +267,7 @@ class _Reading:
             self._blocks = [turn.blocks(source, rank, in_place) for source in range(size)]
 
     def core(self, layer: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return the function that replaces a layer's attention core.
-
-        Args:
-            layer: Number of the layer.
-        """
+        """Return the function that replaces the attention core of a layer."""
         stored = self._cache._layers[layer]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:

@@ -59,11 +59,8 @@ class AttentionShape:
         return self.q_row + self.heads * self.lse_bytes
 
     def flops(self, new: Sequence[int], cached: Sequence[int]) -> float:
-        """Return the number of operations of a turn's causal attention.
-
-        Args:
-            new: Number of tokens that each sequence adds.
-            cached: Number of tokens that each sequence already has.
+        """Return the operations of a turn's causal attention, if sequences add ``new`` tokens to their ``cached``
+        ones.
         """
         pairs = sum(t * p + t * (t + 1) / 2 for t, p in zip(new, cached, strict=True))
         return 4 * self.heads * self.head_dim * pairs
@@ -124,14 +121,10 @@ class RingCost(BaseModel):
     def seconds(
         self, transport: Transport, shape: AttentionShape, new: Sequence[int], cached: Sequence[int], ranks: int
     ) -> float:
-        """Return the seconds of a turn in one layer.
+        """Return the seconds of a turn in one layer of a ``shape``, if a ``transport`` travels among ``ranks`` that
+        share the work evenly.
 
-        Args:
-            transport: What travels around the ring.
-            shape: Heads of the layer.
-            new: Number of tokens that each sequence adds.
-            cached: Number of tokens that each sequence already has; sequences that add none send nothing.
-            ranks: Number of ranks, which share the work evenly.
+        Sequences add ``new`` tokens to their ``cached`` ones; those that add none send nothing.
         """
         compute = self.flop_s * shape.flops(new, cached) / ranks**2  # one step on one rank
         tokens = sum(new)
@@ -146,13 +139,8 @@ class RingCost(BaseModel):
         return compute + (ranks - 1) * max(compute, self.pass_s + self.pass_byte_s * message) + home
 
     def choose(self, shape: AttentionShape, new: Sequence[int], cached: Sequence[int], ranks: int) -> Transport:
-        """Return the cheaper transport, or ``pass_kv`` if both cost the same.
-
-        Args:
-            shape: Heads of the layer.
-            new: Number of tokens that each sequence adds.
-            cached: Number of tokens that each sequence already has.
-            ranks: Number of ranks, which share the work evenly.
+        """Return the cheaper transport by :meth:`seconds` of ``shape``, ``new``, ``cached`` and ``ranks``; ``pass_kv``
+        if they cost the same.
         """
         kv, q = (self.seconds(transport, shape, new, cached, ranks) for transport in ("pass_kv", "pass_q"))
         return "pass_kv" if kv <= q else "pass_q"

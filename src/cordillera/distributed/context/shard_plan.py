@@ -33,13 +33,7 @@ MOST_TOKENS = 1 << 31
 
 
 class DocumentChunk(NamedTuple):
-    """Consecutive tokens of a document.
-
-    Attributes:
-        document: Number of the document, counted from 0.
-        start: Position of the first token in the document.
-        stop: Position after the last token.
-    """
+    """Tokens ``start`` to ``stop`` (exclusive) of a document, which is numbered from 0."""
 
     document: int
     start: int
@@ -108,28 +102,16 @@ class ShardPlan:
         return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
 
     def indices(self, rank: int) -> Integers:
-        """Return the indices of a rank's tokens in document order, ``[tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the indices of a rank's tokens in document order, ``[tokens[rank]]``."""
         return self.positions(rank) + self.offsets[self.documents(rank)]
 
     def positions(self, rank: int) -> Integers:
-        """Return the positions of a rank's tokens, which restart at 0 in every document, ``[tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the positions of a rank's tokens, which restart at 0 in every document, ``[tokens[rank]]``."""
         ranges = [np.arange(chunk.start, chunk.stop) for chunk in self.ranks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def documents(self, rank: int) -> Integers:
-        """Return the document of each of a rank's tokens, ``[tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the document of each of a rank's tokens, ``[tokens[rank]]``."""
         chunks = self.ranks[rank]
         own = np.array([chunk.document for chunk in chunks], np.int64)
         return np.repeat(own, [chunk.stop - chunk.start for chunk in chunks])
@@ -145,21 +127,13 @@ class ShardPlan:
         return np.argsort(self.order)
 
     def calls(self, rank: int) -> tuple[Integers, Integers]:
-        """Return the lengths of queries and keys in a rank's attention: a chunk sees its document up to its own end.
-
-        Args:
-            rank: Rank that holds the chunks.
-        """
+        """Return the lengths of queries and keys in a rank's attention: a chunk sees its document up to its own end."""
         chunks = self.ranks[rank]
         queries = np.array([chunk.stop - chunk.start for chunk in chunks], np.int64)
         return queries, np.array([chunk.stop for chunk in chunks], np.int64)
 
     def predicted(self, latency: Latency) -> float:
-        """Return the predicted seconds of attention on the slowest rank.
-
-        Args:
-            latency: Latency of attention calls by their lengths.
-        """
+        """Return the predicted seconds of attention on the slowest rank."""
         return max(latency(*self.calls(rank)) for rank in range(self.size))
 
     def to_json(self) -> str:
@@ -169,9 +143,6 @@ class ShardPlan:
     @classmethod
     def from_json(cls, text: str) -> ShardPlan:
         """Read the result of :meth:`to_json`.
-
-        Args:
-            text: JSON object.
 
         Raises:
             PlanError: If the text is not a valid plan.
@@ -192,11 +163,8 @@ class ShardPlan:
 
 
 def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Give each rank one run of the packed documents, all with equal numbers of tokens; the work is not balanced.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
+    """Give each of ``ranks`` one run of documents of ``lengths`` tokens, all with equal numbers of tokens but not of
+    work.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -208,11 +176,7 @@ def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
 
 def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Cut the packed documents as one sequence into head and tail chunks.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
+    """Cut documents of ``lengths`` tokens as one sequence into head and tail chunks for ``ranks``.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -221,15 +185,11 @@ def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
 
 def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> ShardPlan:
-    """Cut every document into head and tail chunks.
+    """Cut every document of ``lengths`` tokens into head and tail chunks for ``ranks``.
 
-    The numbers of tokens of the ranks differ by at most one, and are equal if ``2 * ranks`` divides their sum; their
-    work differs by at most ``2 * (tokens + documents)`` pairs.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
-        whole_below: Length below which documents are cut together, as one sequence.
+    The ranks' numbers of tokens differ by at most one, and are equal if ``2 * ranks`` divides their sum; their work
+    differs by at most ``2 * (tokens + documents)`` pairs. Documents of fewer than ``whole_below`` tokens are cut
+    together, as one sequence.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -241,15 +201,11 @@ def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> Sh
 
 
 def adaptive(lengths: Sequence[int], ranks: int, latency: Latency = AnalyticLatency()) -> ShardPlan:
-    """Choose the plan with the shortest predicted time.
+    """Choose the plan for documents of ``lengths`` tokens over ``ranks`` with the shortest time predicted by
+    ``latency``.
 
-    The candidates are: per sequence, per document, and per document except short ones. The result is the same on every
-    rank that passes the same arguments.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
-        latency: Latency of a rank's attention.
+    The candidates are: per sequence, per document, and per document except short ones. Equal arguments give the same
+    plan on every rank.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.

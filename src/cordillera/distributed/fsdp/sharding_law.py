@@ -21,20 +21,13 @@ from cordillera.errors import PlanError
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together.
-
-    Attributes:
-        shapes: Shape of each parameter, with at least one dimension.
-    """
+    """Parameters that are gathered together, by their shapes of at least one dimension each."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, shapes: Iterable[Sequence[int]]) -> Unit:
-        """Return a unit of parameters.
-
-        Args:
-            shapes: Shape of each parameter.
+        """Return a unit of parameters of these shapes.
 
         Raises:
             PlanError: If a parameter has no dimension along which to split it.
@@ -50,19 +43,13 @@ class Unit:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def shard(self, shards: int) -> int:
-        """Return the number of elements of the first rank, to which the other ranks are padded in collectives.
-
-        Args:
-            shards: Number of ranks that share the unit.
+        """Return the number of elements of the first of the ranks that share the unit, to which the others are padded
+        in collectives.
         """
         return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in self.shapes)
 
     def gathered(self, shards: int) -> int:
-        """Return the number of elements of the gathered unit, including padding.
-
-        Args:
-            shards: Number of ranks that share the unit.
-        """
+        """Return the number of elements of the gathered unit, including padding."""
         return shards * self.shard(shards)
 
 
@@ -71,11 +58,8 @@ _NO_ROOT = Unit()
 
 @dataclass(frozen=True)
 class ParameterMemory:
-    """Peak memory of parameters on a rank in bytes, without temporary memory of collectives.
-
-    Attributes:
-        sharded: Bytes of a rank's part of all units.
-        gathered: Bytes of whole units that exist at the same time.
+    """Peak memory of parameters on a rank in bytes, without temporary memory of collectives: its ``sharded`` part of
+    all units, and the ``gathered`` units that exist at the same time.
     """
 
     sharded: int
@@ -117,12 +101,8 @@ def parameter_memory(
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """Numbers of collectives of a rank, or bytes that it sends in them, by kind.
-
-    Attributes:
-        all_gathers: Collectives that gather weights.
-        reduce_scatters: Collectives that reduce gradients within the shards.
-        all_reduces: Collectives that reduce a rank's part of the gradients over the replicas.
+    """Numbers of collectives of a rank, or bytes that it sends in them: ``all_gathers`` of weights, ``reduce_scatters``
+    of gradients within the shards, ``all_reduces`` of a rank's part of the gradients over the replicas.
     """
 
     all_gathers: int
@@ -198,9 +178,6 @@ def bytes_across_hosts(sent: CollectiveCounts, shards: int, replicas: int, ranks
         shards: Number of ranks that share a unit.
         replicas: Number of groups of such ranks.
         ranks_per_host: Number of consecutive ranks on one host.
-
-    Returns:
-        Bytes by rank.
     """
     world, found = shards * replicas, []
     for rank in range(world):
