@@ -81,16 +81,12 @@ class Collectives:
         return self._collective(name, all_gather_single, whole, part, part)
 
     def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
-        """Sum ``whole [ranks * n, ...]`` over the ranks under a ``name``, and return this rank's ``n`` rows of the
-        sum.
-        """
+        """Sum ``whole [ranks * n, ...]`` over the ranks under a ``name``; return this rank's ``n`` rows."""
         part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
         return self._collective(name, reduce_scatter_single, part, whole, part)
 
     def all_reduce(self, name: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sum a contiguous ``tensor`` of one shape over the ranks, in place, under a ``name``; ``op`` is another
-        reduction.
-        """
+        """Sum a contiguous ``tensor``, or reduce it by ``op``, over the ranks, in place, under a ``name``."""
         if self.size == 1 or not tensor.numel():
             return tensor
         others = self.size - 1
@@ -174,8 +170,8 @@ class Collectives:
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """Wait for ``work`` until the deadline; errors name the data (``name``) and ``whom``: the rank ``peer``, or
-        None for any.
+        """Wait for ``work`` until the deadline; errors say ``name``, the data, and ``whom`` (a ``peer``; None for
+        any).
         """
         started = time.perf_counter()
         try:

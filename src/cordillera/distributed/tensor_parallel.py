@@ -108,9 +108,7 @@ def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., 
 
 
 def enter_after(module: nn.Module, ranks: TensorRanks) -> None:
-    """Change a ``module`` that maps activations between matrices, in place, to return the input of matrices split over
-    ``ranks``.
-    """
+    """Let ``module``, which maps activations between matrices, return the input of matrices split over ``ranks``."""
     inner = module.forward
     _compute_by(module, lambda x: ranks.enter(inner(x)))
 

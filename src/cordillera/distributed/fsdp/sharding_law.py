@@ -43,9 +43,7 @@ class Unit:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def shard(self, shards: int) -> int:
-        """Return the number of elements of the first of the ranks that share the unit, to which the others are padded
-        in collectives.
-        """
+        """Return the number of elements of the first of the ranks, to which the others are padded in collectives."""
         return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in self.shapes)
 
     def gathered(self, shards: int) -> int:

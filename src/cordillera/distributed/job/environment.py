@@ -20,8 +20,6 @@ class JobPlace(NamedTuple):
 
     Attributes:
         local_rank: Number of this process on its machine, from 0.
-        address: Host of the job's store.
-        port: TCP port of the job's store.
         restarts: Number of times that the launcher has restarted all processes.
         is_launchers: Whether the launcher holds the store; if not, rank 0 holds it.
     """
@@ -36,12 +34,8 @@ class JobPlace(NamedTuple):
 
 
 def place_in_job(environment: Mapping[str, str] | None = None) -> JobPlace | None:
-    """Return the place that a launcher gave this process, or None if no launcher started it.
-
-    A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
-
-    Args:
-        environment: Environment variables; None for those of this process.
+    """Return the place that a launcher gave this process, or None if no launcher started it (without ``RANK`` or
+    ``WORLD_SIZE``).
 
     Raises:
         PlanError: If a variable is missing, is not a number, or is out of range.
@@ -78,11 +72,10 @@ def is_silent() -> bool:
 
 
 def job_key(scope: str, token: str | None = None) -> bytes:
-    """Return the key that signs the values of a job, derived from its token; without a token, from public values.
+    """Return the key that signs the values of a job, derived from its token (None: that of the environment, or public
+    values).
 
-    Args:
-        scope: Name of the job among the jobs of one token; values of one scope are not valid in another.
-        token: Token of the job; None for the token of the environment.
+    Values signed for one ``scope``, a job among those of one ``token``, are not valid in another.
     """
     token = os.environ.get(TOKEN, "") if token is None else token
     return hashlib.sha256(f"{scope}\0{token}".encode("utf-8", "surrogateescape")).digest()

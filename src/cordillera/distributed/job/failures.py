@@ -12,14 +12,9 @@ from cordillera.errors import CordilleraError, PeerError, RankError
 
 
 class Failure(NamedTuple):
-    """Error of a process.
+    """Error of a process: its text, and class, arguments and attributes pickled (None if they cannot be).
 
-    Attributes:
-        text: Class and message.
-        packed: Class, arguments and attributes, pickled; None if they cannot be.
-        traced: Text of the traceback.
-        is_consequence: Whether another process caused the error.
-        is_exit: Whether the process ended by something other than an error, such as KeyboardInterrupt.
+    ``is_consequence`` says that another process caused it, ``is_exit`` that it is no error, such as KeyboardInterrupt.
     """
 
     text: str

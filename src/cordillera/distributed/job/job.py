@@ -45,8 +45,6 @@ class Job(NamedTuple):
     """Place of a process in its job.
 
     Attributes:
-        rank: Rank of the process.
-        size: Number of processes.
         watchdog: Watchdog over all processes.
         restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
         store: Store that survives a restart of the processes; the launcher holds it.
@@ -300,13 +298,10 @@ def _device(device_type: str, place: JobPlace | None) -> int | None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Set an event on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
+    """Set the event ``stop`` on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
 
     Outside the main thread, no signals are handled. Ignored signals stay ignored; the launcher then forwards the
     request.
-
-    Args:
-        stop: Event that the first signal sets.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -325,11 +320,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGHUP until the end of the ``with`` block, except signals that are ignored.
-
-    Args:
-        handle: Function called with the number of the signal and the frame.
-    """
+    """Call ``handle`` on Ctrl-C, SIGTERM and SIGHUP within the ``with`` block, except for signals that are ignored."""
     heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in heard}
     try:

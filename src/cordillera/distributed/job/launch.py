@@ -84,10 +84,7 @@ _to_launcher: Connection | None = None  # set in ranks
 
 
 def tell(message: Any) -> None:
-    """Send a message from a rank to the process that launched it, which calls ``hear`` with it.
-
-    Args:
-        message: Message that can be pickled.
+    """Send a picklable message from a rank to the process that launched it, which calls ``hear`` with it.
 
     Raises:
         PlanError: If :func:`launch` did not start this process.

@@ -78,20 +78,12 @@ class JobStore:
         self._lock = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value.
-
-        Raises:
-            StoreError: If the store does not respond in time.
-        """
+        """Write a value; a :class:`StoreError` says that the store did not answer in time."""
         text = self._sign(key, value)
         self._call(lambda: self._store.set(key, text))
 
     def first(self, key: str, value: Any) -> Any:
-        """Write a value unless the key has one, and return the value of the key.
-
-        Raises:
-            StoreError: If the store does not answer in time.
-        """
+        """Write a value unless the key has one, and return the value of the key."""
         text = self._sign(key, value)
 
         def propose() -> bytes:
@@ -104,11 +96,7 @@ class JobStore:
         return self._read(key, self._call(propose))
 
     def read(self, keys: Sequence[str]) -> list[Any]:
-        """Return the current values of keys; None for values that are absent or not signed with the job's key.
-
-        Raises:
-            StoreError: If the store does not answer in time.
-        """
+        """Return the current values of keys; None for values that are absent or not signed with the job's key."""
 
         # Unlike get, this does not wait for a key that was deleted.
         def look() -> list[bytes]:

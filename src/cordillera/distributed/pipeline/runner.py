@@ -30,12 +30,9 @@ from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Recording:
-    """Start and end of one rank's actions in a step, in seconds since all ranks were ready.
+    """Start and end of the actions of a rank in a step, in the schedule's order, in seconds since all ranks were ready.
 
-    Attributes:
-        rank: Rank that took the actions.
-        starts: Time at which each action started, in the schedule's order, after its inputs had arrived.
-        ends: Time at which each action ended and its message was handed over.
+    An action starts after its inputs have arrived, and ends when its message is handed over.
     """
 
     rank: int
@@ -48,7 +45,6 @@ class ExecutedStep(NamedTuple):
 
     Attributes:
         losses: Loss of each microbatch, ``[m]``, not divided by ``m``; None except on the rank of the last stage.
-        recording: Start and end of this rank's actions.
     """
 
     losses: Tensor | None

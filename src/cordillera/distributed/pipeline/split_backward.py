@@ -95,14 +95,9 @@ def split_backward(forward: ForwardState, gradient: Tensor | None) -> tuple[Spli
 
 
 def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
-    """Return the nodes at which weights join the trunk: the edges into each node, and the weights that join there.
+    """Return the nodes at which weights join the trunk, from input to output: the edges into each, and its weights.
 
-    Args:
-        root: Edge of the output.
-        end: Node of the input.
-
-    Returns:
-        Joints ordered from input to output; None if no path leads from output to input.
+    ``root`` is the edge of the output, ``end`` the node of the input; None if no path leads from output to input.
     """
     below: list[Node] = []  # each node comes after the nodes that it leads to
     entries: dict[Node, dict[int, None]] = {root.node: {root.output_nr: None}}

@@ -105,14 +105,11 @@ class StepReport(NamedTuple):
 
 
 def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
-    """Check that sums over processes do not break the emulation of a number format.
-
-    Args:
-        emulate: Number format; None is always accepted.
-        parallel: Degrees of parallelism.
+    """Check that sums over processes do not break the emulation of a number format ``emulate`` (None is always
+    accepted).
 
     Raises:
-        PlanError: If there is more than one process, or forwards are computed again.
+        PlanError: If ``parallel`` has more than one process, or forwards are computed again.
     """
     if emulate is None:
         return
@@ -132,14 +129,10 @@ def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) ->
 
 
 def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Return each token's successor in its document; :data:`IGNORED` for the last token of a document.
+    """Return the successor of each of ``tokens [T]`` in its document, ``int64 [T]``; :data:`IGNORED` at the document's
+    end.
 
-    Args:
-        tokens: ``int64 [T]``.
-        offsets: ``int64 [B + 1]``: the start of each document, and ``T``.
-
-    Returns:
-        ``int64 [T]``.
+    ``offsets [B + 1]`` are the starts of the documents, and ``T``.
     """
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
@@ -151,7 +144,8 @@ def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
 class LanguageEngine:
     """Weights and optimizer of a Llama in many processes, and the steps that change them.
 
-    Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed; to
+    Every process of the mesh makes one and calls its methods with the same arguments; each raises a PeerError if
+    another rank does not answer in time, after which the processes must be restarted. Weights are drawn from a seed; to
     load those of a checkpoint, call :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
 
     Args:
@@ -161,10 +155,7 @@ class LanguageEngine:
         seed: Seed of the weights, which do not depend on the mesh.
 
     Attributes:
-        config: Settings of the optimizer and of the computation.
-        mesh: Mesh of all processes.
         stages: Stages that this process holds, by number.
-        optimizer: Optimizer of their weights.
         storage: Stored weights in addition to those of the computation, if a number format is emulated.
         loss_scale: Current loss scale, if gradients have one.
         ledger: Traffic of this rank since the engine was made: weights, sequences, matrices and stages.
@@ -226,26 +217,17 @@ class LanguageEngine:
             PlanError: If ranks were given different microbatches, the schedule has no place for so few, or the rate is
                 invalid.
             TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
-            PeerError: If another rank does not answer in time; the processes must then be restarted.
         """
         _check_rate(rate)
         loss, targets = self.backward(microbatches)
         return self.update(loss, targets, rate)
 
     def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Accumulate the gradients of one iteration without changing weights.
-
-        Args:
-            microbatches: Microbatches of the whole job, alike on every rank, as in :meth:`step`.
+        """Accumulate the gradients of one iteration without changing weights; microbatches and errors are those of
+        :meth:`step`.
 
         Returns:
             This process's part of the loss, and the number of targets of the whole iteration.
-
-        Raises:
-            DataError: If a microbatch is invalid, as in :meth:`step`.
-            PlanError: If ranks were given different microbatches, or the schedule has no place for so few.
-            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
-            PeerError: If another rank does not answer in time.
         """
         own, targets = self._take(microbatches, "training")
         self.steps += 1
@@ -260,10 +242,8 @@ class LanguageEngine:
         return loss, targets
 
     def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Compute the loss of the present weights on packed documents, without changing anything.
-
-        Args:
-            microbatches: Any number of microbatches of the whole job, alike on every rank.
+        """Compute the loss of the present weights on any number of packed microbatches of the job, without changing
+        anything.
 
         Returns:
             The sum of the losses of all targets of the whole job, and the number of targets, equal on every rank.
@@ -272,7 +252,6 @@ class LanguageEngine:
             DataError: If a microbatch is invalid, as in :meth:`step`.
             PlanError: If ranks were given different microbatches.
             TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
-            PeerError: If another rank does not answer in time.
         """
         own, targets = self._take(microbatches, "evaluation")
         with self._emulated(0):
@@ -291,7 +270,6 @@ class LanguageEngine:
 
         Raises:
             PlanError: If the rate is invalid.
-            PeerError: If another rank does not answer in time.
         """
         _check_rate(rate)
         # every rank sums the same numbers in the same order, so that all make the same decision

@@ -194,9 +194,6 @@ class LanguageTrainer:
             stop, all stop after the step in progress. None for a loop without one.
         on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
-
-    Attributes:
-        progress: Progress of training.
     """
 
     Config = LanguageTrainingConfig
@@ -516,24 +513,13 @@ class LanguageTrainer:
 
 
 def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation) -> None:
-    """Write ``evaluation.json`` of a run.
-
-    Args:
-        run: The run.
-        step: Step after which the weights were evaluated.
-        tokens: Number of tokens that the weights were trained on.
-        found: The evaluation.
-    """
+    """Write ``evaluation.json`` of a ``run``: what was ``found`` after ``step``, when the weights had seen ``tokens``."""
     place = {"step": step, "tokens": tokens}
     run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
 
 
 def peak_memory(device_type: str) -> int:
-    """Return the largest number of bytes that this process used: on the GPU for ``cuda``, on the host for ``cpu``.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-    """
+    """Return the largest number of bytes that this process used: on the GPU for ``cuda``, on the host for ``cpu``."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
     # getrusage also counts the memory of the parent process until it started this one
