@@ -170,7 +170,7 @@ class Collectives:
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """Wait for ``work`` until the deadline; errors say ``name``, the data, and ``whom`` (a ``peer``; None for
+        """Wait for ``work`` until the deadline; errors tell the data ``name`` and ``whom`` (a ``peer``, None for
         any).
         """
         started = time.perf_counter()

@@ -64,8 +64,6 @@ class InjectionOutcome:
     """Result of :func:`inject`.
 
     Attributes:
-        found: Vulnerability by component.
-        content: Content of ``injection.json``.
         interrupted: Whether a signal ended it early; the results until then are written.
         files: Paths of ``injection.json`` and ``injection.html`` in the run's folder.
     """

@@ -60,12 +60,7 @@ _BEGUN = "run"  # key in the launcher's store of the folder of the run that this
 
 @dataclass
 class LanguageOutcome:
-    """Result of :func:`train`.
-
-    Attributes:
-        run: The run.
-        report: Report of training.
-    """
+    """Run and report of :func:`train`."""
 
     run: Run
     report: LanguageReport
@@ -357,12 +352,7 @@ def _work(model: LlamaConfig) -> DocumentWork:
 
 
 def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
-    """Return the batches that a recipe trains on.
-
-    Args:
-        recipe: The recipe.
-        corpora: Its text.
-    """
+    """Return the batches of the text ``corpora`` that a ``recipe`` trains on."""
     parallel = recipe.parallel
     return TextBatches(
         recipe.data,

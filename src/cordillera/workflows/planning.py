@@ -69,15 +69,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedRecommender:
-    """Results of planning a recommendation model.
-
-    Attributes:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        production: The production-like plan.
-        what_if: Steps of the best plan after each requested change of the cluster.
-        files: Paths of the written files, by kind.
-    """
+    """Results of planning a recommendation model; the fields are those of :class:`Planned`."""
 
     explorer: RecommenderExplorer
     found: TableExploration
@@ -236,9 +228,6 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
 def read_plan(path: str | Path) -> dict[str, Any]:
     """Read a ``plan.json`` of :func:`plan`; its ``plans`` are in order, with the best first.
 
-    Args:
-        path: Path of the file.
-
     Raises:
         PlanError: If the file does not exist, or does not match its checksum.
     """
@@ -247,9 +236,6 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 def read_calibration(path: str | Path) -> Calibration:
     """Read a calibration, written by :func:`calibrate` or by hand without a checksum.
-
-    Args:
-        path: Path of the file.
 
     Raises:
         PlanError: If the file does not exist, does not match its checksum, or holds mistakes; the message names all of
@@ -260,13 +246,8 @@ def read_calibration(path: str | Path) -> Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Fitted constants and their accuracy.
-
-    Attributes:
-        constants: The fitted constants.
-        accuracy: Accuracy on the rows that they were fitted to.
-        rows: Every measured step with its predicted seconds.
-        file: Path of the file of constants.
+    """Fitted constants, their accuracy on the rows that they were fitted to, and every measured step with its predicted
+    seconds.
     """
 
     constants: Calibration

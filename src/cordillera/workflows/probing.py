@@ -34,11 +34,9 @@ GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "trainin
 
 @dataclass(frozen=True)
 class Probing:
-    """Result of :func:`probe`.
+    """Paths of the statistics of the layers' inputs and of the plan, and the plan.
 
     Attributes:
-        statistics: Path of the statistics of the layers' inputs.
-        plan_file: Path of the plan.
         profile: The plan with all kernels that were tried.
         change: Change of NE under the plan, on the split of the search.
         returned: Layers that returned to fp32 to keep the budget, in order.
@@ -132,12 +130,8 @@ def probe(
 
 @dataclass(frozen=True)
 class TrainingProbing:
-    """Result of :func:`probe_training`.
-
-    Attributes:
-        statistics: Path of the statistics of the layers' inputs and gradients.
-        plan_file: Path of the plan.
-        profile: The plan with all kernels that were tried.
+    """Paths of the statistics of the layers' inputs and gradients and of the plan, and the plan with all kernels
+    tried.
     """
 
     statistics: Path
@@ -232,12 +226,10 @@ def _digest(path: Path) -> str:
 
 
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """Apply a run's plan to its model in place, and return the largest number of rows that the plan covers.
+    """Apply the plan of a ``run`` to its ``model`` in place, and return the largest number of rows that the plan
+    covers.
 
-    Args:
-        run: Run with a plan.
-        model: Model of the run.
-        allow_stale: Whether to accept a plan that was made on another machine or with other libraries.
+    With ``allow_stale``, a plan that was made on another machine or with other libraries is accepted.
 
     Raises:
         NumericsError: If there is no plan, it is damaged, or it was made on another machine or for other weights.

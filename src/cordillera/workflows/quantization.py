@@ -253,12 +253,7 @@ def _try_layers(
 
 
 def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Say) -> None:
-    """Report the kernels that cannot compute some layers, with the reasons.
-
-    Args:
-        skipped: Number of layers for each reason, by kernel.
-        say: Function called with one line for each kernel and reason.
-    """
+    """Say one line for each kernel and reason why it cannot compute some layers, whose number ``skipped`` holds."""
     for kernel, reasons in skipped.items():
         for reason, layers in reasons.items():
             say(f"{kernel} is skipped in {layers} layer{'s' * (layers != 1)}: {reason}")

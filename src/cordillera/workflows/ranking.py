@@ -48,12 +48,9 @@ USED_PLAN_FILE = "used-training-plan.json"
 
 @dataclass
 class Outcome:
-    """Result of :func:`train`.
+    """Run and report of :func:`train`, and the evaluation of the test split.
 
-    Attributes:
-        run: The run.
-        report: Report of training.
-        evaluation: Evaluation of the test split; None if training was interrupted or there is no test split.
+    The evaluation is None if training was interrupted or there is no test split.
     """
 
     run: Run

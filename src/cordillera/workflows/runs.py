@@ -121,11 +121,7 @@ def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison
 
 
 def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` again and return its path.
-
-    Args:
-        run: The run or its folder.
-    """
+    """Write a run's ``report.html`` again and return its path."""
     run = run if isinstance(run, Run) else Run(run)
     is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
     return write_language_report(run) if is_language else write_report(run)

@@ -111,9 +111,7 @@ class HeartbeatBoard:
         self.verdict = self.verdict or _verdict(verdict, len(self._seen))
 
     def accuse(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot continue; return what they receive: the first verdict of any
-        process.
-        """
+        """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
         told = self._store.first("verdict", [verdict.ranks, verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]])
         self.verdict = _verdict(told, len(self._seen)) or verdict
         return self.verdict

@@ -301,9 +301,7 @@ class Watchdog:
         self._error = self._error or told.error()
 
     def tell(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot continue; return what they receive: the first verdict of any
-        process.
-        """
+        """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
         with self._lock:
             return self._hearts.verdict or self._hearts.accuse(verdict)
 

@@ -55,9 +55,7 @@ class Throttle:
             raise PlanError(f"a capacity of {self.bytes_per_s} bytes/s", where="throttle", remedy="one above 0")
 
     def way(self, forward_bytes: float, backward_bytes: float | None = None) -> Way:
-        """Return this link for the simulator, by ``forward_bytes`` and ``backward_bytes`` of a message (None: as
-        many).
-        """
+        """Return the simulator's link for messages of ``forward_bytes`` and ``backward_bytes`` (None: as many)."""
         backward = None if backward_bytes is None else backward_bytes / self.bytes_per_s
         return Way(self.latency_s, forward_bytes / self.bytes_per_s, backward)
 

@@ -513,7 +513,7 @@ class LanguageTrainer:
 
 
 def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation) -> None:
-    """Write ``evaluation.json`` of a ``run``: what was ``found`` after ``step``, when the weights had seen ``tokens``."""
+    """Write ``evaluation.json`` of a ``run``: ``found`` after ``step``, at which the weights had seen ``tokens``."""
     place = {"step": step, "tokens": tokens}
     run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
 

@@ -129,7 +129,6 @@ class TrainingOutcome:
 
     Attributes:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
-        progress: Progress at the end.
         seconds: Wall time of this process's share.
         probing_seconds: Part of ``seconds`` spent on statistics of the inputs of layers.
     """

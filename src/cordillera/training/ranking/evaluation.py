@@ -29,15 +29,12 @@ _Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """A bin of samples with neighbouring scores.
+    """Bin of samples with neighbouring scores.
 
     Attributes:
-        count: Number of samples.
-        weight: Sum of their weights.
+        weight: Sum of the samples' weights.
         prediction: Weighted mean probability.
-        rate: Weighted mean label.
-        low: Lower bound of Wilson's 95 % interval of ``rate``.
-        high: Upper bound of the interval.
+        rate: Weighted mean label, with its Wilson 95 % interval from ``low`` to ``high``.
     """
 
     count: int
@@ -50,12 +47,8 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """Distribution of scores within each class.
-
-    Attributes:
-        edges: Bin edges in logits at equal steps, one more than bins.
-        negative: Weight of the samples with label 0 in each bin.
-        positive: Weight of the samples with label 1 in each bin.
+    """Weight of the samples of each class (label 0 or 1) in bins of equal width in logits, with one edge more than
+    bins.
     """
 
     edges: list[float]
@@ -70,7 +63,6 @@ class TaskEvaluation:
     Attributes:
         metrics: Result of :meth:`RankingMetrics.compute`; NaN means undefined.
         undefined: Reason for each metric without a value.
-        intervals: Confidence intervals by metric.
         calibration: Bins of equal weight in ascending order of score; equal scores share a bin.
         histogram: Histogram of scores; None without samples.
     """
@@ -84,13 +76,10 @@ class TaskEvaluation:
 
 @dataclass(frozen=True)
 class Segment:
-    """Metrics of the samples that share a value of a feature.
+    """Metrics and intervals, by task, of the samples that share a value of a feature.
 
     Attributes:
-        examples: Number of samples.
         small: Whether some task has too few samples of either class for meaningful metrics.
-        tasks: Metrics by task.
-        intervals: Confidence intervals by task and metric.
     """
 
     examples: int
@@ -104,11 +93,8 @@ class Evaluation:
     """Result of :func:`evaluate`.
 
     Attributes:
-        split: Name of the split.
-        examples: Number of evaluated samples.
         seconds: Wall time of the pass, including loading.
         examples_per_second: Samples evaluated per second; NaN without samples.
-        tasks: Metrics by task name.
         segments: Metrics by feature and value, largest segments first.
         level: Confidence level of the intervals.
         unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
@@ -128,11 +114,9 @@ class Evaluation:
     steps: int | None = None
 
     def age(self, status: RunStatus | None, *, keeps_best: bool) -> str:
-        """Return a warning that training continued after these weights were evaluated; empty if it did not.
+        """Return a warning that a run of this ``status`` was trained on after this evaluation, else an empty text.
 
-        Args:
-            status: Status of the run.
-            keeps_best: Whether the run keeps its best weights, which may be older than the last ones.
+        With ``keeps_best``, the run's weights may be older than the last ones, and there is no warning.
         """
         if self.step is None or status is None or keeps_best or self.step == status.step:
             return ""
@@ -160,11 +144,7 @@ class Evaluation:
 
     @classmethod
     def from_object(cls, raw: Any, where: str) -> Evaluation:
-        """Create an evaluation from the parsed output of :meth:`to_json`.
-
-        Args:
-            raw: Parsed JSON value.
-            where: Place of the text, for errors.
+        """Create an evaluation from ``raw``, the parsed output of :meth:`to_json`; ``where`` is its place for errors.
 
         Raises:
             DataError: If the value is not an evaluation.
@@ -429,16 +409,13 @@ def _evaluate_task(
 def calibration_table(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 20
 ) -> list[CalibrationBin]:
-    """Compare predicted probabilities with observed rates in bins of equal weight.
+    """Compare predicted probabilities with observed rates in bins of equal weight, in ascending order of score.
 
     Args:
         logits: ``float64 [B]``, finite.
         positive: ``bool [B]``.
         weights: ``float64 [B]``, at least 0.
         bins: Largest number of bins; there are fewer if equal scores, which share a bin, fill one.
-
-    Returns:
-        Bins in ascending order of score.
     """
     keep = weights > 0
     logits, positive, weights = logits[keep], positive[keep], weights[keep]
@@ -464,16 +441,9 @@ def calibration_table(
 def score_histogram(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 40
 ) -> ScoreHistogram | None:
-    """Compute the histogram of logits by class, in equal steps from the smallest to the largest.
+    """Compute the histogram of finite ``logits [B]`` by class (``positive [B]``) in so many ``bins`` of equal width.
 
-    Args:
-        logits: ``float64 [B]``, finite.
-        positive: ``bool [B]``.
-        weights: ``float64 [B]``.
-        bins: Number of bins.
-
-    Returns:
-        The histogram; None without samples.
+    Samples count by their ``weights [B]``. Without samples, the result is None.
     """
     if not logits.size:
         return None

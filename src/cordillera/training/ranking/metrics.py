@@ -40,14 +40,11 @@ def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
 
 
 def cross_entropy(logits: _Floats, positive: NDArray[np.bool_]) -> _Floats:
-    """Compute the binary cross-entropy in nats of every sample, from logits, without loss of precision.
+    """Compute the binary cross-entropy in nats of every sample, ``float64 [B]``, from logits, without loss of
+    precision.
 
-    Args:
-        logits: ``float64 [B]``, infinities allowed.
-        positive: ``bool [B]``.
-
-    Returns:
-        ``float64 [B]``; ``-log(sigmoid(x))`` for positive samples, ``-log(1 - sigmoid(x))`` for others.
+    It is ``-log(sigmoid(x))`` of ``logits [B]``, which may be infinite, where ``positive [B]``, else ``-log(1 -
+    sigmoid(x))``.
     """
     return np.maximum(np.where(positive, -logits, logits), 0.0) + np.log1p(np.exp(-np.abs(logits)))
 

@@ -210,11 +210,9 @@ class Trainer:
         self.run.write_status(None, self.progress.step, self.total_steps)
 
     def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
-        """Restore the state of a checkpoint.
+        """Restore a checkpoint from :func:`cordillera.training.checkpoints.load`.
 
-        Args:
-            checkpoint: Checkpoint from :func:`cordillera.training.checkpoints.load`.
-            weights_only: Whether to restore only the model's weights and leave optimizer, counters and random state.
+        With ``weights_only``, only the model's weights are restored, and not optimizer, counters and random state.
 
         Raises:
             CheckpointError: If the checkpoint is of another model.

@@ -99,13 +99,10 @@ def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfi
 
 
 def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
-    """Return the expected optimum of tokens for a budget: ``D = r N`` and ``C = 6 N D``.
+    """Return the expected optimum of tokens for a ``budget`` of FLOPs ``C = 6 N D``: ``D = r N``, ``r =
+    tokens_per_parameter``.
 
-    With ``r = 20``: Hoffmann et al. 2022.
-
-    Args:
-        budget: FLOPs.
-        tokens_per_parameter: ``r``. Small vocabularies and small models need more; a first study shows how many.
+    20 is that of Hoffmann et al. 2022. Small vocabularies and small models need more; a first study shows how many.
     """
     return math.sqrt(budget * tokens_per_parameter / 6)
 
@@ -119,9 +116,8 @@ def sizes_for(
     span: float = 4.0,
     head_dim: int = 8,
 ) -> list[LlamaConfig]:
-    """Return a :func:`ladder` of sizes around the expected optimum of every budget.
-
-    There are gaps where the family has no size.
+    """Return a :func:`ladder` of sizes around the expected optimum of every budget, with gaps where the family has
+    none.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all models.
@@ -149,14 +145,12 @@ def _ordered(budgets: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a study.
+    """Run of a study.
 
     Attributes:
         name: Name of its folder.
         budget: FLOPs to spend.
-        model: Sizes of the model.
-        steps: Number of updates.
-        warmup_steps: Number of these updates with rising rates.
+        warmup_steps: Number of the steps with rising rates.
         tokens: Number of training tokens.
         compute: FLOPs of the whole steps.
     """
@@ -277,13 +271,7 @@ def _check(
 
 @dataclass(frozen=True)
 class IsoFlopOutcome:
-    """Result of a study.
-
-    Attributes:
-        folder: Folder with the runs, ``isoflop.json`` and the plots.
-        study: Curves and laws.
-        plot: Path of the drawing.
-    """
+    """Study, its folder (with the runs, ``isoflop.json`` and the plots), and the path of its drawing."""
 
     folder: Path
     study: IsoFlopStudy

@@ -46,7 +46,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One trained model.
+    """Trained model.
 
     Attributes:
         model: Model family; one law is fitted to each.
@@ -348,9 +348,7 @@ class ScalingStudy:
     """Laws of several models for one metric.
 
     Attributes:
-        measurements: All runs.
-        laws: Laws by model; models whose law could not be fitted are in ``failures``.
-        failures: Reason for each failed fit, by model.
+        laws: Laws by model; models whose law could not be fitted are in ``failures``, with the reason.
         metric: Name of the measured value.
         unit: Unit of ``flops``.
     """
@@ -420,14 +418,9 @@ def study(
     unit: str = "training FLOPs an example",
     level: float = 0.95,
 ) -> ScalingStudy:
-    """Fit one law per model, in the order in which models first appear.
+    """Fit one law per model, in the order in which models first appear in ``measurements``.
 
-    Args:
-        measurements: Runs of all models.
-        floor: Floor as in :func:`fit_power_law`.
-        metric: Name of the values, for labels.
-        unit: Unit of the FLOPs, for labels.
-        level: Confidence level.
+    ``floor`` and ``level`` are those of :func:`fit_power_law`; ``metric`` and ``unit`` (of the FLOPs) are for labels.
     """
     laws, failures = {}, {}
     for model in dict.fromkeys(entry.model for entry in measurements):
@@ -461,11 +454,9 @@ def plot(
 
 
 def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
-    """Write a drawing in the common style; equal drawings give equal files.
+    """Write what ``draw`` makes, anew for each of ``paths``, in the common style; equal drawings give equal files.
 
-    Args:
-        draw: Function that makes a new figure.
-        paths: Files to write; the suffix chooses the format (``.png``, ``.svg``).
+    The suffix chooses the format (``.png``, ``.svg``).
     """
     import matplotlib
 
