@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
 from cordillera.files import parse_json
+from cordillera.intervals import wilson_interval
 from cordillera.run import RunStatus
-from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals, wilson_interval
+from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals
 from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
 
 SegmentColumns: TypeAlias = Mapping[str, tuple[Any, Sequence[str]]]
@@ -248,7 +249,6 @@ def _pairs(values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     return {name: (number(low), number(high)) for name, (low, high) in values.items()}
 
 
-# One piece: a pass over the batches and the metrics of all that it gathered, which every part of the result needs.
 def evaluate(
     score: Callable[[RankingBatch], Tensor],
     loader: Iterable[RankingBatch],
@@ -289,8 +289,54 @@ def evaluate(
         TrainingError: If logits are not finite; the message names the task, their number and the first rows.
         DataError: If a batch has no labels, or shapes do not fit.
     """
+    samples, named, seconds = _score_all(score, loader, tasks, split, segments if callable(segments) else None)
+    size = len(samples.rows)
+    results = {
+        task: _evaluate_task(*samples.of_task(t), level, calibration_bins, histogram_bins)
+        for t, task in enumerate(tasks)
+    }
+    broken_down = {
+        feature: _evaluate_segments(codes, names, samples, tasks, level, small_segment, most_segments)
+        for feature, (codes, names) in _segment_codes(segments, named, samples.rows, split).items()
+    }
+    return Evaluation(
+        split=split,
+        examples=size,
+        seconds=seconds,
+        examples_per_second=size / seconds if size and seconds > 0 else math.nan,
+        tasks=results,
+        segments=broken_down,
+        level=level,
+        unit=interval_unit(samples.groups),
+    )
+
+
+class _Samples(NamedTuple):
+    """Scored samples: logits and labels ``[B, tasks]``, weights and groups ``[B]`` or None, rows of the data set."""
+
+    logits: NDArray[Any]
+    labels: NDArray[Any]
+    weights: _Floats | None
+    groups: NDArray[Any] | None
+    rows: NDArray[np.int64]
+
+    def of_task(self, task: int) -> tuple[_Floats, NDArray[Any], _Floats | None, NDArray[Any] | None]:
+        return self.logits[:, task].astype(np.float64), self.labels[:, task], self.weights, self.groups
+
+    def take(self, chosen: NDArray[np.int64]) -> _Samples:
+        return _Samples(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]
+
+
+def _score_all(
+    score: Callable[[RankingBatch], Tensor],
+    loader: Iterable[RankingBatch],
+    tasks: Sequence[str],
+    split: str,
+    segments: SegmentFunction | None,
+) -> tuple[_Samples, dict[str, list[Any]], float]:
+    """Score every batch; return the samples, the values of ``segments`` by feature, and the seconds of the pass."""
     began = time.perf_counter()
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("logits", "labels", "weights", "groups", "rows")}
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _Samples._fields}
     named: dict[str, list[Any]] = {}
     seen = 0
     with torch.no_grad():
@@ -313,44 +359,21 @@ def evaluate(
                 parts["groups"].append(batch.groups.cpu().numpy())
             rows = np.arange(seen, seen + size) if batch.rows is None else batch.rows.cpu().numpy()
             parts["rows"].append(rows)
-            if callable(segments):
+            if segments is not None:
                 for feature, values in segments(batch).items():
                     named.setdefault(feature, []).extend(values)
             seen += size
     seconds = time.perf_counter() - began
-    logits_all = np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["logits"]])
-    labels_all = np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["labels"]])
-    rows_all = np.concatenate([np.empty(0, np.int64), *parts["rows"]])
-    _refuse_non_finite(logits_all, rows_all, tasks, split)
-    weights = _optional(parts["weights"], seen, "weights", split)
-    groups = _optional(parts["groups"], seen, "groups", split)
-    results = {
-        task: _evaluate_task(
-            logits_all[:, t].astype(np.float64),
-            labels_all[:, t],
-            weights,
-            groups,
-            level,
-            calibration_bins,
-            histogram_bins,
-        )
-        for t, task in enumerate(tasks)
-    }
-    broken_down: dict[str, dict[str, Segment]] = {}
-    for feature, (codes, names) in _segment_codes(segments, named, rows_all, split).items():
-        broken_down[feature] = _evaluate_segments(
-            codes, names, logits_all, labels_all, weights, groups, tasks, level, small_segment, most_segments
-        )
-    return Evaluation(
-        split=split,
-        examples=seen,
-        seconds=seconds,
-        examples_per_second=seen / seconds if seen and seconds > 0 else math.nan,
-        tasks=results,
-        segments=broken_down,
-        level=level,
-        unit=interval_unit(groups),
+    samples = _Samples(
+        np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["logits"]]),
+        np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["labels"]]),
+        None,
+        None,
+        np.concatenate([np.empty(0, np.int64), *parts["rows"]]),
     )
+    _refuse_non_finite(samples.logits, samples.rows, tasks, split)
+    weights, groups = (_optional(parts[name], seen, name, split) for name in ("weights", "groups"))
+    return samples._replace(weights=weights, groups=groups), named, seconds
 
 
 def _keep(dtype: torch.dtype) -> torch.dtype:
@@ -491,10 +514,7 @@ def _segment_codes(
 def _evaluate_segments(
     codes: NDArray[np.int64],
     names: list[str],
-    logits: NDArray[Any],
-    labels: NDArray[Any],
-    weights: _Floats | None,
-    groups: NDArray[Any] | None,
+    samples: _Samples,
     tasks: Sequence[str],
     level: float,
     small: int,
@@ -516,10 +536,9 @@ def _evaluate_segments(
     result = {}
     for name, chosen in members.items():
         metrics, intervals, few = {}, {}, False
-        w = None if weights is None else weights[chosen]
-        g = None if groups is None else groups[chosen]
+        own = samples.take(chosen)
         for t, task in enumerate(tasks):
-            x, y = logits[chosen, t].astype(np.float64), labels[chosen, t]
+            x, y, w, g = own.of_task(t)
             streaming = RankingMetrics()
             streaming.update(x, y, w, g)
             metrics[task] = streaming.compute()
