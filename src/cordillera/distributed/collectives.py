@@ -95,15 +95,10 @@ class Collectives:
         return tensor
 
     def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
-        """Send a part to each rank and receive one from each under a ``name``, in messages with a ``tag`` whose errors
-        name the rank.
+        """Send a part to each rank under a ``name`` and ``tag``, and return a part from each; errors name the rank.
 
-        Args:
-            parts: Part for each rank, ``[n, ...]``, of any length; every rank must send this rank ``len(parts[rank])``
-                rows.
-
-        Returns:
-            Part from each rank; this rank's own part is returned unchanged.
+        This rank's own part is returned unchanged. Of ``parts``, one ``[n, ...]`` for each rank, any may have any
+        length; every rank must send this rank ``len(parts[rank])`` rows.
         """
         own = parts[self.rank]
         if self.size == 1:
@@ -117,10 +112,10 @@ class Collectives:
         return received
 
     def pass_on(self, name: str, held: Tensor, rows: int, tag: int) -> Arrival[Tensor]:
-        """Start sending ``held [n, ...]`` to the next rank and receiving ``rows`` from the previous one, under a
-        ``name`` and ``tag``.
+        """Start to send ``held [n, ...]`` to the next rank and to receive ``rows`` from the previous one.
 
-        An empty tensor is not sent, as the other side knows its size. Waiting for the arrival raises errors as well.
+        Both messages bear ``name`` and ``tag``. An empty tensor is not sent, as the other side knows its size. Waiting
+        for the arrival raises errors as well.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         held = held.contiguous()
@@ -170,9 +165,7 @@ class Collectives:
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """Wait for ``work`` until the deadline; errors tell the data ``name`` and ``whom`` (a ``peer``, None for
-        any).
-        """
+        """Wait for ``work`` until the deadline; errors tell ``name``, the data, and ``whom`` (a ``peer`` or None)."""
         started = time.perf_counter()
         try:
             if dist.get_backend(self.group) == "gloo":

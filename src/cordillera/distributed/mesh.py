@@ -180,12 +180,7 @@ class ProcessMesh:
 
     A job of one process needs no launcher: if there is no process group yet, one is created.
 
-    Args:
-        config: Sizes of the mesh.
-
     Attributes:
-        config: Sizes of the mesh.
-        rank: Rank of this process in the job.
         place: Index of this process in each of :data:`DIMENSIONS`.
         context_group: Group of the ranks that share its sequences.
         ends_group: Group of the first and the last rank of its pipeline; None if this process is neither, and without a

@@ -33,12 +33,7 @@ _REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint.
-
-    Attributes:
-        tensors: Tensors by dotted name, on the CPU, memory-mapped.
-        state: Plain values: counters, flags, metric accumulators.
-    """
+    """Content of a checkpoint: tensors by dotted name, memory-mapped on the CPU, and plain values (``state``)."""
 
     folder: Path
     tensors: dict[str, Tensor]
@@ -186,8 +181,8 @@ def prune(parent: Path, keep: set[int]) -> None:
 
 
 def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
-    """Separate nested dicts and lists (``value``) into plain JSON values and tensors, named by their place after
-    ``path``.
+    """Separate nested dicts and lists (``value``) into plain JSON values and tensors, named by ``path`` and their
+    place.
 
     Returns:
         The value with every tensor replaced by ``{"__tensor__": name}``, and the tensors by name.

@@ -25,8 +25,7 @@ def embedding_tables(model: nn.Module) -> dict[str, EmbeddingTables]:
 def build_adamw(
     model: nn.Module, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Build AdamW over the dense parameters of ``model``; biases and norms (fewer than two dimensions) have no weight
-    decay.
+    """Build AdamW over the dense parameters of ``model``; tensors of fewer than two dimensions have no weight decay.
 
     Args:
         learning_rate: Peak rate; the schedule scales it.

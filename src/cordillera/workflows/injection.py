@@ -75,11 +75,9 @@ class InjectionOutcome:
 
 
 class TableFaults:
-    """Outputs of the samples that read a corrupted row of a model's embedding tables.
+    """Outputs of the samples (``batch``) that read a corrupted row of a model's embedding tables.
 
     Args:
-        model: The model.
-        batch: The samples.
         embeddings: Embeddings of the samples from the intact tables, ``[B, F, D]``.
         rows: Function from stored rows ``[M, ...]`` to their embeddings ``[M, D]``. Default: the identity.
     """
@@ -181,12 +179,9 @@ def _cached_regions(tables: CachedEmbeddingTables) -> dict[str, list[Region]]:
 
 
 def replay_of(model: RankingModel, batch: RankingBatch, threshold: float = 0.5) -> Replay:
-    """Return a judge of faults: a fault matters if a score, computed in float32, crosses a threshold.
+    """Return a judge of faults: a fault matters if a score, computed in float32, crosses a ``threshold`` in (0, 1).
 
-    Args:
-        model: Model in evaluation mode.
-        batch: Samples.
-        threshold: Probability in (0, 1).
+    The scores are those of ``model`` in evaluation mode for the samples of ``batch``.
 
     Raises:
         DataError: If the threshold is out of range.

@@ -53,9 +53,6 @@ class Planned:
     """Results of planning a language model.
 
     Attributes:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        production: The production-like plan.
         what_if: Steps of the best plan after each requested change of the cluster and each requested fault.
         files: Paths of the written files, by kind.
     """
@@ -246,9 +243,7 @@ def read_calibration(path: str | Path) -> Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Fitted constants, their accuracy on the rows that they were fitted to, and every measured step with its predicted
-    seconds.
-    """
+    """Fitted constants, their accuracy on the fitted rows, and every measured step with its predicted seconds."""
 
     constants: Calibration
     accuracy: calibrations.CalibrationAccuracy

@@ -130,9 +130,7 @@ def probe(
 
 @dataclass(frozen=True)
 class TrainingProbing:
-    """Paths of the statistics of the layers' inputs and gradients and of the plan, and the plan with all kernels
-    tried.
-    """
+    """Paths of the statistics of inputs and gradients and of the plan, and the plan with all kernels tried."""
 
     statistics: Path
     plan_file: Path

@@ -63,8 +63,6 @@ class LayerReport:
     """Comparison of one layer with its fp32 version.
 
     Attributes:
-        name: Name of the layer.
-        kernel: Kernel that computes the layer.
         alone_db: Signal-to-noise ratio (dB) of its output on the same inputs; NaN for fp32.
         in_place_db: Signal-to-noise ratio (dB) of its output in the quantised model, whose inputs are quantised too.
     """
@@ -80,8 +78,6 @@ class Quantized:
     """Result of :func:`quantize`.
 
     Attributes:
-        folder: Folder of the model.
-        selection: Result of the search.
         searched: Change of NE on the split of the search.
         confirmed: Change of NE on the test split, which the search does not use; None without one.
         ne: NE of the first task in fp32 and quantised, on the test split, or without one on the split of the search.
@@ -90,7 +86,6 @@ class Quantized:
         seconds: Median seconds of scoring a batch of 256 in fp32 and quantised, over interleaved rounds.
         sweep: Number of evaluations that a separate sweep over all options would have taken.
         tables: Bytes of each table in fp32 and quantised.
-        page: Path of the report.
     """
 
     folder: Path

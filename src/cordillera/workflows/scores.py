@@ -115,9 +115,7 @@ def check_weights(model: RankingModel) -> None:
 
 
 def some_batches(dataset: ClickDataset, recipe: RankingRecipe, rows: int) -> list[RankingBatch]:
-    """Return the first batches of a split shuffled by the recipe's seed, with ``rows`` samples or more if there are
-    any.
-    """
+    """Return the first batches of a split shuffled by the recipe's seed: at least ``rows`` samples if there are."""
     found, count = [], 0
     for batch in Loader(dataset, 1024, shuffle="global", seed=recipe.seed).epoch():
         found.append(batch)

@@ -23,9 +23,7 @@ from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 
 
 def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:
-    """Build the model of a ``recipe`` for the data's ``features``, with weights that depend on the recipe's seed
-    alone.
-    """
+    """Build the model of a ``recipe`` for the data's ``features``, with weights that depend on the seed alone."""
     torch.manual_seed(recipe.seed)
     return build(recipe.model, features, recipe.tables)
 
@@ -114,9 +112,7 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 def load_model_with_checkpoint(
     run: Run, features: FeatureSpec, device: torch.device
 ) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
-    """Load a run's recipe, model and checkpoint; ``run``, ``features`` and ``device`` are those of
-    :func:`load_model`.
-    """
+    """Load a run's recipe, model and checkpoint; see :func:`load_model` for ``run``, ``features`` and ``device``."""
     recipe = recipe_of(run)
     model = model_of(recipe, features)
     checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)

@@ -55,7 +55,6 @@ class ContextParallelAttention:
     Call :meth:`use` with a plan before each forward, the same on every rank; a backward uses the plan of its forward.
 
     Args:
-        config: Settings for sharing attention.
         group: Process group whose ranks are those of the plans; None for the default group.
         ledger: Ledger that counts the traffic; None for a new one.
 
@@ -111,16 +110,13 @@ class ContextParallelAttention:
         return torch.from_numpy(self.plan.positions(self.rank))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Compute the attention of this rank's tokens to all tokens before them in their documents.
+        """Return the attention of this rank's tokens to all tokens before them in their documents, ``[T_local, H, D]``.
 
         Args:
             q: Queries of the tokens of :meth:`shard`, ``[T_local, H, D]``.
             k: Keys, ``[T_local, KV, D]``.
             v: Values, ``[T_local, KV, D]``.
             offsets: Offsets of all documents, ``[B + 1]``, as models pass them on; used only to check the plan.
-
-        Returns:
-            Outputs, ``[T_local, H, D]``.
 
         Raises:
             PlanError: If the tensors do not match the plan in use.

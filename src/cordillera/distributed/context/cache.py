@@ -76,8 +76,6 @@ class ContextCache:
     tokens that a rank holds.
 
     Args:
-        config: Settings for sharing conversations.
-        shape: Dimensions and capacity.
         group: Process group of the ranks; None for the default group.
 
     Attributes:
@@ -180,11 +178,10 @@ class ContextCache:
         return _Reading(self, turn)
 
     def gather_last(self, hidden: Tensor) -> Tensor:
-        """Return the rows ``[n, width]`` of the last new tokens of the ``n`` sequences that had any, in their order, on
-        every rank.
+        """Return the rows ``[n, width]`` of the last tokens of the ``n`` sequences with new ones, in order, on every
+        rank.
 
-        Args:
-            hidden: Outputs of the model for this rank's tokens of the latest turn, ``[T_local, width]``.
+        ``hidden [T_local, width]`` are the model's outputs for this rank's tokens of the latest turn.
 
         Raises:
             PlanError: If there was no turn, or the number of rows is not that of its tokens.

@@ -97,14 +97,10 @@ class MeasuredLatency(BaseModel):
         provenance: str,
         tile: int = 128,
     ) -> MeasuredLatency:
-        """Create a table of calls that :func:`cordillera.kernels.attention_rates.measure` timed.
+        """Create a table from ``seconds [queries][keys]`` that :func:`cordillera.kernels.attention_rates.measure`
+        returned.
 
-        Args:
-            queries: Lengths of queries.
-            keys: Lengths of keys.
-            seconds: Measured seconds, ``[queries][keys]``.
-            provenance: Device, dtype, heads, head dimension, version of torch.
-            tile: Number of queries that a kernel computes at once.
+        The lengths of calls are ``queries`` and ``keys``; ``tile`` and ``provenance`` are those of the attributes.
         """
         k_lengths = np.array(keys)
         rates = [

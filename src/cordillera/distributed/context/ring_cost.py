@@ -27,12 +27,9 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of one layer on one device.
+    """Query heads (``heads``) and key-value heads of one layer on one device, each ``head_dim`` wide.
 
     Attributes:
-        heads: Number of query heads.
-        kv_heads: Number of key-value heads.
-        head_dim: Width of a head.
         element_bytes: Size of a number in queries, keys, values and outputs, in bytes.
         lse_bytes: Size of a log-sum-exp in bytes.
     """

@@ -50,10 +50,8 @@ def pack(error: BaseException) -> Failure:
 def unpack(failure: Failure, who: str | None = None, others: Sequence[str] = ()) -> BaseException:
     """Return the error of another process, of its original class if that is available, to be raised.
 
-    Args:
-        failure: Result of :func:`pack` in a process that this one started, as it is unpickled.
-        who: Name of the process in the message; None for all processes.
-        others: Descriptions of other failures, one line each.
+    A ``failure`` is unpickled, so it must come from :func:`pack` in a process that this one started. ``who`` names the
+    process in the message (None: all processes); ``others`` describe other failures, one line each.
     """
     error: BaseException | None = None
     if failure.packed is not None and not failure.is_exit:

@@ -102,23 +102,19 @@ def launch(
     config: LaunchConfig | None = None,
     hear: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Run a function in several processes on this machine, which form a process group and watch each other.
+    """Run a function in ``size`` processes on this machine, which form a process group; return its result on rank 0.
 
-    Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watchdog.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In
-    the ranks, :func:`~cordillera.distributed.job.job.join_job` returns the job and its watchdog. Values that the ranks
-    exchange are signed with a secret that only they receive.
+    The processes watch each other. Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask
+    the ranks to stop (:attr:`Watchdog.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of
+    them at once. In the ranks, :func:`~cordillera.distributed.job.job.join_job` returns the job and its watchdog.
+    Values that the ranks exchange are signed with a secret that only they receive.
 
     Args:
         work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.
-        size: Number of processes.
         arguments: Arguments of ``work``; they must be picklable.
-        config: Settings for starting the processes.
+        config: Settings for starting the processes; None for the defaults.
         hear: Function called with every message that a rank sends by :func:`tell`, in order. If it raises an error, all
             ranks are ended.
-
-    Returns:
-        Result of ``work`` on rank 0.
 
     Raises:
         RankError: If a rank was ended or stalled; the message names the rank.

@@ -75,7 +75,6 @@ class Watchdog:
     """This process's part in the watchdog, active within a ``with`` statement.
 
     Args:
-        config: Time limits.
         store: Store that all processes of the job reach, used by this job and attempt only.
         size: Number of processes; with one, there is nothing to watch.
         host: Holder of the store, as named in errors.

@@ -36,7 +36,6 @@ class SplitBackward(NamedTuple):
     """Remainder of a backward after the gradient of its input.
 
     Attributes:
-        output: Output of the forward.
         gradient: Gradient of the output; None if the output is a loss.
         from_output: Weights whose gradients are computed from the output; None for all weights.
         joints: Places where the other weights join the trunk: edges, gradients that reached them, and weights.

@@ -88,9 +88,8 @@ class ShardedCheckpoints:
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> None:
         """Begin to write a checkpoint once the previous one is complete; weights may change as soon as this returns.
 
-        Args:
-            engine: Engine whose weights, moments and counters are saved.
-            state: Plain JSON values, equal on every rank; ``state["step"]`` names the checkpoint.
+        Weights, moments and counters are those of ``engine``; ``state`` holds plain JSON values, equal on every rank,
+        of which ``state["step"]`` names the checkpoint.
 
         Raises:
             CheckpointError: If a weight or moment is NaN or infinite, in which case nothing is written, or if ranks

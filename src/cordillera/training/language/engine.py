@@ -149,9 +149,6 @@ class LanguageEngine:
     load those of a checkpoint, call :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
 
     Args:
-        config: Settings of the optimizer and of the computation.
-        model: Sizes of the model.
-        mesh: Mesh of all processes.
         seed: Seed of the weights, which do not depend on the mesh.
 
     Attributes:
@@ -223,8 +220,7 @@ class LanguageEngine:
         return self.update(loss, targets, rate)
 
     def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Accumulate the gradients of one iteration without changing weights; microbatches and errors are those of
-        :meth:`step`.
+        """Accumulate the gradients of one iteration without changing weights; errors are those of :meth:`step`.
 
         Returns:
             This process's part of the loss, and the number of targets of the whole iteration.
@@ -242,16 +238,12 @@ class LanguageEngine:
         return loss, targets
 
     def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Compute the loss of the present weights on any number of packed microbatches of the job, without changing
-        anything.
+        """Compute the loss of the present weights on any microbatches of the job, without changing anything.
+
+        Errors are those of :meth:`step`.
 
         Returns:
             The sum of the losses of all targets of the whole job, and the number of targets, equal on every rank.
-
-        Raises:
-            DataError: If a microbatch is invalid, as in :meth:`step`.
-            PlanError: If ranks were given different microbatches.
-            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
         """
         own, targets = self._take(microbatches, "evaluation")
         with self._emulated(0):
@@ -263,10 +255,7 @@ class LanguageEngine:
     def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
         """Change the weights by the accumulated gradients, and clear the gradients.
 
-        Args:
-            loss: This process's part of the loss, from :meth:`backward`.
-            targets: Number of targets of the whole iteration, from :meth:`backward`.
-            rate: Factor of the learning rate of this step, finite and at least 0.
+        ``loss`` and ``targets`` are those of :meth:`backward`, ``rate`` is that of :meth:`step`.
 
         Raises:
             PlanError: If the rate is invalid.

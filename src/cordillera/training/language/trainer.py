@@ -76,8 +76,6 @@ class LanguageProgress:
 
     Attributes:
         step: Number of updates done or skipped.
-        tokens: Number of tokens trained on.
-        documents: Number of documents trained on.
         stale: Number of steps skipped in a row, up to this one.
     """
 
@@ -92,11 +90,8 @@ class LanguageEvaluation(NamedTuple):
 
     Attributes:
         loss: Mean negative log-likelihood, nats per token.
-        perplexity: ``exp(loss)``.
         bits_per_byte: Negative log-likelihood in bits per byte of text, which compares models with different
             vocabularies.
-        targets: Number of tokens that were predicted.
-        seconds: Duration in seconds.
     """
 
     loss: float
@@ -113,8 +108,6 @@ class LanguageReport:
     Attributes:
         ended: ``finished`` (all steps done), ``exhausted`` (the text ended), or ``interrupted`` (stopped on request;
             resumable).
-        progress: Progress at the end.
-        seconds: Wall time of this process's share.
         evaluation: Evaluation of the weights at the end; None if training was interrupted or nothing was held out.
     """
 
@@ -182,10 +175,7 @@ class LanguageTrainer:
     """Trains one model on one stream of iterations; every process of the mesh makes the same calls.
 
     Args:
-        config: Settings of training.
         engine: Weights, optimizer and mesh.
-        batches: Iterations to train on.
-        checkpoints: Store of checkpoints.
         run: Run that records are written to, on rank 0; None on other ranks.
         held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
         held_out_bytes: Size of the held-out text in UTF-8, in bytes.

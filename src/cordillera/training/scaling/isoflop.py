@@ -47,7 +47,6 @@ class IsoFlopRun:
         compute: Training FLOPs of the whole run; without attention if ``counts_attention`` is false.
         parameters: Number of parameters; a tied head counts once.
         non_embedding: Number of parameters outside the embedding and the head.
-        tokens: Number of training tokens.
         loss: Loss on held-out documents, nats per token; not finite if training diverged.
     """
 
@@ -111,7 +110,7 @@ class IsoFlopCurve:
 
 
 def isoflops(runs: Sequence[IsoFlopRun], *, tolerance: float = 0.1) -> list[IsoFlopCurve]:
-    """Group runs by budget and fit a parabola to each group.
+    """Group runs by budget, fit a parabola to each group, and return the curves in ascending order of budget.
 
     Runs that diverged, and copies of a run, are left out and named. A curve shows no optimum, and says so, if it has
     fewer than three sizes, opens downwards, or has its minimum outside the trained range.
@@ -119,9 +118,6 @@ def isoflops(runs: Sequence[IsoFlopRun], *, tolerance: float = 0.1) -> list[IsoF
     Args:
         runs: Runs of any budgets, in any order.
         tolerance: Largest relative gap between the FLOPs of consecutive runs of one budget.
-
-    Returns:
-        Curves in ascending order of budget.
 
     Raises:
         DataError: If there are no runs, a number of one is not positive, some count attention and some do not, or runs

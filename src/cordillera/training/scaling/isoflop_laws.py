@@ -347,9 +347,7 @@ def study(
         target: FLOPs for which to predict the best split; None for none.
         left_out: Reasons for runs without a measurement, which the summary names.
         tolerance: Largest relative gap within a budget; see :func:`isoflops`.
-        level: Confidence level.
-        resamples: Number of draws of the bootstrap; see :func:`fit_laws`.
-        seed: Seed of those draws.
+        level: Confidence level; see :func:`fit_laws` for it, ``resamples`` and ``seed``.
 
     Raises:
         DataError: If :func:`isoflops` refuses the runs, or the target is not positive.

@@ -116,8 +116,7 @@ def sizes_for(
     span: float = 4.0,
     head_dim: int = 8,
 ) -> list[LlamaConfig]:
-    """Return a :func:`ladder` of sizes around the expected optimum of every budget, with gaps where the family has
-    none.
+    """Return a :func:`ladder` of sizes around the expected optimum of every budget; there may be gaps.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all models.
@@ -185,7 +184,7 @@ def plan_runs(
     fewest_sizes: int = FEWEST_SIZES + 1,
     warmup: float = 0.05,
 ) -> list[PlannedRun]:
-    """Choose sizes, tokens and steps for every budget.
+    """Choose sizes, tokens and steps for every budget; runs are in ascending order of budget and size.
 
     Args:
         budgets: FLOPs of each budget.
@@ -199,9 +198,6 @@ def plan_runs(
         fewest_steps: Least number of steps of a run; runs with fewer say little about a size and are not planned.
         fewest_sizes: Least number of sizes of a budget; three determine a parabola, and further ones show its noise.
         warmup: Part of the steps with rising rates.
-
-    Returns:
-        Runs in ascending order of budget and size.
 
     Raises:
         PlanError: If budgets are not positive or too close, or a budget has too few sizes, or none on one side of the

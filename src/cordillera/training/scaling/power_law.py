@@ -66,7 +66,6 @@ class PowerLaw:
     """The fit ``y = floor + scale * x ** exponent``.
 
     Attributes:
-        scale: ``a``.
         exponent: ``b``, with the sign that the data has.
         exponent_low: Lower bound of the exponent's interval (Student's t over sizes).
         exponent_high: Upper bound of that interval.
@@ -170,9 +169,6 @@ def fit_power_law(
         level: Confidence level.
         resamples: Number of draws of the bootstrap over seeds (given floor only).
         seed: Seed of those draws.
-
-    Returns:
-        The fit.
 
     Raises:
         DataError: If lengths differ, values are not finite or not positive where they must be, there are fewer than
@@ -441,7 +437,7 @@ def plot(
     references: Mapping[str, float] | None = None,
     title: str | None = None,
 ) -> None:
-    """Draw the measurements of all models with their laws and the intervals of the laws.
+    """Draw the measurements of all models with their laws and the intervals of the laws into files at ``paths``.
 
     Args:
         result: Study to draw.
