@@ -25,8 +25,9 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Arrival(Generic[_Result]):
-    """Messages of other ranks in transit into ``result``: each of ``works`` waits for one rank, and ``sent`` keeps the
-    tensors of this rank until they are delivered.
+    """Messages of other ranks in transit into ``result``.
+
+    Each of ``works`` waits for one rank; ``sent`` keeps the tensors of this rank until they are delivered.
     """
 
     result: _Result

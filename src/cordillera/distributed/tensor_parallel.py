@@ -60,8 +60,7 @@ class TensorRanks:
 
 
 def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
-    """Split a linear layer without a bias over ranks, in place, along a ``dimension`` that the number of ``ranks``
-    divides.
+    """Split a linear layer without a bias over ``ranks``, in place, along a ``dimension`` that they divide.
 
     Split along its outputs (0), ``linear`` returns this rank's outputs; along its inputs (1), it takes this rank's
     inputs and returns terms of a sum over the ranks.
@@ -71,8 +70,9 @@ def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
 
 
 def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
-    """Split an ``embedding`` along its tokens, whose number ``ranks`` divide, in place; its results, summed over the
-    ranks, do not change.
+    """Split an ``embedding`` over ``ranks`` along its tokens, whose number they divide, in place.
+
+    Its results, summed over the ranks, do not change.
     """
     _cut(embedding, ranks, 0)
 
@@ -86,15 +86,14 @@ def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
 
 
 def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
-    """Split the weight of ``head`` along its outputs, whose number ``ranks`` divide; the layer itself is never
-    called.
+    """Split the weight of ``head``, which is never called, over ``ranks`` along its outputs, whose number they
+    divide.
     """
     _cut(head, ranks, 0)
 
 
 def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., int] | None = None) -> None:
-    """Wrap a ``module`` whose matrices are split over ``ranks``, in place, so that it reads and returns activations
-    between matrices.
+    """Let a ``module`` of matrices split over ``ranks`` read and return activations between matrices.
 
     Its first argument is the activations, and its results are summed. ``tokens`` maps its other arguments to the number
     of tokens without padding; None if padding does not matter.

@@ -181,8 +181,7 @@ def prune(parent: Path, keep: set[int]) -> None:
 
 
 def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
-    """Separate nested dicts and lists (``value``) into plain JSON values and tensors, named by ``path`` and their
-    place.
+    """Separate nested dicts and lists (``value``) into plain JSON values and tensors, named after ``path``.
 
     Returns:
         The value with every tensor replaced by ``{"__tensor__": name}``, and the tensors by name.

@@ -224,8 +224,7 @@ def _digest(path: Path) -> str:
 
 
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """Apply the plan of a ``run`` to its ``model`` in place, and return the largest number of rows that the plan
-    covers.
+    """Apply the plan of a ``run`` to its ``model`` in place; return the largest number of rows that it covers.
 
     With ``allow_stale``, a plan that was made on another machine or with other libraries is accepted.
 

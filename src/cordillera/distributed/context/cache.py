@@ -54,9 +54,7 @@ class ContextCacheConfig(BaseModel):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Dimensions and capacity of a cache: simultaneous conversations are ``sequences``, each of at most ``capacity``
-    tokens on all ranks together.
-    """
+    """Dimensions of a cache, for at most ``capacity`` tokens of a conversation on all ranks together."""
 
     layers: int
     heads: int
@@ -178,10 +176,10 @@ class ContextCache:
         return _Reading(self, turn)
 
     def gather_last(self, hidden: Tensor) -> Tensor:
-        """Return the rows ``[n, width]`` of the last tokens of the ``n`` sequences with new ones, in order, on every
-        rank.
+        """Return the outputs ``[n, width]`` of the last tokens of the ``n`` sequences with new ones on every rank.
 
-        ``hidden [T_local, width]`` are the model's outputs for this rank's tokens of the latest turn.
+        Sequences are in their order. ``hidden [T_local, width]`` are the outputs for this rank's tokens of the latest
+        turn.
 
         Raises:
             PlanError: If there was no turn, or the number of rows is not that of its tokens.
@@ -198,8 +196,7 @@ class ContextCache:
         return whole[[places[sequence] for sequence in self.turn.active]]
 
     def of_first_rank(self, name: str, x: Tensor) -> Tensor:
-        """Return the first rank's small tensor ``x``, of one shape on all ranks, on every rank, exchanged under a
-        ``name``.
+        """Return the first rank's tensor ``x``, small and of one shape on all ranks, exchanged as ``name``.
 
         Raises:
             PeerError: If a rank does not respond in time.

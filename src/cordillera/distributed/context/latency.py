@@ -97,10 +97,10 @@ class MeasuredLatency(BaseModel):
         provenance: str,
         tile: int = 128,
     ) -> MeasuredLatency:
-        """Create a table from ``seconds [queries][keys]`` that :func:`cordillera.kernels.attention_rates.measure`
-        returned.
+        """Create a table of calls timed by :func:`cordillera.kernels.attention_rates.measure`.
 
-        The lengths of calls are ``queries`` and ``keys``; ``tile`` and ``provenance`` are those of the attributes.
+        The calls' lengths are ``queries`` and ``keys``, their times ``seconds [queries][keys]``; ``tile`` and
+        ``provenance`` are those of the attributes.
         """
         k_lengths = np.array(keys)
         rates = [

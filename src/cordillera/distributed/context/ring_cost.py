@@ -56,9 +56,7 @@ class AttentionShape:
         return self.q_row + self.heads * self.lse_bytes
 
     def flops(self, new: Sequence[int], cached: Sequence[int]) -> float:
-        """Return the operations of a turn's causal attention, if sequences add ``new`` tokens to their ``cached``
-        ones.
-        """
+        """Return the operations of causal attention when sequences add ``new`` tokens to ``cached`` ones."""
         pairs = sum(t * p + t * (t + 1) / 2 for t, p in zip(new, cached, strict=True))
         return 4 * self.heads * self.head_dim * pairs
 
@@ -118,10 +116,10 @@ class RingCost(BaseModel):
     def seconds(
         self, transport: Transport, shape: AttentionShape, new: Sequence[int], cached: Sequence[int], ranks: int
     ) -> float:
-        """Return the seconds of a turn in one layer of a ``shape``, if a ``transport`` travels among ``ranks`` that
-        share the work evenly.
+        """Return the seconds of a turn in one layer of a ``shape`` if a ``transport`` travels around the ring.
 
-        Sequences add ``new`` tokens to their ``cached`` ones; those that add none send nothing.
+        Sequences add ``new`` tokens to their ``cached`` ones; those that add none send nothing. All ``ranks`` share the
+        work evenly.
         """
         compute = self.flop_s * shape.flops(new, cached) / ranks**2  # one step on one rank
         tokens = sum(new)
@@ -136,8 +134,9 @@ class RingCost(BaseModel):
         return compute + (ranks - 1) * max(compute, self.pass_s + self.pass_byte_s * message) + home
 
     def choose(self, shape: AttentionShape, new: Sequence[int], cached: Sequence[int], ranks: int) -> Transport:
-        """Return the cheaper transport by :meth:`seconds` of ``shape``, ``new``, ``cached`` and ``ranks``; ``pass_kv``
-        if they cost the same.
+        """Return the cheaper transport, or ``pass_kv`` if both cost the same.
+
+        Arguments are those of :meth:`seconds`: ``shape``, ``new``, ``cached`` and ``ranks``.
         """
         kv, q = (self.seconds(transport, shape, new, cached, ranks) for transport in ("pass_kv", "pass_q"))
         return "pass_kv" if kv <= q else "pass_q"

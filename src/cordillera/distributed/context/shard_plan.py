@@ -168,8 +168,7 @@ class ShardPlan:
 
 
 def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Give each of ``ranks`` one run of documents of ``lengths`` tokens, all with equal numbers of tokens but not of
-    work.
+    """Give each of ``ranks`` one run of documents of ``lengths`` tokens, with equal numbers of tokens, not of pairs.
 
     Raises:
         PlanError: If a length is negative or there are no ranks.
@@ -206,8 +205,7 @@ def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> Sh
 
 
 def adaptive(lengths: Sequence[int], ranks: int, latency: Latency = AnalyticLatency()) -> ShardPlan:
-    """Choose the plan for documents of ``lengths`` tokens over ``ranks`` with the shortest time predicted by
-    ``latency``.
+    """Choose the plan for documents of ``lengths`` tokens over ``ranks`` with the shortest time by ``latency``.
 
     The candidates are: per sequence, per document, and per document except short ones. Equal arguments give the same
     plan on every rank.

@@ -99,8 +99,9 @@ class Turn:
 
 
 def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
-    """Distribute new tokens (``lengths`` by sequence) over ranks that hold the numbers of tokens ``held
-    [ranks][sequences]``.
+    """Distribute new tokens (``lengths`` by sequence) over ranks, so that their numbers of tokens become equal.
+
+    They hold ``held [ranks][sequences]`` tokens before.
 
     Raises:
         PlanError: If a number is negative, there are no ranks, or the number of sequences differs.

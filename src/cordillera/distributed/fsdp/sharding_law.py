@@ -56,8 +56,11 @@ _NO_ROOT = Unit()
 
 @dataclass(frozen=True)
 class ParameterMemory:
-    """Peak memory of parameters on a rank in bytes, without temporary memory of collectives: its ``sharded`` part of
-    all units, and the ``gathered`` units that exist at the same time.
+    """Peak memory of parameters on a rank in bytes, without temporary memory of collectives.
+
+    Attributes:
+        sharded: Bytes of a rank's part of all units.
+        gathered: Bytes of whole units that exist at the same time.
     """
 
     sharded: int
@@ -99,8 +102,12 @@ def parameter_memory(
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """Numbers of collectives of a rank, or bytes that it sends in them: ``all_gathers`` of weights, ``reduce_scatters``
-    of gradients within the shards, ``all_reduces`` of a rank's part of the gradients over the replicas.
+    """Numbers of collectives of a rank, or bytes that it sends in them, by kind.
+
+    Attributes:
+        all_gathers: Collectives that gather weights.
+        reduce_scatters: Collectives that reduce gradients within the shards.
+        all_reduces: Collectives that reduce a rank's part of the gradients over the replicas.
     """
 
     all_gathers: int

@@ -34,8 +34,9 @@ class JobPlace(NamedTuple):
 
 
 def place_in_job(environment: Mapping[str, str] | None = None) -> JobPlace | None:
-    """Return the place that a launcher gave this process, or None if no launcher started it (without ``RANK`` or
-    ``WORLD_SIZE``).
+    """Return the place that a launcher gave this process, or None if no launcher started it.
+
+    A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
 
     Raises:
         PlanError: If a variable is missing, is not a number, or is out of range.
@@ -72,10 +73,10 @@ def is_silent() -> bool:
 
 
 def job_key(scope: str, token: str | None = None) -> bytes:
-    """Return the key that signs the values of a job, derived from its token (None: that of the environment, or public
-    values).
+    """Return the key that signs the values of a job, derived from its token; without a token, from public values.
 
-    Values signed for one ``scope``, a job among those of one ``token``, are not valid in another.
+    Values signed for one ``scope``, a job among those of one ``token`` (None: that of the environment), are not valid
+    in another.
     """
     token = os.environ.get(TOKEN, "") if token is None else token
     return hashlib.sha256(f"{scope}\0{token}".encode("utf-8", "surrogateescape")).digest()

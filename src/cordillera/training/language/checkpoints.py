@@ -184,8 +184,7 @@ class ShardedCheckpoints:
         return state
 
     def prune(self, keep: set[int]) -> None:
-        """Delete all checkpoints but those of the steps in ``keep``, and remains of unfinished writes; only rank 0 does
-        it.
+        """Delete checkpoints except those of the steps in ``keep``, and remains of unfinished writes, on rank 0.
 
         While a checkpoint is being written, the newest complete one is kept in any case.
         """

@@ -105,8 +105,7 @@ class StepReport(NamedTuple):
 
 
 def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
-    """Check that sums over processes do not break the emulation of a number format ``emulate`` (None is always
-    accepted).
+    """Check that sums over processes do not break the emulation of a number format; ``emulate`` may be None.
 
     Raises:
         PlanError: If ``parallel`` has more than one process, or forwards are computed again.
@@ -129,10 +128,9 @@ def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) ->
 
 
 def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Return the successor of each of ``tokens [T]`` in its document, ``int64 [T]``; :data:`IGNORED` at the document's
-    end.
+    """Return the successor of each of ``tokens [T]`` in its document, or :data:`IGNORED` for the last one.
 
-    ``offsets [B + 1]`` are the starts of the documents, and ``T``.
+    ``offsets [B + 1]`` are the starts of the documents, and ``T``; all are ``int64``.
     """
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]

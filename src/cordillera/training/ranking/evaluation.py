@@ -48,9 +48,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """Weight of the samples of each class (label 0 or 1) in bins of equal width in logits, with one edge more than
-    bins.
-    """
+    """Weights of the samples of either class (label 0 or 1) in bins of equal width in logits, between ``edges``."""
 
     edges: list[float]
     negative: list[float]

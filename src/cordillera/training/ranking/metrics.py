@@ -40,8 +40,7 @@ def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
 
 
 def cross_entropy(logits: _Floats, positive: NDArray[np.bool_]) -> _Floats:
-    """Compute the binary cross-entropy in nats of every sample, ``float64 [B]``, from logits, without loss of
-    precision.
+    """Compute the binary cross-entropy of every sample in nats, ``float64 [B]``, without loss of precision.
 
     It is ``-log(sigmoid(x))`` of ``logits [B]``, which may be infinite, where ``positive [B]``, else ``-log(1 -
     sigmoid(x))``.

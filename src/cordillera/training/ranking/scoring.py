@@ -55,10 +55,10 @@ def emulated(
 def scorer(
     model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
 ) -> Callable[[RankingBatch], Tensor]:
-    """Return a function from a batch to logits, ``float32 [B, tasks]`` on the CPU, without gradients, in evaluation
-    mode.
+    """Return a function from a batch to logits without gradients: ``float32 [B, tasks]`` on the CPU.
 
-    The ``model`` lies on ``device`` and computes in ``precision``, with the number format to ``emulate`` or None.
+    The ``model`` lies on ``device``, is in evaluation mode, and computes in ``precision``, with the format to
+    ``emulate`` or None.
     """
 
     def score(batch: RankingBatch) -> Tensor:

@@ -99,10 +99,10 @@ def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfi
 
 
 def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
-    """Return the expected optimum of tokens for a ``budget`` of FLOPs ``C = 6 N D``: ``D = r N``, ``r =
-    tokens_per_parameter``.
+    """Return the expected optimum of tokens for a ``budget`` of FLOPs: ``D = r N`` and ``C = 6 N D``.
 
-    20 is that of Hoffmann et al. 2022. Small vocabularies and small models need more; a first study shows how many.
+    ``tokens_per_parameter`` is ``r``; 20 is that of Hoffmann et al. 2022. Small vocabularies and small models need
+    more; a first study shows how many.
     """
     return math.sqrt(budget * tokens_per_parameter / 6)
 
