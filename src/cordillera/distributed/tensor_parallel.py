@@ -86,9 +86,7 @@ def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
 
 
 def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
-    """Split the weight of ``head``, which is never called, over ``ranks`` along its outputs, whose number they
-    divide.
-    """
+    """Split the weight of ``head``, which is never called, along its outputs over ``ranks``, which divide them."""
     _cut(head, ranks, 0)
 
 

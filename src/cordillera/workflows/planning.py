@@ -207,11 +207,8 @@ def _no_products(option: str) -> PlanError:
 def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[ProductShape]:
     """Return the matrix products to measure on a device of the cluster, for ``products`` of :func:`plan`.
 
-    Args:
-        workload: Shipped name or path of a TOML file.
-        cluster: Shipped name or path of a TOML file.
-        changes: Changes of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over
-            eight.
+    ``workload``, ``cluster`` and ``changes`` are those of :func:`plan`; the change ``host.members=4`` leaves out tensor
+    parallelism over eight.
 
     Raises:
         PlanError: If a file is wrong, or the workload is a recommendation model.

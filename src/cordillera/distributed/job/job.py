@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from cordillera.distributed.job.environment import JobPlace, job_key, place_in_job
 from cordillera.distributed.job.heartbeats import Verdict
-from cordillera.distributed.job.store import JobStore, StoreError, within
+from cordillera.distributed.job.store import JobStore, StoreError, hold_store, within
 from cordillera.distributed.job.watchdog import JOIN_S, Watchdog, WatchdogConfig
 from cordillera.errors import DependencyError, PlanError, RankError, printable
 
@@ -226,21 +227,11 @@ def _find(place: JobPlace, seconds: float) -> None:
 
 def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -> dist.TCPStore:
     seconds = max(seconds, _TAKEN_S)
-
-    def connect() -> dist.TCPStore:
-        timeout = timedelta(seconds=seconds)
-        if listening is None:
-            return dist.TCPStore(place.address, place.port, wait_for_workers=False, timeout=timeout)
-        return dist.TCPStore(
-            place.address,
-            place.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listening.detach(),
-        )
-
+    timeout = timedelta(seconds=seconds)
     try:
+        if listening is not None:
+            return hold_store(place.address, listening, seconds, seconds)
+        connect = partial(dist.TCPStore, place.address, place.port, wait_for_workers=False, timeout=timeout)
         return within(seconds, connect)
     except (RuntimeError, TimeoutError) as error:
         raise OSError(errno.EPROTO, "what answers there is no store") from error

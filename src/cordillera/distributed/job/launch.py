@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -34,7 +33,7 @@ from cordillera.distributed.job.environment import TOKEN, job_key
 from cordillera.distributed.job.failures import Failure, pack, unpack
 from cordillera.distributed.job.heartbeats import HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.job import STOPPING, handling, join_job
-from cordillera.distributed.job.store import JobStore, StoreError, within
+from cordillera.distributed.job.store import JobStore, StoreError, hold_store
 from cordillera.distributed.job.watchdog import ABANDONED, WatchdogConfig
 from cordillera.errors import DependencyError, PlanError, RankError, printable
 from cordillera.kernels.threads import usable_cores
@@ -146,20 +145,9 @@ def launch(
 
 
 def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
-    seconds, port = config.deadline_s, listener.getsockname()[1]
-
-    def hold() -> dist.TCPStore:
-        return dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=seconds),
-        )
-
+    seconds = config.deadline_s
     try:
-        return within(min(seconds, _FIND_S), hold)
+        return hold_store("127.0.0.1", listener, seconds, min(seconds, _FIND_S))
     except (RuntimeError, TimeoutError) as error:
         raise RankError(
             "the processes cannot reach each other at 127.0.0.1", remedy="see whether the loopback link is up"

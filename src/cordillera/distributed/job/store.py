@@ -13,9 +13,11 @@ import hashlib
 import hmac
 import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -60,6 +62,28 @@ def within(seconds: float, function: Callable[[], _Result]) -> _Result:
     if error is not None:
         raise error
     return result
+
+
+def hold_store(address: str, listener: socket.socket, deadline_s: float, seconds: float) -> dist.TCPStore:
+    """Return a store that this process holds at the port of ``listener``, which it takes over.
+
+    Raises:
+        RuntimeError: If the store cannot be reached at ``address``, after ``deadline_s``.
+        TimeoutError: If it does not answer within ``seconds``.
+    """
+    port = listener.getsockname()[1]
+
+    def hold() -> dist.TCPStore:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=deadline_s),
+        )
+
+    return within(seconds, hold)
 
 
 class JobStore:

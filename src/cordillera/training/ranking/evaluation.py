@@ -432,11 +432,8 @@ def calibration_table(
 ) -> list[CalibrationBin]:
     """Compare predicted probabilities with observed rates in bins of equal weight, in ascending order of score.
 
-    Args:
-        logits: ``float64 [B]``, finite.
-        positive: ``bool [B]``.
-        weights: ``float64 [B]``, at least 0.
-        bins: Largest number of bins; there are fewer if equal scores, which share a bin, fill one.
+    ``logits`` (finite), ``positive`` and ``weights`` (at least 0) are ``[B]``. There are fewer than ``bins`` bins if
+    equal scores, which share a bin, fill one.
     """
     keep = weights > 0
     logits, positive, weights = logits[keep], positive[keep], weights[keep]

@@ -395,13 +395,9 @@ class ProgressiveMetrics:
         weights: TensorOrArray | None = None,
         groups: TensorOrArray | None = None,
     ) -> list[dict[str, Any]]:
-        """Add one batch of predictions, made before training on it.
+        """Add one batch of predictions, made before training on it; ``logits`` and ``labels`` are ``[B, tasks]``.
 
-        Args:
-            logits: ``[B, tasks]``.
-            labels: ``[B, tasks]``.
-            weights: ``[B]``, or None for ones.
-            groups: ``int64 [B]``, or None for no GAUC.
+        ``weights`` and ``groups`` are those of :meth:`RankingMetrics.update`.
 
         Returns:
             The windows that this batch completed: ``{"begin", "end", "tasks": {task: metrics}}``, counted in samples.

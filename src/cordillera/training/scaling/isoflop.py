@@ -83,7 +83,6 @@ class IsoFlopCurve:
         budget: Geometric mean of the runs' FLOPs.
         runs: Runs that were fitted, in ascending order of tokens.
         left_out: Reason for each run that was not fitted, by name.
-        centre: Mean of ``log10(tokens)``.
         coefficients: ``c0, c1, c2``; empty if there are too few sizes.
         optimum: The optimum; None if the curve shows none.
         refusal: Reason why the curve shows none, and which runs to add.

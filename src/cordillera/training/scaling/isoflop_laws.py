@@ -49,10 +49,9 @@ class ComputeLaw:
 
     Attributes:
         line: Fit over budgets; its own interval reflects the scatter of the budgets about the line.
-        exponent_low: Lower bound of the exponent's interval over runs; NaN if no run is left to estimate noise.
-        exponent_high: Upper bound of that interval.
-        optima_low: Lower bound of each budget's own optimum.
-        optima_high: Upper bound of each budget's own optimum.
+        exponent_low: Lower bound of the exponent's interval over runs, to ``exponent_high``; NaN if no run is left to
+            estimate noise.
+        optima_low: Lower bounds of the budgets' own optima, to ``optima_high``.
         level: Confidence level of all intervals.
         draws: ``float64 [2, R]``: log of the value at the line's centre, and exponent, of every resample.
     """

@@ -67,19 +67,14 @@ class PowerLaw:
 
     Attributes:
         exponent: ``b``, with the sign that the data has.
-        exponent_low: Lower bound of the exponent's interval (Student's t over sizes).
-        exponent_high: Upper bound of that interval.
+        exponent_low: Lower bound of the exponent's interval (Student's t over sizes), to ``exponent_high``.
         floor: Limit at infinite compute.
         floor_fitted: Whether the floor was fitted rather than given.
-        seed_low: Lower bound of the exponent's percentile interval under resampling of seeds within each size; NaN
-            unless every size has at least two.
-        seed_high: Upper bound of that interval.
+        seed_low: Lower bound of the exponent's percentile interval under resampling of seeds within each size, to
+            ``seed_high``; NaN unless every size has at least two.
         level: Confidence level of both intervals.
         r_squared: R squared of the size means: of ``log(y - floor)`` with a given floor, of ``y`` with a fitted one.
-        x: Sizes, ascending.
-        y: Mean value of each size.
-        residuals: ``y`` minus the law, for each size.
-        repetitions: Number of seeds of each size.
+        residuals: ``y``, the mean of each size in ``x``, minus the law.
         decades: ``log10`` of the ratio of the largest to the smallest size.
         warnings: Reasons why the fit may mean less than it seems.
         centre: Mean of ``log(x)``.
