@@ -214,10 +214,8 @@ def inject(
     in the run's folder, also after Ctrl-C or SIGTERM.
 
     Args:
-        run: The run or its folder.
         config: Settings of the injection; None for the defaults.
         on_round: Function called with the number of faults done and the total, per bit position.
-        say: Function called with one line of text at each stage.
 
     Raises:
         RunError: If it is not a run of a ranking model.

@@ -39,15 +39,13 @@ def predict(
     quantized: bool = False,
     planned: bool = False,
 ) -> tuple[Path, int]:
-    """Score a file of samples and write the scores with the samples' ids.
+    """Score a file of samples by a ``run``, ``batch_size`` at a time, and write the scores with the samples' ids.
 
     Args:
-        run: The run or its folder.
         file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
         out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``. The
             columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks): probabilities in
             float64. The file appears only when it is complete.
-        batch_size: Number of samples scored at a time.
         quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
         planned: Whether to score with the kernels that ``cordillera probe`` chose for the run.
 

@@ -65,7 +65,6 @@ def probe(
     NE rises by more than the budget, the layer with the lowest signal-to-noise ratio returns to fp32.
 
     Args:
-        run: A trained ranking run.
         config: Bounds, sizes and counts; None for the defaults.
         budget: Largest relative rise of NE.
         samples: Number of samples of the training split to probe, if training gathered nothing
@@ -73,7 +72,6 @@ def probe(
         anew: Whether to probe them even if training gathered statistics.
         marginals: Whether to draw inputs from a Gaussian copula with the quantiles of each feature, instead of a normal
             distribution. Training must have gathered them (``training.probe_marginals``), or samples are probed.
-        say: Function called with one line of text at each stage.
 
     Raises:
         DependencyError: If the run is of a device other than a CPU.
@@ -150,10 +148,8 @@ def probe_training(
     checked: the effect of a plan on the quality of training can only be seen by training. Times include packing.
 
     Args:
-        run: A trained ranking run.
         config: Bounds, sizes and counts; None for the defaults.
         samples: Number of samples of the training split to probe.
-        say: Function called with one line of text at each stage.
 
     Raises:
         DependencyError: If the run is of a device other than a CPU.

@@ -117,13 +117,11 @@ def quantize(
     test split. Without a validation split, the last quarter of the training split replaces it.
 
     Args:
-        run: A trained ranking run.
         budget: Largest relative change of NE, estimated on the split of the search.
         folder: Folder to write the model to; None for ``quantized`` in the run.
         smallest: Whether to minimise bytes alone, so that layers may become slower and tables may have rows of 2 bits;
             otherwise time counts as much as bytes.
         least_db: Signal-to-noise ratio in dB below which a kernel is not considered for a layer.
-        say: Function called with one line of text at each stage.
 
     Raises:
         NumericsError: If the budget is negative or not a number, or the weights are not finite.

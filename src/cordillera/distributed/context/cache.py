@@ -71,7 +71,7 @@ class ContextCache:
 
     A turn begins with :meth:`shard`, on every rank with the same tokens. The model then reads this rank's tokens with
     the offsets of all, and :meth:`gather_last` collects the last rows of all sequences. Memory grows with the number of
-    tokens that a rank holds.
+    tokens that a rank holds. Methods raise a PeerError if a rank does not respond in time.
 
     Args:
         group: Process group of the ranks; None for the default group.
@@ -129,7 +129,6 @@ class ContextCache:
             DataError: If the number of sequences is not the cache's, a sequence would exceed the capacity, or there is
                 no token.
             PlanError: If ranks were given different tokens, or hold different sequences.
-            PeerError: If a rank does not respond in time.
         """
         added = [b - a for a, b in pairwise(offsets.tolist())]
         if len(added) != self.shape.sequences or sum(added) != len(tokens):
@@ -183,7 +182,6 @@ class ContextCache:
 
         Raises:
             PlanError: If there was no turn, or the number of rows is not that of its tokens.
-            PeerError: If a rank does not respond in time.
         """
         if self.turn is None or len(hidden) != self.turn.plan.tokens[self.rank]:
             raise PlanError(f"{len(hidden)} rows are not this turn's tokens", where="gather_last")
@@ -196,11 +194,7 @@ class ContextCache:
         return whole[[places[sequence] for sequence in self.turn.active]]
 
     def of_first_rank(self, name: str, x: Tensor) -> Tensor:
-        """Return the first rank's tensor ``x``, small and of one shape on all ranks, exchanged as ``name``.
-
-        Raises:
-            PeerError: If a rank does not respond in time.
-        """
+        """Return the first rank's tensor ``x``, small and of one shape on all ranks, exchanged as ``name``."""
         return self._links.all_gather(name, x)[: len(x)]
 
     def truncate(self, lengths: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ In causal attention a token costs as many pairs as there are tokens before it, s
 shares of work. If a sequence is cut into ``2 * ranks`` chunks and rank ``i`` gets the ``i``-th chunk from either end
 (head and tail), the work is equal provided that the sequence is one document. Cutting every document this way always
 makes the work equal, but yields shorter chunks, on which kernels are less efficient. :func:`adaptive` decides by
-predicted time.
+predicted time. Every strategy raises a PlanError if a length is negative or there are no ranks.
 
 Source: Wang et al. 2025, WLB-LLM (arXiv 2503.17924), sections 4.3 and 5; Grattafiori et al. 2024 (arXiv 2407.21783),
 section 3.3.2. Unlike in the paper's figure, chunks stay contiguous: leftover tokens lengthen chunks by one, at a cursor
@@ -168,11 +168,7 @@ class ShardPlan:
 
 
 def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Give each of ``ranks`` one run of documents of ``lengths`` tokens, with equal numbers of tokens, not of pairs.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
-    """
+    """Give each of ``ranks`` one run of documents of ``lengths`` tokens, with equal numbers of tokens, not of pairs."""
     _check_lengths(lengths, ranks)
     total = sum(lengths)
     sizes = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
@@ -180,11 +176,7 @@ def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
 
 def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Cut documents of ``lengths`` tokens as one sequence into head and tail chunks for ``ranks``.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
-    """
+    """Cut documents of ``lengths`` tokens as one sequence into head and tail chunks for ``ranks``."""
     return _head_tail("per_sequence", lengths, [list(range(len(lengths)))], ranks)
 
 
@@ -194,9 +186,6 @@ def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> Sh
     The ranks' numbers of tokens differ by at most one, and are equal if ``2 * ranks`` divides their sum; their work
     differs by at most ``2 * (tokens + documents)`` pairs. Documents of fewer than ``whole_below`` tokens are cut
     together, as one sequence.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
     """
     short = [document for document, length in enumerate(lengths) if length < whole_below]
     long = [[document] for document, length in enumerate(lengths) if length >= whole_below]
@@ -209,9 +198,6 @@ def adaptive(lengths: Sequence[int], ranks: int, latency: Latency = AnalyticLate
 
     The candidates are: per sequence, per document, and per document except short ones. Equal arguments give the same
     plan on every rank.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
     """
     plans = [per_sequence(lengths, ranks), per_document(lengths, ranks)]
     steps = range(min(lengths, default=0).bit_length() + 1, max(lengths, default=0).bit_length())

@@ -160,9 +160,11 @@ class ShardedCheckpoints:
     def restore(self, engine: LanguageEngine, step: int | None = None) -> dict[str, Any] | None:
         """Load a checkpoint into an engine of any mesh, after verifying every byte, and return the state saved with it.
 
+        Without a checkpoint, the result is None.
+
         Args:
             engine: Engine whose weights, moments and counters are overwritten; after an error they are undefined.
-            step: Step of the checkpoint; None for the newest, or for the result None if there is no checkpoint.
+            step: Step of the checkpoint; None for the newest.
 
         Raises:
             CheckpointError: If there is no checkpoint of this step, one of its files is missing or corrupt, it belongs

@@ -108,6 +108,7 @@ class LanguageReport:
     Attributes:
         ended: ``finished`` (all steps done), ``exhausted`` (the text ended), or ``interrupted`` (stopped on request;
             resumable).
+        seconds: Wall time of this process's share.
         evaluation: Evaluation of the weights at the end; None if training was interrupted or nothing was held out.
     """
 
@@ -175,7 +176,6 @@ class LanguageTrainer:
     """Trains one model on one stream of iterations; every process of the mesh makes the same calls.
 
     Args:
-        engine: Weights, optimizer and mesh.
         run: Run that records are written to, on rank 0; None on other ranks.
         held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
         held_out_bytes: Size of the held-out text in UTF-8, in bytes.

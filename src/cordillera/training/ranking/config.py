@@ -127,6 +127,7 @@ class TrainingOutcome:
 
     Attributes:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
+        seconds: Wall time of this process's share.
         probing_seconds: Part of ``seconds`` spent on statistics of the inputs of layers.
     """
 
