@@ -42,8 +42,8 @@ def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
 def cross_entropy(logits: _Floats, positive: NDArray[np.bool_]) -> _Floats:
     """Compute the binary cross-entropy of every sample in nats, ``float64 [B]``, without loss of precision.
 
-    It is ``-log(sigmoid(x))`` of ``logits [B]``, which may be infinite, where ``positive [B]``, else ``-log(1 -
-    sigmoid(x))``.
+    It is ``-log(sigmoid(x))`` for samples that are ``positive``, ``-log(1 - sigmoid(x))`` for others. ``logits [B]``
+    may be infinite.
     """
     return np.maximum(np.where(positive, -logits, logits), 0.0) + np.log1p(np.exp(-np.abs(logits)))
 
