@@ -61,7 +61,6 @@ class Collectives:
 
     Args:
         group: Process group; None for the default group.
-        ledger: Ledger that counts the traffic.
         deadline_s: Longest time of one wait on CPUs, in seconds. On CUDA the timeout of the group applies.
 
     Raises:

@@ -82,7 +82,6 @@ class Quantized:
         confirmed: Change of NE on the test split, which the search does not use; None without one.
         ne: NE of the first task in fp32 and quantised, on the test split, or without one on the split of the search.
         bytes: Bytes of the fp32 model and of the quantised model.
-        layers: Report of each layer.
         seconds: Median seconds of scoring a batch of 256 in fp32 and quantised, over interleaved rounds.
         sweep: Number of evaluations that a separate sweep over all options would have taken.
         tables: Bytes of each table in fp32 and quantised.

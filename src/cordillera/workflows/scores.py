@@ -26,13 +26,11 @@ from cordillera.training.ranking.scoring import scorer
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of the samples of a split.
+    """Losses of the samples of a split, summed over tasks, ``float64 [B]``.
 
     Attributes:
-        losses: ``float64 [B]``, summed over tasks.
         labels: ``float64 [B]``, of the first task.
         weights: ``float64 [B]``, or None for ones.
-        groups: ``int64 [B]``, or None.
         first: Number of samples of the split that were left out before these.
     """
 

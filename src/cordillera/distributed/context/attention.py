@@ -56,7 +56,6 @@ class ContextParallelAttention:
 
     Args:
         group: Process group whose ranks are those of the plans; None for the default group.
-        ledger: Ledger that counts the traffic; None for a new one.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.

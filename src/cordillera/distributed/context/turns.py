@@ -24,11 +24,10 @@ from cordillera.kernels.attention.relation import RowBlock, blocks_between
 
 @dataclass(frozen=True)
 class Turn:
-    """New tokens of sequences, and the number of tokens of each that the ranks held before.
+    """New tokens of sequences by their plan, in which positions count from 0.
 
     Attributes:
-        plan: Plan of the new tokens, whose positions count from 0.
-        held: Number of tokens held before, ``[ranks][sequences]``.
+        held: Number of tokens of each sequence that the ranks held before, ``[ranks][sequences]``.
     """
 
     plan: ShardPlan

@@ -94,7 +94,6 @@ class StepReport(NamedTuple):
     Attributes:
         loss: Mean loss over the iteration's targets.
         gradient_norm: Norm of all gradients together, before clipping.
-        targets: Number of tokens that were predicted.
         is_skipped: Whether the weights were left unchanged, because a gradient or the loss was not finite.
     """
 
@@ -154,8 +153,7 @@ class LanguageEngine:
         storage: Stored weights in addition to those of the computation, if a number format is emulated.
         loss_scale: Current loss scale, if gradients have one.
         ledger: Traffic of this rank since the engine was made: weights, sequences, matrices and stages.
-        steps: Number of steps begun.
-        skipped: Number of steps that left the weights unchanged.
+        steps: Number of steps begun, of which ``skipped`` left the weights unchanged.
 
     Raises:
         PlanError: If the model's sizes do not allow the mesh, or blocks cannot be compiled.

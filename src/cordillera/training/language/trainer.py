@@ -72,12 +72,7 @@ class LanguageTrainingConfig(LanguageConfig):
 
 @dataclass
 class LanguageProgress:
-    """Position of training, all of which is in the checkpoint.
-
-    Attributes:
-        step: Number of updates done or skipped.
-        stale: Number of steps skipped in a row, up to this one.
-    """
+    """Position of training, all of which is in the checkpoint; ``stale`` steps in a row were skipped."""
 
     step: int = 0
     tokens: int = 0

@@ -96,10 +96,8 @@ class Progress:
     """Position of training, all of which is in the checkpoint.
 
     Attributes:
-        epoch: Epoch in progress, counted from 0.
-        batch: Number of batches of that epoch already used.
-        best: Lowest mean NE on the validation split so far.
-        best_step: Step of ``best``.
+        batch: Number of batches of the ``epoch`` in progress (from 0) already used.
+        best: Lowest mean NE on the validation split so far, at ``best_step``.
         stale: Number of evaluations since ``best``.
     """
 

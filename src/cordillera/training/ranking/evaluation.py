@@ -260,14 +260,13 @@ def evaluate(
     small_segment: int = 50,
     most_segments: int = 50,
 ) -> Evaluation:
-    """Score every batch and compute metrics of the scores.
+    """Score every batch of a ``loader`` with labels, and compute metrics of the scores.
 
     All logits are held in memory: 4 bytes per sample and task, and about 17 bytes per sample of bookkeeping.
 
     Args:
         score: Function that returns logits ``[B, tasks]`` of a batch. It runs without autograd; the caller sets
             evaluation mode and the device.
-        loader: Batches with labels.
         tasks: Names of the columns of the logits.
         split: Name of the split, for the record.
         segments: Either ``(codes, names)`` by feature, where ``codes`` holds a position in ``names`` for every row of

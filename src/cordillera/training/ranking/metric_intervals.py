@@ -22,16 +22,11 @@ _FEWEST_GROUPS = 20
 
 
 def auc_influence(scores: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> tuple[float, _Floats]:
-    """Compute the weighted AUC and every sample's influence on it.
+    """Compute the weighted AUC of samples and every sample's influence on it, ``float64 [B]``.
 
-    Args:
-        scores: ``float64 [B]``.
-        positive: ``bool [B]``, with both values present.
-        weights: ``float64 [B]``, positive.
-
-    Returns:
-        The AUC, and ``float64 [B]`` whose sum is zero within either class; the sum of squares is the variance of the
-        AUC up to the factors ``m / (m - 1)`` of DeLong et al. 1988 (structural components ``V10`` and ``V01``).
+    Of the ``scores``, ``positive`` and ``weights``, all ``[B]``, both classes must be present and weights positive. The
+    influences' sum is zero within either class, and their sum of squares is the variance of the AUC up to the factors
+    ``m / (m - 1)`` of DeLong et al. 1988 (structural components ``V10`` and ``V01``).
     """
     _, place = np.unique(scores, return_inverse=True)
     positives = np.bincount(place, weights=weights * positive)

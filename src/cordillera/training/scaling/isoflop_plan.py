@@ -144,13 +144,10 @@ def _ordered(budgets: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run of a study.
+    """Run of a study in a folder of its ``name``, which spends ``budget`` FLOPs on so many ``tokens``.
 
     Attributes:
-        name: Name of its folder.
-        budget: FLOPs to spend.
         warmup_steps: Number of the steps with rising rates.
-        tokens: Number of training tokens.
         compute: FLOPs of the whole steps.
     """
 

@@ -46,10 +46,9 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Trained model.
+    """Trained model of a family; one law is fitted to each family.
 
     Attributes:
-        model: Model family; one law is fitted to each.
         flops: Training FLOPs per example (any unit, the same for all).
         value: NE or a loss.
         seed: Number of the repetition, or None.
@@ -336,12 +335,10 @@ def _seed_interval(
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """Laws of several models for one metric.
+    """Laws of several models for one metric, by FLOPs in ``unit``.
 
     Attributes:
         laws: Laws by model; models whose law could not be fitted are in ``failures``, with the reason.
-        metric: Name of the measured value.
-        unit: Unit of ``flops``.
     """
 
     measurements: list[MeasuredRun]
