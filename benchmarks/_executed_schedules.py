@@ -6,18 +6,21 @@ Shared by ``cordillera bench scaleacross --part executed`` and the tests of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cordillera.distributed.pipeline.mail import Throttle
-from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, recorded_timeline
+from cordillera.distributed.pipeline.runner import PipelineRunner, Recording
+from cordillera.errors import PlanError
 from cordillera.planning.pipeline.greedy import greedy
 from cordillera.planning.pipeline.schedules import (
     Kind,
@@ -132,6 +135,27 @@ class SleepingPipeline:
         """Take a step; return when this rank's actions started and ended."""
         recording = self._runner.step(self._inputs, self._targets).recording
         return {"starts": torch.tensor(recording.starts), "ends": torch.tensor(recording.ends)}
+
+
+def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Timeline:
+    """Combine all ranks' recordings of a step into a timeline like the simulator's.
+
+    Messages are not recorded, so the timeline has none, and ``waiting``, which is derived from them, is NaN.
+
+    Args:
+        schedule: Schedule that was executed.
+        recordings: One recording for each rank, in any order.
+
+    Raises:
+        PlanError: If the recordings do not match the schedule's ranks and actions.
+    """
+    by_rank = {recording.rank: recording for recording in recordings}
+    for rank, actions in enumerate(schedule.actions):
+        if rank not in by_rank or len(by_rank[rank].starts) != len(actions):
+            raise PlanError(f"no recording of the {len(actions)} actions of rank {rank}", where="recordings")
+    ordered = [by_rank[rank] for rank in range(schedule.ranks)]
+    unknown = np.full(schedule.ranks, math.nan)
+    return Timeline(schedule, [one.starts for one in ordered], [one.ends for one in ordered], waiting=unknown)
 
 
 def timelines(schedule: Schedule, found: Sequence[Sequence[dict[str, Tensor]]]) -> list[Timeline]:

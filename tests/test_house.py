@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "cordillera"
-MOST_MODULES, MOST_LINES = 14, 600
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 14, 600, 60
 
 
 def _types(tree: ast.Module) -> Iterator[str]:
@@ -58,3 +58,40 @@ def test_a_folder_is_taken_in_at_a_glance(folder: Path) -> None:
 def test_a_file_is_read_in_one_sitting() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {str(path): count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def long_functions(package: Path) -> dict[str, int]:
+    """Lines, docstring not counted, of functions of more than 60 lines that no comment directly above explains.
+
+    Args:
+        package: Folder of Python files.
+    """
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            count = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                count -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            above = lines[first - 2].strip() if first > 1 else ""
+            if count > MOST_FUNCTION_LINES and not above.startswith("#"):
+                found[f"{path.relative_to(package).as_posix()}:{node.lineno} {node.name}"] = count
+    return found
+
+
+def test_a_function_is_understood_at_once_or_says_why_it_is_one_piece() -> None:
+    assert long_functions(PACKAGE) == {}
+
+
+def test_a_long_function_is_found(tmp_path: Path) -> None:
+    body = "    pass\n" * 59
+    (tmp_path / "a.py").write_text(
+        f'def short():\n    """One."""\n{body}\n\n'
+        f"# It is one table.\n@cache\ndef explained():\n    pass\n{body}\n\n"
+        f"# Far above.\n\nclass One:\n    async def long(self):\n        pass\n{body.replace('    ', ' ' * 8)}"
+    )
+    assert long_functions(tmp_path) == {"a.py:132 long": 61}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Control characters (C0, C1, DEL), marks that change the direction of text, and lone surrogates.
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -89,3 +89,46 @@ class PlanError(CordilleraError):
 
 class NumericsError(CordilleraError):
     """A format, a scale, a plan of precision or a value for it cannot be used."""
+
+
+class PeerError(CordilleraError):
+    """Another rank did not send or receive a message in time, or its connection broke.
+
+    Args:
+        what: One sentence that says what was awaited.
+        peer: Awaited rank, as a rank of the group; None if it could be any.
+        stage: Stage of a pipeline that produces the message; None if no message was awaited.
+        microbatch: Microbatch of the message; None if no message was awaited.
+        where: Rank that waited.
+        remedy: Advice on what to do.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        peer: int | None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        where: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.peer, self.stage, self.microbatch = peer, stage, microbatch
+        super().__init__(what, where=where, remedy=remedy)
+
+
+class RankError(PeerError):
+    """A rank ended, stopped, hung or failed, so that the others cannot continue.
+
+    Args:
+        what: One sentence that names the rank.
+        ranks: Ranks at fault; empty if unknown.
+        where: Rank that reports the error.
+        remedy: Advice on what to do.
+    """
+
+    def __init__(
+        self, what: str, *, ranks: Iterable[int] = (), where: str | None = None, remedy: str | None = None
+    ) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(what, peer=self.ranks[0] if len(self.ranks) == 1 else None, where=where, remedy=remedy)

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from _ring_rules import algorithm_1, algorithm_5, empirical
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordillera.distributed.context.ring_cost import (
-    AttentionShape,
-    RingCost,
-    Transport,
-    algorithm_1,
-    algorithm_5,
-    empirical,
-)
+from cordillera.distributed.context.ring_cost import AttentionShape, RingCost, Transport
 from cordillera.errors import PlanError
 
 # Yang et al. 2024 (arXiv 2411.01783), table 4: new tokens of 128,000, milliseconds to the first token with 4 ranks of

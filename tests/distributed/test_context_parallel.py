@@ -22,8 +22,7 @@ from torch import Tensor
 from cordillera.distributed.context.attention import ContextParallelAttention, ContextParallelConfig
 from cordillera.distributed.context.shard_plan import SHARDINGS, DocumentChunk, ShardPlan, contiguous, per_document
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import PlanError
+from cordillera.errors import PeerError, PlanError
 from tests.distributed.processes import needs_gloo, run_processes
 
 SIZES = (1, 2, 3, 4)

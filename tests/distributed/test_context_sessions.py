@@ -21,8 +21,7 @@ from torch import Tensor
 from cordillera.data.files import cache_folder
 from cordillera.distributed.context.cache import ContextCacheConfig
 from cordillera.distributed.context.ring_cost import RingCost
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, PeerError
 from cordillera.models.language.checkpoints import load
 from cordillera.models.language.llama import Llama, LlamaConfig
 from cordillera.serving.language.context_sessions import ContextSessions

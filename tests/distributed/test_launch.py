@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 
 from cordillera.distributed.job.failures import RankTraceback, pack, unpack
-from cordillera.distributed.job.heartbeats import RankError
 from cordillera.distributed.job.job import join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import CordilleraError, DataError, DependencyError, PlanError, RecipeError
+from cordillera.errors import CordilleraError, DataError, DependencyError, PeerError, PlanError, RankError, RecipeError
 from tests.distributed.processes import needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")]

@@ -20,14 +20,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _executed_schedules import SleepingPipeline, families, simulated_seconds, timelines, without_marks
+from _executed_schedules import (
+    SleepingPipeline,
+    families,
+    recorded_timeline,
+    simulated_seconds,
+    timelines,
+    without_marks,
+)
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cordillera.distributed.pipeline.mail import PeerError, Throttle, _messages
-from cordillera.distributed.pipeline.runner import PipelineRunner, Recording, recorded_timeline
+from cordillera.distributed.pipeline.mail import Throttle, _messages
+from cordillera.distributed.pipeline.runner import PipelineRunner, Recording
 from cordillera.distributed.pipeline.split_backward import ForwardState, split_backward
-from cordillera.errors import CordilleraError, PlanError
+from cordillera.errors import CordilleraError, PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Action,
     Kind,

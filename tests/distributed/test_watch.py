@@ -18,10 +18,10 @@ import pytest
 import torch.distributed as dist
 
 from cordillera.distributed.job import watchdog as watch
-from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.store import JobStore
 from cordillera.distributed.job.watchdog import ABANDONED, Watchdog, WatchdogConfig
-from cordillera.distributed.pipeline.mail import PeerError
+from cordillera.errors import PeerError, RankError
 from tests.distributed.processes import needs_gloo
 
 pytestmark = needs_gloo
@@ -167,7 +167,7 @@ def test_a_late_message_with_a_known_sender_stays_as_it_is() -> None:
 _PROGRAM = """
 import json, os, signal, sys, time, torch, torch.distributed as dist
 from cordillera.distributed.job.job import join_job
-from cordillera.distributed.job.heartbeats import RankError
+from cordillera.errors import RankError
 how, rank = sys.argv[1], int(os.environ["RANK"])
 try:
     with join_job(deadline_s=8, join_s=4 if "missing" in how else 60) as job:

@@ -13,8 +13,9 @@ from scipy import stats
 
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
+from cordillera.intervals import wilson_interval
 from cordillera.training.ranking.evaluation import Evaluation, calibration_table, evaluate, score_histogram
-from cordillera.training.ranking.metric_intervals import auc_influence, metric_intervals, wilson_interval
+from cordillera.training.ranking.metric_intervals import auc_influence, metric_intervals
 from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
 from tests.training.sample_runs import batches, click_data, make_evaluation, no_sparse
 

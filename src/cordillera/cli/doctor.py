@@ -62,8 +62,7 @@ class Finding:
 def _probe(code: str) -> tuple[bool, str]:
     """Run Python code in another process, which a library built for another torch may crash.
 
-    Returns:
-        Whether it succeeded, and its output (or the reason of the failure).
+    The result is whether it succeeded, and its output (or the reason of the failure).
     """
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     try:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import PlanError
+from cordillera.errors import PeerError, PlanError
 
 # torch 2.13 renamed these functions and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,16 +25,9 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Arrival(Generic[_Result]):
-    """Messages from other ranks that are in transit.
+    """Messages of other ranks in transit into ``result``.
 
-    Attributes:
-        result: Tensor or tensors that are being filled.
-        works: Pending operations, with the rank that each waits for.
-        links: Collectives that started the operations.
-        name: Name for the ledger and for errors.
-        traffic: Traffic of the messages that were sent with them.
-        sent: Sent tensors, kept until they are delivered.
-        started: Time at which the operations started, on the host's clock.
+    Each of ``works`` waits for one rank; ``sent`` keeps the tensors of this rank until they are delivered.
     """
 
     result: _Result
@@ -62,16 +54,14 @@ class Arrival(Generic[_Result]):
 
 
 class Collectives:
-    """Collectives and messages within a process group, with their traffic recorded.
+    """Collectives and messages among the ``size`` ranks of a process group, of which this process is ``rank``.
+
+    All of them are recorded in the ledger and named in errors by a ``name``, and raise a
+    :class:`~cordillera.errors.PeerError` if a rank does not respond in time or a connection broke.
 
     Args:
         group: Process group; None for the default group.
-        ledger: Ledger that counts the traffic.
         deadline_s: Longest time of one wait on CPUs, in seconds. On CUDA the timeout of the group applies.
-
-    Attributes:
-        rank: Rank of this process in the group.
-        size: Number of ranks.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -86,42 +76,17 @@ class Collectives:
         self.group, self.ledger, self.deadline_s = group, ledger, deadline_s
 
     def all_gather(self, name: str, part: Tensor) -> Tensor:
-        """Concatenate the equally long parts of all ranks.
-
-        Args:
-            name: Name for the ledger and for errors.
-            part: Part of this rank, ``[n, ...]``.
-
-        Raises:
-            PeerError: If not all ranks respond in time.
-        """
+        """Concatenate the equally long parts ``part [n, ...]`` of all ranks under a ``name``."""
         whole = part.new_empty(self.size * len(part), *part.shape[1:])
         return self._collective(name, all_gather_single, whole, part, part)
 
     def reduce_scatter(self, name: str, whole: Tensor) -> Tensor:
-        """Sum a tensor over the ranks, and return this rank's part of the sum.
-
-        Args:
-            name: Name for the ledger and for errors.
-            whole: Tensor of one part for each rank, all equally long, ``[ranks * n, ...]``.
-
-        Raises:
-            PeerError: If not all ranks respond in time.
-        """
+        """Sum ``whole [ranks * n, ...]`` over the ranks under a ``name``; return this rank's ``n`` rows."""
         part = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
         return self._collective(name, reduce_scatter_single, part, whole, part)
 
     def all_reduce(self, name: str, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sum a tensor over the ranks, in place.
-
-        Args:
-            name: Name for the ledger and for errors.
-            tensor: Tensor of this rank, contiguous, of the same shape on every rank.
-            op: Reduction to use instead of the sum.
-
-        Raises:
-            PeerError: If not all ranks respond in time.
-        """
+        """Sum a contiguous ``tensor``, or reduce it by ``op``, over the ranks, in place, under a ``name``."""
         if self.size == 1 or not tensor.numel():
             return tensor
         others = self.size - 1
@@ -130,19 +95,10 @@ class Collectives:
         return tensor
 
     def all_to_all(self, name: str, parts: Sequence[Tensor], tag: int) -> list[Tensor]:
-        """Send a part to each rank and receive one from each, in messages whose errors name the rank.
+        """Send a part to each rank under a ``name`` and ``tag``, and return a part from each; errors name the rank.
 
-        Args:
-            name: Name for the ledger and for errors.
-            parts: Part for each rank, ``[n, ...]``, of any length; every rank must send this rank ``len(parts[rank])``
-                rows.
-            tag: Tag of the messages.
-
-        Returns:
-            Part from each rank; this rank's own part is returned unchanged.
-
-        Raises:
-            PeerError: If not all ranks respond in time.
+        This rank's own part is returned unchanged. Of ``parts``, one ``[n, ...]`` for each rank, any may have any
+        length; every rank must send this rank ``len(parts[rank])`` rows.
         """
         own = parts[self.rank]
         if self.size == 1:
@@ -156,18 +112,10 @@ class Collectives:
         return received
 
     def pass_on(self, name: str, held: Tensor, rows: int, tag: int) -> Arrival[Tensor]:
-        """Start sending to the next rank and receiving from the previous one.
+        """Start to send ``held [n, ...]`` to the next rank and to receive ``rows`` from the previous one.
 
-        An empty tensor is not sent, as the other side knows its size.
-
-        Args:
-            name: Name for the ledger and for errors.
-            held: Tensor to send, ``[n, ...]``.
-            rows: Number of rows to receive.
-            tag: Tag of both messages.
-
-        Raises:
-            PeerError: If the connection broke. Waiting for the arrival also raises it, as well as after the deadline.
+        Both messages bear ``name`` and ``tag``. An empty tensor is not sent, as the other side knows its size. Waiting
+        for the arrival raises errors as well.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         held = held.contiguous()
@@ -217,17 +165,7 @@ class Collectives:
         self.ledger.record(name, Traffic(1, sent, messages, seconds, seconds))
 
     def wait(self, work: dist.Work, whom: str, peer: int | None, name: str) -> None:
-        """Wait for a message or a collective, at most until the deadline.
-
-        Args:
-            work: Operation to wait for.
-            whom: Name of the awaited ranks for the error.
-            peer: Awaited rank; None if it could be any.
-            name: Name of the exchanged data for the error.
-
-        Raises:
-            PeerError: If the deadline passes or the connection broke.
-        """
+        """Wait for ``work`` until the deadline; errors tell ``name``, the data, and ``whom`` (a ``peer`` or None)."""
         started = time.perf_counter()
         try:
             if dist.get_backend(self.group) == "gloo":

@@ -44,12 +44,7 @@ class Ledger:
         self.traffic: dict[str, Traffic] = {}
 
     def record(self, name: str, traffic: Traffic) -> None:
-        """Add the traffic of calls.
-
-        Args:
-            name: Name of the exchanged data.
-            traffic: Traffic of the calls.
-        """
+        """Add the ``traffic`` of calls that exchanged the data ``name``."""
         self.traffic[name] = self.traffic.get(name, Traffic()) + traffic
 
     def total(self) -> Traffic:

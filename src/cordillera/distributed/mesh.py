@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
 from cordillera.distributed.collectives import all_gather_single
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import PlanError
+from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import (
     Schedule,
     breadth_first,
@@ -140,10 +139,7 @@ class ParallelConfig(BaseModel):
         return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
     def make_schedule(self, microbatches: int) -> Schedule:
-        """Return the pipeline's schedule.
-
-        Args:
-            microbatches: Number of microbatches of each copy of the model.
+        """Return the pipeline's schedule for a number of microbatches of each copy of the model.
 
         Raises:
             PlanError: If the family has no schedule for so few microbatches.
@@ -184,15 +180,8 @@ class ProcessMesh:
 
     A job of one process needs no launcher: if there is no process group yet, one is created.
 
-    Args:
-        config: Sizes of the mesh.
-        device_type: ``cpu`` or ``cuda``.
-
     Attributes:
-        config: Sizes of the mesh.
-        rank: Rank of this process in the job.
         place: Index of this process in each of :data:`DIMENSIONS`.
-        device_type: Device type of the tensors.
         context_group: Group of the ranks that share its sequences.
         ends_group: Group of the first and the last rank of its pipeline; None if this process is neither, and without a
             pipeline.
@@ -252,10 +241,7 @@ class ProcessMesh:
         return self.place["replicate"] * self.config.shard + self.place["shard"]
 
     def exchange(self, numbers: Sequence[float]) -> torch.Tensor:
-        """Collect the numbers of every process on all of them, ``float64 [world, n]``.
-
-        Args:
-            numbers: Numbers of this process; every process passes equally many.
+        """Collect equally many numbers of every process on all of them, ``float64 [world, n]``.
 
         Raises:
             PeerError: If a process does not respond in time.
@@ -284,9 +270,6 @@ class ProcessMesh:
 
 def ranks_of(config: ParallelConfig) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Return the rank at each place of the mesh.
-
-    Args:
-        config: Sizes of the mesh.
 
     Returns:
         Ranks by place, and the names of the five dimensions: those of :data:`DIMENSIONS`, with shard and context

@@ -29,11 +29,7 @@ SUMMED, GATHERED, SCATTERED = "activations summed", "activations gathered", "act
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with its gradient; a plain tensor is returned whole.
-
-    Args:
-        tensor: Tensor or DTensor of any shape.
-    """
+    """Return this rank's part of a tensor, with its gradient; a plain tensor is returned whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -44,55 +40,39 @@ class TensorRanks:
         mesh: One-dimensional mesh of the ranks.
         links: Collectives between the ranks.
         cuts_sequence: Whether each rank has some of the tokens between matrices; otherwise each has all of them.
-
-    Attributes:
-        mesh: One-dimensional mesh of the ranks.
-        links: Collectives between the ranks.
-        cuts_sequence: Whether each rank has some of the tokens between matrices.
     """
 
     def __init__(self, mesh: DeviceMesh, links: Collectives, cuts_sequence: bool = False) -> None:
         self.mesh, self.links, self.cuts_sequence = mesh, links, cuts_sequence
 
     def enter(self, x: Tensor, tokens: int | None = None) -> Tensor:
-        """Return the input of split matrices, which is all tokens; the gradients of the ranks are summed.
+        """Return the input of split matrices: all tokens of ``x [rows, ...]``; the gradients of the ranks are summed.
 
-        Args:
-            x: Activations between matrices, ``[rows, ...]``.
-            tokens: Number of tokens of the sequence; None to keep rows of padding.
+        ``tokens`` is the number of tokens of the sequence; None keeps rows of padding.
         """
         entered: Tensor = _Gathered.apply(x, self.links, tokens) if self.cuts_sequence else _Shared.apply(x, self.links)
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' terms as activations between matrices, ``[rows, ...]``.
-
-        Args:
-            x: Term of this rank, ``[T, ...]``.
-        """
+        """Return the sum of the ranks' terms ``[T, ...]`` as activations between matrices, ``[rows, ...]``."""
         left: Tensor = (_Scattered if self.cuts_sequence else _Summed).apply(x, self.links)
         return left
 
 
 def cut_linear(linear: nn.Linear, ranks: TensorRanks, dimension: int) -> None:
-    """Split a linear layer without a bias over ranks, in place.
+    """Split a linear layer without a bias over ``ranks``, in place, along a ``dimension`` that they divide.
 
-    Args:
-        linear: Layer to change. Split along its outputs, it returns this rank's outputs; along its inputs, it takes
-            this rank's inputs and returns terms of a sum over the ranks.
-        ranks: Ranks, whose number divides the dimension.
-        dimension: 0 for outputs, 1 for inputs.
+    Split along its outputs (0), ``linear`` returns this rank's outputs; along its inputs (1), it takes this rank's
+    inputs and returns terms of a sum over the ranks.
     """
     _cut(linear, ranks, dimension)
     _compute_by(linear, lambda x: F.linear(x, local(linear.weight)))
 
 
 def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
-    """Split an embedding along its tokens over ranks, in place; its results, summed over the ranks, do not change.
+    """Split an ``embedding`` over ``ranks`` along its tokens, whose number they divide, in place.
 
-    Args:
-        embedding: Embedding to change.
-        ranks: Ranks, whose number divides the number of tokens.
+    Its results, summed over the ranks, do not change.
     """
     _cut(embedding, ranks, 0)
 
@@ -106,23 +86,15 @@ def cut_embedding(embedding: nn.Embedding, ranks: TensorRanks) -> None:
 
 
 def cut_head(head: nn.Linear, ranks: TensorRanks) -> None:
-    """Split the weight of a layer along its outputs; the layer itself is never called.
-
-    Args:
-        head: Layer to change.
-        ranks: Ranks, whose number divides the number of outputs.
-    """
+    """Split the weight of ``head``, which is never called, along its outputs over ``ranks``, which divide them."""
     _cut(head, ranks, 0)
 
 
 def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., int] | None = None) -> None:
-    """Wrap a module of split matrices, in place, so that it reads and returns activations between matrices.
+    """Let a ``module`` of matrices split over ``ranks`` read and return activations between matrices.
 
-    Args:
-        module: Module to change; its first argument is the activations, and its results are summed over the ranks.
-        ranks: Ranks over which its matrices are split.
-        tokens: Function from its other arguments to the number of tokens without padding; None if padding does not
-            matter.
+    Its first argument is the activations, and its results are summed. ``tokens`` maps its other arguments to the number
+    of tokens without padding; None if padding does not matter.
     """
     inner = module.forward
 
@@ -133,12 +105,7 @@ def sum_over_ranks(module: nn.Module, ranks: TensorRanks, tokens: Callable[..., 
 
 
 def enter_after(module: nn.Module, ranks: TensorRanks) -> None:
-    """Change a module, in place, so that it returns the input of split matrices.
-
-    Args:
-        module: Module to change; it reads and returns activations between matrices.
-        ranks: Ranks over which the matrices are split.
-    """
+    """Let ``module``, which maps activations between matrices, return the input of matrices split over ``ranks``."""
     inner = module.forward
     _compute_by(module, lambda x: ranks.enter(inner(x)))
 

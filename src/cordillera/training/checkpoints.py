@@ -33,13 +33,7 @@ _REMEDY = "use an earlier checkpoint: delete this folder and resume, or restore 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint.
-
-    Attributes:
-        folder: Folder of the checkpoint.
-        tensors: Tensors by dotted name, on the CPU, memory-mapped.
-        state: Plain values: counters, flags, metric accumulators.
-    """
+    """Content of a checkpoint: tensors by dotted name, memory-mapped on the CPU, and plain values (``state``)."""
 
     folder: Path
     tensors: dict[str, Tensor]
@@ -61,12 +55,7 @@ def flush(path: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
-    """Write a safetensors file.
-
-    Args:
-        path: Path of the file.
-        tensors: Contiguous tensors on the CPU, by name.
-        header: Metadata to store with the tensors.
+    """Write contiguous ``tensors`` on the CPU to a safetensors file at ``path``, with ``header`` as metadata.
 
     Raises:
         OSError: If the file cannot be written.
@@ -105,15 +94,11 @@ def steps(parent: Path) -> list[int]:
 
 
 def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint.
+    """Write a checkpoint into ``parent``, the folder of all checkpoints, and return its folder.
 
     Args:
-        parent: Folder of all checkpoints.
-        tensors: Tensors to save, by name; contiguous copies are made only of tensors that are not contiguous.
+        tensors: Tensors by name; copies are made only of those that are not contiguous.
         state: Plain JSON values; ``state["step"]`` names the checkpoint.
-
-    Returns:
-        Folder of the checkpoint.
 
     Raises:
         RunError: If the disk is full or read-only. Earlier checkpoints are intact.
@@ -141,9 +126,6 @@ def save(parent: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> Pat
 
 def checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a checkpoint from the time of writing, by name.
-
-    Args:
-        folder: Folder of the checkpoint.
 
     Raises:
         CheckpointError: If the checksums are missing or damaged.
@@ -175,11 +157,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Describe tensors with NaN or infinity; return None if all are finite. Tensors are read once and not copied.
-
-    Args:
-        tensors: Tensors of any dtype, by name.
-    """
+    """Describe tensors with NaN or infinity; return None if all are finite. Tensors are read once and not copied."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -203,11 +181,7 @@ def prune(parent: Path, keep: set[int]) -> None:
 
 
 def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
-    """Separate nested state into plain JSON values and tensors.
-
-    Args:
-        value: Dicts and lists of plain values and tensors.
-        path: Prefix of the tensors' names.
+    """Separate nested dicts and lists (``value``) into plain JSON values and tensors, named after ``path``.
 
     Returns:
         The value with every tensor replaced by ``{"__tensor__": name}``, and the tensors by name.
@@ -232,12 +206,7 @@ def pack(value: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo :func:`pack`; tensors are copied, because those of a checkpoint are memory-mapped.
-
-    Args:
-        value: First result of :func:`pack`.
-        tensors: All tensors by name.
-    """
+    """Undo :func:`pack` of ``value``; ``tensors`` are copied, because those of a checkpoint are memory-mapped."""
     if isinstance(value, dict):
         if set(value) == {"__tensor__"}:
             return tensors[value["__tensor__"]].clone()

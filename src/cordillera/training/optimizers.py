@@ -25,12 +25,9 @@ def embedding_tables(model: nn.Module) -> dict[str, EmbeddingTables]:
 def build_adamw(
     model: nn.Module, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Build AdamW over the dense parameters; tensors of fewer than two dimensions have no weight decay.
-
-    Those tensors are biases and norms.
+    """Build AdamW over the dense parameters of ``model``; tensors of fewer than two dimensions have no weight decay.
 
     Args:
-        model: The model.
         learning_rate: Peak rate; the schedule scales it.
         betas: Decay rates of the two moments.
         eps: Term added to the denominator.
@@ -52,7 +49,7 @@ def build_adamw(
 def schedule(
     step: int, total: int, *, warmup: int, decay: Literal["none", "linear", "cosine"], floor: float = 0.0
 ) -> float:
-    """Return the factor of all learning rates at one step.
+    """Return the factor of all learning rates at one step, in (0, 1].
 
     Args:
         step: Number of steps taken before this one.
@@ -60,9 +57,6 @@ def schedule(
         warmup: Number of steps over which the factor rises linearly to 1; the first step uses ``1 / warmup``.
         decay: Decay after that.
         floor: Factor at the last step, with ``linear`` and ``cosine``.
-
-    Returns:
-        A factor in (0, 1].
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -64,8 +64,6 @@ class InjectionOutcome:
     """Result of :func:`inject`.
 
     Attributes:
-        found: Vulnerability by component.
-        content: Content of ``injection.json``.
         interrupted: Whether a signal ended it early; the results until then are written.
         files: Paths of ``injection.json`` and ``injection.html`` in the run's folder.
     """
@@ -77,11 +75,9 @@ class InjectionOutcome:
 
 
 class TableFaults:
-    """Outputs of the samples that read a corrupted row of a model's embedding tables.
+    """Outputs of the samples (``batch``) that read a corrupted row of a model's embedding tables.
 
     Args:
-        model: The model.
-        batch: The samples.
         embeddings: Embeddings of the samples from the intact tables, ``[B, F, D]``.
         rows: Function from stored rows ``[M, ...]`` to their embeddings ``[M, D]``. Default: the identity.
     """
@@ -183,12 +179,9 @@ def _cached_regions(tables: CachedEmbeddingTables) -> dict[str, list[Region]]:
 
 
 def replay_of(model: RankingModel, batch: RankingBatch, threshold: float = 0.5) -> Replay:
-    """Return a judge of faults: a fault matters if a score, computed in float32, crosses a threshold.
+    """Return a judge of faults: a fault matters if a score, computed in float32, crosses a ``threshold`` in (0, 1).
 
-    Args:
-        model: Model in evaluation mode.
-        batch: Samples.
-        threshold: Probability in (0, 1).
+    The scores are those of ``model`` in evaluation mode for the samples of ``batch``.
 
     Raises:
         DataError: If the threshold is out of range.
@@ -221,10 +214,8 @@ def inject(
     in the run's folder, also after Ctrl-C or SIGTERM.
 
     Args:
-        run: The run or its folder.
         config: Settings of the injection; None for the defaults.
         on_round: Function called with the number of faults done and the total, per bit position.
-        say: Function called with one line of text at each stage.
 
     Raises:
         RunError: If it is not a run of a ranking model.

@@ -60,23 +60,16 @@ _BEGUN = "run"  # key in the launcher's store of the folder of the run that this
 
 @dataclass
 class LanguageOutcome:
-    """Result of :func:`train`.
-
-    Attributes:
-        run: The run.
-        report: Report of training.
-    """
+    """Run and report of :func:`train`."""
 
     run: Run
     report: LanguageReport
 
 
 def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRecipe:
-    """Return a recipe whose mesh has this number of processes: ``parallel.shard`` takes what the other sizes leave.
+    """Return a ``recipe`` for a number of ``processes``; ``parallel.shard`` takes what the other sizes leave.
 
-    Args:
-        recipe: Recipe as written.
-        processes: Number of processes; None for the product of its sizes.
+    Without a number, it is the product of the sizes.
 
     Raises:
         PlanError: If the other sizes do not divide the processes, or ``shard`` is set to another number.
@@ -113,20 +106,16 @@ def train(
 ) -> LanguageOutcome:
     """Train a language model into a run folder, evaluate it on held-out text and write its report.
 
+    ``recipe``, ``folder``, ``resume``, ``on_step``, ``say`` and errors are those of :func:`cordillera.workflows.train`;
+    the last two are called on rank 0. A resumed recipe may have another ``parallel``.
+
     Args:
-        recipe: Recipe to train. To resume, the recipe in the folder, possibly with another ``parallel``.
-        folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Whether to continue the run in ``folder`` from its newest checkpoint.
         processes: Number of processes on this machine, if no launcher has started any; see :func:`with_processes`.
             Default: the product of the sizes of ``recipe.parallel``.
-        on_step: Function called on rank 0 after every step.
-        say: Function called on rank 0 with one line of text at each stage.
 
     Raises:
-        RunError: If the folder exists (without ``resume``) or does not (with it), or a process died.
-        CheckpointError: If the newest checkpoint is corrupt, or ``training.start`` is not a checkpoint.
-        DataError: If the text is not available or not acceptable.
-        PlanError: If the mesh does not fit the model or the processes.
+        RunError: If a process died.
+        CheckpointError: If ``training.start`` is not a checkpoint.
         TrainingError: If too many steps in a row were not finite.
     """
     place = place_in_job()
@@ -168,16 +157,9 @@ def train(
 def evaluate(
     run: Run, recipe: LanguageRecipe, split: str = "validation", tokens: int | None = None
 ) -> LanguageEvaluation:
-    """Evaluate the newest checkpoint of a run in this process, and write ``evaluation.json``.
+    """Evaluate the newest checkpoint of a ``run`` with this ``recipe``, trained on any mesh, in this process.
 
-    The run may have been trained on any mesh.
-
-    Args:
-        run: The run.
-        recipe: Recipe in the run's folder.
-        split: ``validation``: the documents that were held out.
-        tokens: Approximate largest number of tokens to evaluate on. Default: ``training.evaluation_tokens`` of the
-            recipe.
+    ``split`` and ``tokens`` are those of :func:`cordillera.workflows.evaluate`.
 
     Raises:
         RunError: If there is no such split, or nothing was held out.
@@ -357,12 +339,7 @@ def _work(model: LlamaConfig) -> DocumentWork:
 
 
 def batches_of(recipe: LanguageRecipe, corpora: TextCorpora) -> TextBatches:
-    """Return the batches that a recipe trains on.
-
-    Args:
-        recipe: The recipe.
-        corpora: Its text.
-    """
+    """Return the batches of the text ``corpora`` that a ``recipe`` trains on."""
     parallel = recipe.parallel
     return TextBatches(
         recipe.data,

@@ -53,9 +53,6 @@ class Planned:
     """Results of planning a language model.
 
     Attributes:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        production: The production-like plan.
         what_if: Steps of the best plan after each requested change of the cluster and each requested fault.
         files: Paths of the written files, by kind.
     """
@@ -69,15 +66,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedRecommender:
-    """Results of planning a recommendation model.
-
-    Attributes:
-        explorer: Explorer with workload and cluster.
-        found: Result of the search.
-        production: The production-like plan.
-        what_if: Steps of the best plan after each requested change of the cluster.
-        files: Paths of the written files, by kind.
-    """
+    """Results of planning a recommendation model; the fields are those of :class:`Planned`."""
 
     explorer: RecommenderExplorer
     found: TableExploration
@@ -218,11 +207,8 @@ def _no_products(option: str) -> PlanError:
 def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable[str] = ()) -> list[ProductShape]:
     """Return the matrix products to measure on a device of the cluster, for ``products`` of :func:`plan`.
 
-    Args:
-        workload: Shipped name or path of a TOML file.
-        cluster: Shipped name or path of a TOML file.
-        changes: Changes of the cluster, as in :func:`plan`; ``host.members=4`` leaves out tensor parallelism over
-            eight.
+    ``workload``, ``cluster`` and ``changes`` are those of :func:`plan`; the change ``host.members=4`` leaves out tensor
+    parallelism over eight.
 
     Raises:
         PlanError: If a file is wrong, or the workload is a recommendation model.
@@ -236,9 +222,6 @@ def products_needed(workload: str | Path, cluster: str | Path, changes: Iterable
 def read_plan(path: str | Path) -> dict[str, Any]:
     """Read a ``plan.json`` of :func:`plan`; its ``plans`` are in order, with the best first.
 
-    Args:
-        path: Path of the file.
-
     Raises:
         PlanError: If the file does not exist, or does not match its checksum.
     """
@@ -247,9 +230,6 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 def read_calibration(path: str | Path) -> Calibration:
     """Read a calibration, written by :func:`calibrate` or by hand without a checksum.
-
-    Args:
-        path: Path of the file.
 
     Raises:
         PlanError: If the file does not exist, does not match its checksum, or holds mistakes; the message names all of
@@ -260,14 +240,7 @@ def read_calibration(path: str | Path) -> Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Fitted constants and their accuracy.
-
-    Attributes:
-        constants: The fitted constants.
-        accuracy: Accuracy on the rows that they were fitted to.
-        rows: Every measured step with its predicted seconds.
-        file: Path of the file of constants.
-    """
+    """Fitted constants, their accuracy on the fitted rows, and every measured step with its predicted seconds."""
 
     constants: Calibration
     accuracy: calibrations.CalibrationAccuracy

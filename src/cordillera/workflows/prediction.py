@@ -7,6 +7,7 @@ import fcntl
 import glob
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import pyarrow.parquet
 import torch
 
 from cordillera.data.ranking.encoding import Encoder
+from cordillera.data.ranking.features import FeatureSpec, RankingBatch
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import UnseenCount
 from cordillera.errors import DataError, NumericsError
+from cordillera.recipe import RankingRecipe
 from cordillera.run import Run, disk_errors
 from cordillera.serving.ranking import quantized_model
 from cordillera.training.ranking.scoring import scorer, select_device
@@ -36,15 +39,13 @@ def predict(
     quantized: bool = False,
     planned: bool = False,
 ) -> tuple[Path, int]:
-    """Score a file of samples and write the scores with the samples' ids.
+    """Score a file of samples by a ``run``, ``batch_size`` at a time, and write the scores with the samples' ids.
 
     Args:
-        run: The run or its folder.
         file: CSV, TSV or Parquet file with the columns of the training data; labels are not needed.
         out: Path of the scores, ending in ``.csv`` or ``.parquet``. Default: ``FILE-scores.csv`` beside ``file``. The
             columns are the schema's ``ids``, then ``score`` (or ``score_TASK`` for several tasks): probabilities in
             float64. The file appears only when it is complete.
-        batch_size: Number of samples scored at a time.
         quantized: Whether to score with the model that ``cordillera quantize`` made from the run.
         planned: Whether to score with the kernels that ``cordillera probe`` chose for the run.
 
@@ -58,13 +59,7 @@ def predict(
     """
     run = run if isinstance(run, Run) else Run(run)
     file = Path(file)
-    target = Path(out) if out is not None else file.with_name(f"{file.name.split('.')[0]}-scores.csv")
-    if target.suffix not in (".csv", ".parquet"):
-        raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
-    if target.resolve() == file.resolve():
-        raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
-    if not target.parent.is_dir():
-        raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
+    target = _checked_target(file, out)
     recipe = recipe_of(run)
     device = select_device(recipe.device)
     encoder = Encoder.load(run.folder / "encoder")
@@ -73,20 +68,8 @@ def predict(
     # A plan is valid for the number of threads that it was measured with.
     with with_threads(recipe.threads if planned else threads_of(recipe.threads, silent)):
         features = replace(encoder.features, tasks=tasks)
-        if quantized:
-            device = torch.device("cpu")
-            made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
-            model, _ = quantized_model.load(run.folder / quantized_model.FOLDER, model_of(recipe, features), made_of)
-            score = scorer(model, device, quantized_model.precision_of(run.folder / quantized_model.FOLDER))
-        elif planned:
-            from cordillera.workflows.probing import load_planned
-
-            _, model = load_model(run, features, torch.device("cpu"))
-            model, most = load_planned(run, model)
-            score, batch_size = scorer(model, torch.device("cpu"), "fp32"), min(batch_size, most)
-        else:
-            _, model = load_model(run, features, device)
-            score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
+        score, most = _score_of(run, recipe, features, device, quantized=quantized, planned=planned)
+        batch_size = min(batch_size, most or batch_size)
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         rows = 0
         with _Writer(target) as writer:
@@ -114,6 +97,36 @@ def predict(
             writer.finish()
     unseen.warn(str(file))
     return target, rows
+
+
+def _checked_target(file: Path, out: Path | str | None) -> Path:
+    target = Path(out) if out is not None else file.with_name(f"{file.name.split('.')[0]}-scores.csv")
+    if target.suffix not in (".csv", ".parquet"):
+        raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
+    if target.resolve() == file.resolve():
+        raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
+    if not target.parent.is_dir():
+        raise DataError("the folder does not exist", where=str(target.parent), remedy="make it first")
+    return target
+
+
+def _score_of(
+    run: Run, recipe: RankingRecipe, features: FeatureSpec, device: torch.device, *, quantized: bool, planned: bool
+) -> tuple[Callable[[RankingBatch], torch.Tensor], int | None]:
+    """Return the function that scores a batch, and the largest number of rows that it takes (None for any)."""
+    if quantized:
+        made_of = quantized_model.origin(run, use_best=recipe.training.patience is not None)
+        folder = run.folder / quantized_model.FOLDER
+        model, _ = quantized_model.load(folder, model_of(recipe, features), made_of)
+        return scorer(model, torch.device("cpu"), quantized_model.precision_of(folder)), None
+    if planned:
+        from cordillera.workflows.probing import load_planned
+
+        _, model = load_model(run, features, torch.device("cpu"))
+        model, most = load_planned(run, model)
+        return scorer(model, torch.device("cpu"), "fp32"), most
+    _, model = load_model(run, features, device)
+    return scorer(model, device, recipe.training.precision, recipe.training.emulate), None
 
 
 class _Writer:

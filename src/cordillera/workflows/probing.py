@@ -34,11 +34,9 @@ GRADIENT_PROBE_FILE, TRAINING_PLAN_FILE = "gradient-probe.safetensors", "trainin
 
 @dataclass(frozen=True)
 class Probing:
-    """Result of :func:`probe`.
+    """Paths of the statistics of the layers' inputs and of the plan, and the plan.
 
     Attributes:
-        statistics: Path of the statistics of the layers' inputs.
-        plan_file: Path of the plan.
         profile: The plan with all kernels that were tried.
         change: Change of NE under the plan, on the split of the search.
         returned: Layers that returned to fp32 to keep the budget, in order.
@@ -67,7 +65,6 @@ def probe(
     NE rises by more than the budget, the layer with the lowest signal-to-noise ratio returns to fp32.
 
     Args:
-        run: A trained ranking run.
         config: Bounds, sizes and counts; None for the defaults.
         budget: Largest relative rise of NE.
         samples: Number of samples of the training split to probe, if training gathered nothing
@@ -75,7 +72,6 @@ def probe(
         anew: Whether to probe them even if training gathered statistics.
         marginals: Whether to draw inputs from a Gaussian copula with the quantiles of each feature, instead of a normal
             distribution. Training must have gathered them (``training.probe_marginals``), or samples are probed.
-        say: Function called with one line of text at each stage.
 
     Raises:
         DependencyError: If the run is of a device other than a CPU.
@@ -132,13 +128,7 @@ def probe(
 
 @dataclass(frozen=True)
 class TrainingProbing:
-    """Result of :func:`probe_training`.
-
-    Attributes:
-        statistics: Path of the statistics of the layers' inputs and gradients.
-        plan_file: Path of the plan.
-        profile: The plan with all kernels that were tried.
-    """
+    """Paths of the statistics of inputs and gradients and of the plan, and the plan with all kernels tried."""
 
     statistics: Path
     plan_file: Path
@@ -158,10 +148,8 @@ def probe_training(
     checked: the effect of a plan on the quality of training can only be seen by training. Times include packing.
 
     Args:
-        run: A trained ranking run.
         config: Bounds, sizes and counts; None for the defaults.
         samples: Number of samples of the training split to probe.
-        say: Function called with one line of text at each stage.
 
     Raises:
         DependencyError: If the run is of a device other than a CPU.
@@ -232,12 +220,9 @@ def _digest(path: Path) -> str:
 
 
 def load_planned(run: Run, model: RankingModel, allow_stale: bool = False) -> tuple[RankingModel, int]:
-    """Apply a run's plan to its model in place, and return the largest number of rows that the plan covers.
+    """Apply the plan of a ``run`` to its ``model`` in place; return the largest number of rows that it covers.
 
-    Args:
-        run: Run with a plan.
-        model: Model of the run.
-        allow_stale: Whether to accept a plan that was made on another machine or with other libraries.
+    With ``allow_stale``, a plan that was made on another machine or with other libraries is accepted.
 
     Raises:
         NumericsError: If there is no plan, it is damaged, or it was made on another machine or for other weights.

@@ -63,8 +63,6 @@ class LayerReport:
     """Comparison of one layer with its fp32 version.
 
     Attributes:
-        name: Name of the layer.
-        kernel: Kernel that computes the layer.
         alone_db: Signal-to-noise ratio (dB) of its output on the same inputs; NaN for fp32.
         in_place_db: Signal-to-noise ratio (dB) of its output in the quantised model, whose inputs are quantised too.
     """
@@ -80,17 +78,13 @@ class Quantized:
     """Result of :func:`quantize`.
 
     Attributes:
-        folder: Folder of the model.
-        selection: Result of the search.
         searched: Change of NE on the split of the search.
         confirmed: Change of NE on the test split, which the search does not use; None without one.
         ne: NE of the first task in fp32 and quantised, on the test split, or without one on the split of the search.
         bytes: Bytes of the fp32 model and of the quantised model.
-        layers: Report of each layer.
         seconds: Median seconds of scoring a batch of 256 in fp32 and quantised, over interleaved rounds.
         sweep: Number of evaluations that a separate sweep over all options would have taken.
         tables: Bytes of each table in fp32 and quantised.
-        page: Path of the report.
     """
 
     folder: Path
@@ -106,6 +100,7 @@ class Quantized:
     page: Path
 
 
+# One piece: search, model and confirmation follow one another, and each uses most of what those before it made.
 def quantize(
     run: Run | Path | str,
     budget: float = BUDGET,
@@ -121,13 +116,11 @@ def quantize(
     test split. Without a validation split, the last quarter of the training split replaces it.
 
     Args:
-        run: A trained ranking run.
         budget: Largest relative change of NE, estimated on the split of the search.
         folder: Folder to write the model to; None for ``quantized`` in the run.
         smallest: Whether to minimise bytes alone, so that layers may become slower and tables may have rows of 2 bits;
             otherwise time counts as much as bytes.
         least_db: Signal-to-noise ratio in dB below which a kernel is not considered for a layer.
-        say: Function called with one line of text at each stage.
 
     Raises:
         NumericsError: If the budget is negative or not a number, or the weights are not finite.
@@ -252,12 +245,7 @@ def _try_layers(
 
 
 def say_skipped(skipped: Mapping[str, Mapping[str, int]], say: Say) -> None:
-    """Report the kernels that cannot compute some layers, with the reasons.
-
-    Args:
-        skipped: Number of layers for each reason, by kernel.
-        say: Function called with one line for each kernel and reason.
-    """
+    """Say one line for each kernel and reason why it cannot compute some layers, whose number ``skipped`` holds."""
     for kernel, reasons in skipped.items():
         for reason, layers in reasons.items():
             say(f"{kernel} is skipped in {layers} layer{'s' * (layers != 1)}: {reason}")

@@ -48,12 +48,9 @@ USED_PLAN_FILE = "used-training-plan.json"
 
 @dataclass
 class Outcome:
-    """Result of :func:`train`.
+    """Run and report of :func:`train`, and the evaluation of the test split.
 
-    Attributes:
-        run: The run.
-        report: Report of training.
-        evaluation: Evaluation of the test split; None if training was interrupted or there is no test split.
+    The evaluation is None if training was interrupted or there is no test split.
     """
 
     run: Run
@@ -96,20 +93,11 @@ def train(
     on_step: StepCallback | None = None,
     say: Say = silent,
 ) -> Outcome:
-    """Train a recipe into a run folder, evaluate it on the test split and write its report.
+    """Train a ranking model into a run folder, evaluate it on the test split and write its report.
 
-    Args:
-        recipe: Recipe to train.
-        folder: Folder of the run. Default: ``runs/NAME``, or ``runs/NAME-2`` and so on if that exists.
-        resume: Whether to continue the run in ``folder`` from its newest checkpoint, with its own recipe.
-        on_step: Function called after every step; see :class:`~cordillera.training.ranking.trainer.Trainer`.
-        say: Function called with one line of text at each stage.
+    ``recipe``, ``folder``, ``resume``, ``on_step``, ``say`` and errors are those of :func:`cordillera.workflows.train`.
 
     Raises:
-        RunError: If the folder exists (without ``resume``) or does not (with it).
-        CheckpointError: If the newest checkpoint is corrupt.
-        DataError: If the data is not available or not acceptable.
-        TrainingError: If the loss is not finite.
         NumericsError: If the recipe's plan is not a plan of training for this machine and this model.
     """
     device = select_device(recipe.device)
@@ -235,11 +223,7 @@ def _evaluate(
 
 
 def evaluate(run: Run | Path | str, split: str = "test") -> Evaluation:
-    """Evaluate a run on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
-
-    Args:
-        run: The run or its folder.
-        split: ``train``, ``validation`` or ``test``.
+    """Evaluate a ``run`` on one ``split``; see :func:`cordillera.workflows.evaluate`.
 
     Raises:
         RunError: If it is not a run, or the split is not one of the three.

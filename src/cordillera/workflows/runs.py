@@ -76,10 +76,9 @@ def train(
 def evaluate(
     run: Run | Path | str, split: str | None = None, *, tokens: int | None = None
 ) -> Evaluation | LanguageEvaluation:
-    """Evaluate a run on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
+    """Evaluate a ``run`` on one split of its data and write ``evaluation.json`` (or ``evaluation-SPLIT.json``) into it.
 
     Args:
-        run: The run or its folder.
         split: ``train``, ``validation`` or ``test``; None for ``test``. A language model has ``validation`` only.
         tokens: Approximate largest number of tokens of held-out text, for a language model. Default:
             ``training.evaluation_tokens`` of its recipe.
@@ -101,10 +100,7 @@ def evaluate(
 
 
 def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison:
-    """Compare finished runs; ranking runs of one recipe with several seeds become one row with intervals.
-
-    Args:
-        runs: Runs or their folders; the others are compared with the first.
+    """Compare finished runs with the first; seeds of one ranking recipe become one row with intervals.
 
     Raises:
         RunError: If one of them is not a run, or some are of ranking and some of language models.
@@ -121,11 +117,7 @@ def compare(runs: Sequence[Run | Path | str]) -> Comparison | LanguageComparison
 
 
 def report(run: Run | Path | str) -> Path:
-    """Write a run's ``report.html`` again and return its path.
-
-    Args:
-        run: The run or its folder.
-    """
+    """Write a run's ``report.html`` again and return its path."""
     run = run if isinstance(run, Run) else Run(run)
     is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
     return write_language_report(run) if is_language else write_report(run)

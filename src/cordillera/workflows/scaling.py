@@ -106,13 +106,7 @@ def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRe
 
 @dataclass
 class Sweep:
-    """Result of :func:`sweep`.
-
-    Attributes:
-        folder: Folder with the runs, ``sweep.json`` and the plots.
-        study: Sizes, values and the fitted law.
-        plot: Path of the drawing of NE against FLOPs.
-    """
+    """Folder (with the runs, ``sweep.json`` and the plots), fitted law and path of the drawing of :func:`sweep`."""
 
     folder: Path
     study: ScalingStudy

@@ -26,13 +26,11 @@ from cordillera.training.ranking.scoring import scorer
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of the samples of a split.
+    """Losses of the samples of a split, summed over tasks, ``float64 [B]``.
 
     Attributes:
-        losses: ``float64 [B]``, summed over tasks.
         labels: ``float64 [B]``, of the first task.
         weights: ``float64 [B]``, or None for ones.
-        groups: ``int64 [B]``, or None.
         first: Number of samples of the split that were left out before these.
     """
 
@@ -70,15 +68,9 @@ def scored(
     batch_size: int = 8192,
     precision: Precision = "fp32",
 ) -> Losses:
-    """Score a split.
+    """Score a split (``dataset``) of ``splits`` with ``model``, ``batch_size`` samples at a time.
 
-    Args:
-        model: Model that scores.
-        dataset: The split.
-        splits: All splits, which define the tasks.
-        tail: Number of samples to leave out at the beginning.
-        batch_size: Number of samples scored at a time.
-        precision: ``fp32``, or ``bf16`` for everything without a precision of its own.
+    The first ``tail`` samples are left out. A ``precision`` of ``bf16`` is for everything without one of its own.
 
     Raises:
         NumericsError: If a score is not finite; the message names the sample.
@@ -121,10 +113,7 @@ def check_weights(model: RankingModel) -> None:
 
 
 def some_batches(dataset: ClickDataset, recipe: RankingRecipe, rows: int) -> list[RankingBatch]:
-    """Return the first batches of a shuffled split, with at least ``rows`` samples if there are as many.
-
-    The order depends on the recipe's seed.
-    """
+    """Return the first batches of a split shuffled by the recipe's seed: at least ``rows`` samples if there are."""
     found, count = [], 0
     for batch in Loader(dataset, 1024, shuffle="global", seed=recipe.seed).epoch():
         found.append(batch)

@@ -23,12 +23,7 @@ from cordillera.training.ranking.scoring import best_checkpoint, load_weights
 
 
 def model_of(recipe: RankingRecipe, features: FeatureSpec) -> RankingModel:
-    """Build the model of a recipe with weights that depend on the recipe's seed alone.
-
-    Args:
-        recipe: Recipe of a ranking model.
-        features: Names and sizes of the data's features.
-    """
+    """Build the model of a ``recipe`` for the data's ``features``, with weights that depend on the seed alone."""
     torch.manual_seed(recipe.seed)
     return build(recipe.model, features, recipe.tables)
 
@@ -86,11 +81,7 @@ def recipe_of(run: Run) -> RankingRecipe:
 
 
 def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
-    """Return the prepared data of a run, encoded as for training.
-
-    Args:
-        run: The run.
-        recipe: Recipe in its folder.
+    """Return the prepared data of a ``run``, encoded as for training by its ``recipe``.
 
     Raises:
         DataError: If the data has changed, so that ids or numbers are encoded differently.
@@ -108,12 +99,7 @@ def splits_of(run: Run, recipe: RankingRecipe) -> Splits:
 
 
 def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[RankingRecipe, RankingModel]:
-    """Load the recipe of a run and its model, ready to score.
-
-    Args:
-        run: Run of a ranking model.
-        features: Names and sizes of the features of the run's data.
-        device: Device of the model.
+    """Load the recipe of a ranking ``run`` and its model on ``device``, ready to score data with these ``features``.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is corrupt.
@@ -126,13 +112,7 @@ def load_model(run: Run, features: FeatureSpec, device: torch.device) -> tuple[R
 def load_model_with_checkpoint(
     run: Run, features: FeatureSpec, device: torch.device
 ) -> tuple[RankingRecipe, RankingModel, checkpoints.Checkpoint]:
-    """Load the recipe of a run, its model and its checkpoint; see :func:`load_model`.
-
-    Args:
-        run: Run of a ranking model.
-        features: Names and sizes of the features of the run's data.
-        device: Device of the model.
-    """
+    """Load a run's recipe, model and checkpoint; see :func:`load_model` for ``run``, ``features`` and ``device``."""
     recipe = recipe_of(run)
     model = model_of(recipe, features)
     checkpoint = best_checkpoint(run, use_best=recipe.training.patience is not None)

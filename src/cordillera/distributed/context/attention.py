@@ -55,12 +55,7 @@ class ContextParallelAttention:
     Call :meth:`use` with a plan before each forward, the same on every rank; a backward uses the plan of its forward.
 
     Args:
-        config: Settings for sharing attention.
         group: Process group whose ranks are those of the plans; None for the default group.
-        ledger: Ledger that counts the traffic; None for a new one.
-
-    Attributes:
-        ledger: Ledger that counts the traffic.
 
     Raises:
         PlanError: If there is no process group, or this process is not in it.
@@ -78,11 +73,7 @@ class ContextParallelAttention:
         self._checked: Tensor | None = None
 
     def use(self, plan: ShardPlan, device: torch.device | str = "cpu") -> None:
-        """Attend by a plan from now on; every rank must call it.
-
-        Args:
-            plan: Plan of the next forwards.
-            device: Device of the tensors.
+        """Attend by a ``plan`` of tensors on ``device`` from now on; every rank must call it.
 
         Raises:
             PlanError: If the plan is for another number of ranks, or ranks have different plans.
@@ -108,11 +99,7 @@ class ContextParallelAttention:
         return self._used().plan
 
     def shard(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with one row for each token of all documents, ``[T, ...]``.
-
-        Args:
-            tokens: Tensor in document order, such as ids, labels or positions.
-        """
+        """Return this rank's part of a tensor of one row for each token in document order, ``[T, ...]``."""
         if len(tokens) != sum(self.plan.lengths):
             raise PlanError(f"{len(tokens)} tokens, the plan has {sum(self.plan.lengths)}", where="tokens")
         return tokens[torch.from_numpy(self.plan.indices(self.rank)).to(tokens.device)]
@@ -122,16 +109,13 @@ class ContextParallelAttention:
         return torch.from_numpy(self.plan.positions(self.rank))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Compute the attention of this rank's tokens to all tokens before them in their documents.
+        """Return the attention of this rank's tokens to all tokens before them in their documents, ``[T_local, H, D]``.
 
         Args:
             q: Queries of the tokens of :meth:`shard`, ``[T_local, H, D]``.
             k: Keys, ``[T_local, KV, D]``.
             v: Values, ``[T_local, KV, D]``.
             offsets: Offsets of all documents, ``[B + 1]``, as models pass them on; used only to check the plan.
-
-        Returns:
-            Outputs, ``[T_local, H, D]``.
 
         Raises:
             PlanError: If the tensors do not match the plan in use.
@@ -180,7 +164,7 @@ class _Share:
         return cls(plan, rank, links, config.backend, rows.to(device), longest)
 
     def blocks_with(self, source: int) -> list[RowBlock]:
-        """Return the blocks in which this rank's queries see the keys of the rank ``source``."""
+        """Return the blocks in which this rank's queries see the keys of a rank."""
         return blocks_between(self.plan.ranks[self.rank], self.plan.ranks[source])
 
     def blocks_with_all(self) -> list[RowBlock]:

@@ -54,18 +54,7 @@ class ContextCacheConfig(BaseModel):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Dimensions and capacity of a cache.
-
-    Attributes:
-        layers: Number of layers of the model.
-        heads: Number of query heads.
-        kv_heads: Number of key-value heads.
-        head_dim: Width of a head.
-        sequences: Number of simultaneous conversations.
-        capacity: Maximum number of tokens of a conversation, on all ranks together.
-        dtype: Dtype of the model's activations.
-        device: Device of the model.
-    """
+    """Dimensions of a cache, for at most ``capacity`` tokens of a conversation on all ranks together."""
 
     layers: int
     heads: int
@@ -82,16 +71,12 @@ class ContextCache:
 
     A turn begins with :meth:`shard`, on every rank with the same tokens. The model then reads this rank's tokens with
     the offsets of all, and :meth:`gather_last` collects the last rows of all sequences. Memory grows with the number of
-    tokens that a rank holds.
+    tokens that a rank holds. Methods raise a PeerError if a rank does not respond in time.
 
     Args:
-        config: Settings for sharing conversations.
-        shape: Dimensions and capacity.
         group: Process group of the ranks; None for the default group.
-        ledger: Ledger that counts the traffic; None for a new one.
 
     Attributes:
-        ledger: Ledger that counts the traffic.
         turn: Latest turn; None before the first.
         transport: What travels around the ring in the latest turn.
 
@@ -144,7 +129,6 @@ class ContextCache:
             DataError: If the number of sequences is not the cache's, a sequence would exceed the capacity, or there is
                 no token.
             PlanError: If ranks were given different tokens, or hold different sequences.
-            PeerError: If a rank does not respond in time.
         """
         added = [b - a for a, b in pairwise(offsets.tolist())]
         if len(added) != self.shape.sequences or sum(added) != len(tokens):
@@ -179,10 +163,7 @@ class ContextCache:
         return tokens[torch.from_numpy(turn.plan.indices(self.rank)).to(tokens.device)]
 
     def extend(self, offsets: Tensor) -> _Reading:
-        """Prepare for reading the turn that :meth:`shard` began; called by models.
-
-        Args:
-            offsets: Offsets as given to :meth:`shard`.
+        """Prepare for reading the turn that :meth:`shard` began with the same offsets; called by models.
 
         Raises:
             PlanError: If no turn was begun, or one with other offsets.
@@ -194,17 +175,13 @@ class ContextCache:
         return _Reading(self, turn)
 
     def gather_last(self, hidden: Tensor) -> Tensor:
-        """Collect the model's output for the last new token of each sequence, on every rank.
+        """Return the outputs ``[n, width]`` of the last tokens of the ``n`` sequences with new ones on every rank.
 
-        Args:
-            hidden: Outputs for this rank's tokens of the latest turn, ``[T_local, width]``.
-
-        Returns:
-            Outputs ``[n, width]`` of the ``n`` sequences that had new tokens, in order of sequences.
+        Sequences are in their order. ``hidden [T_local, width]`` are the outputs for this rank's tokens of the latest
+        turn.
 
         Raises:
             PlanError: If there was no turn, or the number of rows is not that of its tokens.
-            PeerError: If a rank does not respond in time.
         """
         if self.turn is None or len(hidden) != self.turn.plan.tokens[self.rank]:
             raise PlanError(f"{len(hidden)} rows are not this turn's tokens", where="gather_last")
@@ -217,24 +194,13 @@ class ContextCache:
         return whole[[places[sequence] for sequence in self.turn.active]]
 
     def of_first_rank(self, name: str, x: Tensor) -> Tensor:
-        """Return a small tensor of the first rank on every rank, such as sampled tokens.
-
-        Args:
-            name: Name for the ledger and for errors.
-            x: Tensor of the same shape on all ranks.
-
-        Raises:
-            PeerError: If a rank does not respond in time.
-        """
+        """Return the first rank's tensor ``x``, small and of one shape on all ranks, exchanged as ``name``."""
         return self._links.all_gather(name, x)[: len(x)]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop the ends of sequences, on every rank alike; a length of 0 frees a sequence for another conversation.
+        """Keep the first tokens of every sequence, on every rank alike; 0 frees a sequence for another conversation.
 
         The ranks' numbers of tokens may then be less balanced until new tokens fill the gaps.
-
-        Args:
-            lengths: Number of tokens to keep of each sequence.
 
         Raises:
             DataError: If a sequence holds fewer tokens.
@@ -289,11 +255,7 @@ class _Reading:
             self._blocks = [turn.blocks(source, rank, in_place) for source in range(size)]
 
     def core(self, layer: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return the function that replaces a layer's attention core.
-
-        Args:
-            layer: Number of the layer.
-        """
+        """Return the function that replaces the attention core of a layer."""
         stored = self._cache._layers[layer]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:

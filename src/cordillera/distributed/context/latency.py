@@ -77,12 +77,7 @@ class MeasuredLatency(BaseModel):
         return self
 
     def __call__(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> float:
-        """Return the seconds of a rank's calls.
-
-        Args:
-            queries: Lengths of queries, ``[calls]``.
-            keys: Lengths of keys, ``[calls]``.
-        """
+        """Return the seconds of a rank's calls by their lengths of ``queries`` and ``keys``, ``[calls]`` each."""
         if not len(queries):
             return 0.0
         rates = np.log(np.array(self.pairs_per_s))
@@ -102,14 +97,10 @@ class MeasuredLatency(BaseModel):
         provenance: str,
         tile: int = 128,
     ) -> MeasuredLatency:
-        """Create a table from the result of :func:`cordillera.kernels.attention_rates.measure`.
+        """Create a table of calls timed by :func:`cordillera.kernels.attention_rates.measure`.
 
-        Args:
-            queries: Lengths of queries of the measured calls.
-            keys: Lengths of keys of the measured calls.
-            seconds: Measured seconds, ``[queries][keys]``.
-            provenance: Device, dtype, heads, head dimension, version of torch.
-            tile: Number of queries that a kernel computes at once.
+        The calls' lengths are ``queries`` and ``keys``, their times ``seconds [queries][keys]``; ``tile`` and
+        ``provenance`` are those of the attributes.
         """
         k_lengths = np.array(keys)
         rates = [
@@ -122,9 +113,6 @@ class MeasuredLatency(BaseModel):
     @classmethod
     def read(cls, path: str | Path) -> MeasuredLatency:
         """Read a table from a JSON file.
-
-        Args:
-            path: Path of the file.
 
         Raises:
             DataError: If the file is missing or not such a table.

@@ -4,7 +4,7 @@ In causal attention a token costs as many pairs as there are tokens before it, s
 shares of work. If a sequence is cut into ``2 * ranks`` chunks and rank ``i`` gets the ``i``-th chunk from either end
 (head and tail), the work is equal provided that the sequence is one document. Cutting every document this way always
 makes the work equal, but yields shorter chunks, on which kernels are less efficient. :func:`adaptive` decides by
-predicted time.
+predicted time. Every strategy raises a PlanError if a length is negative or there are no ranks.
 
 Source: Wang et al. 2025, WLB-LLM (arXiv 2503.17924), sections 4.3 and 5; Grattafiori et al. 2024 (arXiv 2407.21783),
 section 3.3.2. Unlike in the paper's figure, chunks stay contiguous: leftover tokens lengthen chunks by one, at a cursor
@@ -34,13 +34,7 @@ MOST_TOKENS = 1 << 31
 
 
 class DocumentChunk(NamedTuple):
-    """Consecutive tokens of a document.
-
-    Attributes:
-        document: Number of the document, counted from 0.
-        start: Position of the first token in the document.
-        stop: Position after the last token.
-    """
+    """Tokens ``start`` to ``stop`` (exclusive) of a document, which is numbered from 0."""
 
     document: int
     start: int
@@ -109,38 +103,22 @@ class ShardPlan:
         return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
 
     def indices(self, rank: int) -> Integers:
-        """Return the indices of a rank's tokens in document order, ``[tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the indices of a rank's tokens in document order, ``[tokens[rank]]``."""
         return self.positions(rank) + self.offsets[self.documents(rank)]
 
     def positions(self, rank: int) -> Integers:
-        """Return the positions of a rank's tokens, which restart at 0 in every document, ``[tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the positions of a rank's tokens, which restart at 0 in every document, ``[tokens[rank]]``."""
         ranges = [np.arange(chunk.start, chunk.stop) for chunk in self.ranks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *ranges])
 
     def documents(self, rank: int) -> Integers:
-        """Return the document of each of a rank's tokens, ``[tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the document of each of a rank's tokens, ``[tokens[rank]]``."""
         chunks = self.ranks[rank]
         own = np.array([chunk.document for chunk in chunks], np.int64)
         return np.repeat(own, [chunk.stop - chunk.start for chunk in chunks])
 
     def cu_seqlens(self, rank: int) -> Integers:
-        """Return the offset of each chunk among a rank's tokens, followed by their number, ``[chunks + 1]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the offset of each chunk among a rank's tokens, followed by their number, ``[chunks + 1]``."""
         return np.array([0, *accumulate(chunk.stop - chunk.start for chunk in self.ranks[rank])], np.int64)
 
     @cached_property
@@ -154,21 +132,13 @@ class ShardPlan:
         return np.argsort(self.order)
 
     def calls(self, rank: int) -> tuple[Integers, Integers]:
-        """Return the lengths of queries and keys in a rank's attention: a chunk sees its document up to its own end.
-
-        Args:
-            rank: Rank that holds the chunks.
-        """
+        """Return the lengths of queries and keys in a rank's attention: a chunk sees its document up to its own end."""
         chunks = self.ranks[rank]
         queries = np.array([chunk.stop - chunk.start for chunk in chunks], np.int64)
         return queries, np.array([chunk.stop for chunk in chunks], np.int64)
 
     def predicted(self, latency: Latency) -> float:
-        """Return the predicted seconds of attention on the slowest rank.
-
-        Args:
-            latency: Latency of attention calls by their lengths.
-        """
+        """Return the predicted seconds of attention on the slowest rank."""
         return max(latency(*self.calls(rank)) for rank in range(self.size))
 
     def to_json(self) -> str:
@@ -178,9 +148,6 @@ class ShardPlan:
     @classmethod
     def from_json(cls, text: str) -> ShardPlan:
         """Read the result of :meth:`to_json`.
-
-        Args:
-            text: JSON object.
 
         Raises:
             PlanError: If the text is not a valid plan.
@@ -201,15 +168,7 @@ class ShardPlan:
 
 
 def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Give each rank one run of the packed documents, all with equal numbers of tokens; the work is not balanced.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
-    """
+    """Give each of ``ranks`` one run of documents of ``lengths`` tokens, with equal numbers of tokens, not of pairs."""
     _check_lengths(lengths, ranks)
     total = sum(lengths)
     sizes = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
@@ -217,31 +176,16 @@ def contiguous(lengths: Sequence[int], ranks: int) -> ShardPlan:
 
 
 def per_sequence(lengths: Sequence[int], ranks: int) -> ShardPlan:
-    """Cut the packed documents as one sequence into head and tail chunks.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
-    """
+    """Cut documents of ``lengths`` tokens as one sequence into head and tail chunks for ``ranks``."""
     return _head_tail("per_sequence", lengths, [list(range(len(lengths)))], ranks)
 
 
 def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> ShardPlan:
-    """Cut every document into head and tail chunks.
+    """Cut every document of ``lengths`` tokens into head and tail chunks for ``ranks``.
 
-    The numbers of tokens of the ranks differ by at most one, and are equal if ``2 * ranks`` divides their sum; their
-    work differs by at most ``2 * (tokens + documents)`` pairs.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
-        whole_below: Length below which documents are cut together, as one sequence.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
+    The ranks' numbers of tokens differ by at most one, and are equal if ``2 * ranks`` divides their sum; their work
+    differs by at most ``2 * (tokens + documents)`` pairs. Documents of fewer than ``whole_below`` tokens are cut
+    together, as one sequence.
     """
     short = [document for document, length in enumerate(lengths) if length < whole_below]
     long = [[document] for document, length in enumerate(lengths) if length >= whole_below]
@@ -250,18 +194,10 @@ def per_document(lengths: Sequence[int], ranks: int, whole_below: int = 0) -> Sh
 
 
 def adaptive(lengths: Sequence[int], ranks: int, latency: Latency = AnalyticLatency()) -> ShardPlan:
-    """Choose the plan with the shortest predicted time.
+    """Choose the plan for documents of ``lengths`` tokens over ``ranks`` with the shortest time by ``latency``.
 
-    The candidates are: per sequence, per document, and per document except short ones. The result is the same on every
-    rank that passes the same arguments.
-
-    Args:
-        lengths: Number of tokens of each document.
-        ranks: Number of ranks.
-        latency: Latency of a rank's attention.
-
-    Raises:
-        PlanError: If a length is negative or there are no ranks.
+    The candidates are: per sequence, per document, and per document except short ones. Equal arguments give the same
+    plan on every rank.
     """
     plans = [per_sequence(lengths, ranks), per_document(lengths, ranks)]
     steps = range(min(lengths, default=0).bit_length() + 1, max(lengths, default=0).bit_length())

@@ -24,11 +24,10 @@ from cordillera.kernels.attention.relation import RowBlock, blocks_between
 
 @dataclass(frozen=True)
 class Turn:
-    """New tokens of sequences, and the number of tokens of each that the ranks held before.
+    """New tokens of sequences by their plan, in which positions count from 0.
 
     Attributes:
-        plan: Plan of the new tokens, whose positions count from 0.
-        held: Number of tokens held before, ``[ranks][sequences]``.
+        held: Number of tokens of each sequence that the ranks held before, ``[ranks][sequences]``.
     """
 
     plan: ShardPlan
@@ -52,27 +51,15 @@ class Turn:
         return [sequence for sequence, length in enumerate(self.plan.lengths) if length]
 
     def positions(self, rank: int) -> Integers:
-        """Return the positions of a rank's new tokens in their sequences, ``[plan.tokens[rank]]``.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the positions of a rank's new tokens in their sequences, ``[plan.tokens[rank]]``."""
         return self.plan.positions(rank) + np.array(self.cached, np.int64)[self.plan.documents(rank)]
 
     def rows(self, rank: int) -> int:
-        """Return the number of tokens of active sequences, cached and new, whose keys and values a rank holds.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the number of tokens of active sequences, cached and new, whose keys and values a rank holds."""
         return sum(self.held[rank][sequence] + self.added[rank][sequence] for sequence in self.active)
 
     def packed(self, rank: int) -> list[int]:
-        """Return the first row of each sequence if a rank's active sequences lie one after another, ``[sequences]``.
-
-        Args:
-            rank: Rank that holds the sequences.
-        """
+        """Return the first row of each sequence if a rank's active sequences lie one after another, ``[sequences]``."""
         counts = [self.held[rank][b] + self.added[rank][b] for b in range(len(self.plan.lengths))]
         sizes = [count if length else 0 for count, length in zip(counts, self.plan.lengths, strict=True)]
         return [0, *np.cumsum(sizes).tolist()][:-1]
@@ -104,22 +91,16 @@ class Turn:
         return blocks
 
     def last(self, rank: int) -> dict[int, int]:
-        """Return the rows, among a rank's new tokens, of the last tokens of active sequences, by sequence.
-
-        Args:
-            rank: Rank that holds the tokens.
-        """
+        """Return the rows, among a rank's new tokens, of the last tokens of active sequences, by sequence."""
         documents, positions = self.plan.documents(rank), self.plan.positions(rank)
         ends = np.array(self.plan.lengths, np.int64)[documents] - 1 == positions
         return {int(documents[row]): int(row) for row in np.flatnonzero(ends)}
 
 
 def next_turn(lengths: Sequence[int], held: Sequence[Sequence[int]]) -> Turn:
-    """Distribute new tokens over ranks, depending on the tokens that they hold.
+    """Distribute new tokens (``lengths`` by sequence) over ranks, so that their numbers of tokens become equal.
 
-    Args:
-        lengths: Number of new tokens of each sequence.
-        held: Number of tokens that the ranks hold, ``[ranks][sequences]``.
+    They hold ``held [ranks][sequences]`` tokens before.
 
     Raises:
         PlanError: If a number is negative, there are no ranks, or the number of sequences differs.

@@ -21,20 +21,13 @@ from cordillera.errors import PlanError
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together.
-
-    Attributes:
-        shapes: Shape of each parameter, with at least one dimension.
-    """
+    """Parameters that are gathered together, by their shapes of at least one dimension each."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, shapes: Iterable[Sequence[int]]) -> Unit:
-        """Return a unit of parameters.
-
-        Args:
-            shapes: Shape of each parameter.
+        """Return a unit of parameters of these shapes.
 
         Raises:
             PlanError: If a parameter has no dimension along which to split it.
@@ -50,19 +43,11 @@ class Unit:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def shard(self, shards: int) -> int:
-        """Return the number of elements of the first rank, to which the other ranks are padded in collectives.
-
-        Args:
-            shards: Number of ranks that share the unit.
-        """
+        """Return the number of elements of the first of the ranks, to which the others are padded in collectives."""
         return sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in self.shapes)
 
     def gathered(self, shards: int) -> int:
-        """Return the number of elements of the gathered unit, including padding.
-
-        Args:
-            shards: Number of ranks that share the unit.
-        """
+        """Return the number of elements of the gathered unit, including padding."""
         return shards * self.shard(shards)
 
 
@@ -198,9 +183,6 @@ def bytes_across_hosts(sent: CollectiveCounts, shards: int, replicas: int, ranks
         shards: Number of ranks that share a unit.
         replicas: Number of groups of such ranks.
         ranks_per_host: Number of consecutive ranks on one host.
-
-    Returns:
-        Bytes by rank.
     """
     world, found = shards * replicas, []
     for rank in range(world):

@@ -20,8 +20,6 @@ class JobPlace(NamedTuple):
 
     Attributes:
         local_rank: Number of this process on its machine, from 0.
-        address: Host of the job's store.
-        port: TCP port of the job's store.
         restarts: Number of times that the launcher has restarted all processes.
         is_launchers: Whether the launcher holds the store; if not, rank 0 holds it.
     """
@@ -39,9 +37,6 @@ def place_in_job(environment: Mapping[str, str] | None = None) -> JobPlace | Non
     """Return the place that a launcher gave this process, or None if no launcher started it.
 
     A launcher sets both ``RANK`` and ``WORLD_SIZE``; one of them alone is ignored.
-
-    Args:
-        environment: Environment variables; None for those of this process.
 
     Raises:
         PlanError: If a variable is missing, is not a number, or is out of range.
@@ -80,9 +75,8 @@ def is_silent() -> bool:
 def job_key(scope: str, token: str | None = None) -> bytes:
     """Return the key that signs the values of a job, derived from its token; without a token, from public values.
 
-    Args:
-        scope: Name of the job among the jobs of one token; values of one scope are not valid in another.
-        token: Token of the job; None for the token of the environment.
+    Values signed for one ``scope``, a job among those of one ``token`` (None: that of the environment), are not valid
+    in another.
     """
     token = os.environ.get(TOKEN, "") if token is None else token
     return hashlib.sha256(f"{scope}\0{token}".encode("utf-8", "surrogateescape")).digest()

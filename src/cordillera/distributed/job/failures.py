@@ -8,20 +8,13 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cordillera.distributed.job.heartbeats import RankError
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, PeerError, RankError
 
 
 class Failure(NamedTuple):
-    """Error of a process.
+    """Error of a process: its text, and class, arguments and attributes pickled (None if they cannot be).
 
-    Attributes:
-        text: Class and message.
-        packed: Class, arguments and attributes, pickled; None if they cannot be.
-        traced: Text of the traceback.
-        is_consequence: Whether another process caused the error.
-        is_exit: Whether the process ended by something other than an error, such as KeyboardInterrupt.
+    ``is_consequence`` says that another process caused it, ``is_exit`` that it is no error, such as KeyboardInterrupt.
     """
 
     text: str
@@ -57,10 +50,8 @@ def pack(error: BaseException) -> Failure:
 def unpack(failure: Failure, who: str | None = None, others: Sequence[str] = ()) -> BaseException:
     """Return the error of another process, of its original class if that is available, to be raised.
 
-    Args:
-        failure: Result of :func:`pack` in a process that this one started, as it is unpickled.
-        who: Name of the process in the message; None for all processes.
-        others: Descriptions of other failures, one line each.
+    A ``failure`` is unpickled, so it must come from :func:`pack` in a process that this one started. ``who`` names the
+    process in the message (None: all processes); ``others`` describe other failures, one line each.
     """
     error: BaseException | None = None
     if failure.packed is not None and not failure.is_exit:

@@ -14,40 +14,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cordillera.distributed.job.store import JobStore
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import printable
+from cordillera.errors import RankError, printable
 
 _MOST_NAMED = 8
 _MOST_COUNTED = 2**53
 _MOST_PLACE, _MOST_TEXT = 300, 8_000  # characters
 
 
-class RankError(PeerError):
-    """A rank ended, stopped, hung or failed, so that the others cannot continue.
-
-    Args:
-        what: One sentence that names the rank.
-        ranks: Ranks at fault; empty if unknown.
-        where: Rank that reports the error.
-        remedy: Advice on what to do.
-    """
-
-    def __init__(
-        self, what: str, *, ranks: Iterable[int] = (), where: str | None = None, remedy: str | None = None
-    ) -> None:
-        self.ranks = tuple(ranks)
-        super().__init__(what, peer=self.ranks[0] if len(self.ranks) == 1 else None, where=where, remedy=remedy)
-
-
 class Beat(NamedTuple):
     """Heartbeat of a process.
 
     Attributes:
-        number: Number of the beat, which increases with every beat.
         life: Number that increases if the loop reported its position or computed since the last beat.
         moves: Number of times that the loop has reported its position.
         where: Position of the loop, and the current line of its program.
-        waits: Whether that line waits for other processes.
     """
 
     number: int
@@ -58,24 +38,14 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Reason why a job cannot continue.
-
-    Attributes:
-        ranks: Ranks at fault; empty if unknown.
-        what: One sentence.
-        remedy: Advice on what to do.
-    """
+    """Reason why a job cannot continue: the ranks at fault (empty if unknown), a sentence, and advice."""
 
     ranks: tuple[int, ...]
     what: str
     remedy: str
 
     def error(self, where: str | None = None) -> RankError:
-        """Return the verdict as an error.
-
-        Args:
-            where: Rank that reports the error.
-        """
+        """Return the verdict as an error that the rank ``where`` reports."""
         return RankError(self.what, ranks=self.ranks, where=where, remedy=self.remedy)
 
 
@@ -96,11 +66,9 @@ class HeartbeatBoard:
 
     Args:
         store: Store that all processes reach, used by this job and attempt only.
-        size: Number of processes.
         deadline_s: Longest time in seconds for which a process may be silent, and for which all may stand still while
             they wait for one.
         join_s: Longest time until a first beat, in seconds.
-        clock: Function that returns the time in seconds.
 
     Attributes:
         verdict: Reason why the job cannot continue, once any process has reported one.
@@ -120,12 +88,7 @@ class HeartbeatBoard:
         self._seen = [_SeenBeat(now, now) for _ in range(size)]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Write a heartbeat of a process.
-
-        Args:
-            rank: Rank of the process.
-            beat: Heartbeat to write.
-        """
+        """Write a heartbeat (``beat``) of the process ``rank``."""
         self._store.set(f"heart/{rank}", beat._replace(where=beat.where[:_MOST_PLACE]))
 
     def look(self) -> None:
@@ -148,14 +111,7 @@ class HeartbeatBoard:
         self.verdict = self.verdict or _verdict(verdict, len(self._seen))
 
     def accuse(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot continue.
-
-        Args:
-            verdict: Verdict of this process.
-
-        Returns:
-            Verdict that all processes receive: the first that any process gave.
-        """
+        """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
         told = self._store.first("verdict", [verdict.ranks, verdict.what[:_MOST_TEXT], verdict.remedy[:_MOST_TEXT]])
         self.verdict = _verdict(told, len(self._seen)) or verdict
         return self.verdict
@@ -180,11 +136,7 @@ class HeartbeatBoard:
         return self.blame(self._deadline)
 
     def blame(self, seconds: float) -> Verdict:
-        """Return the verdict on the ranks that the others wait for.
-
-        Args:
-            seconds: Time that the processes have waited, in seconds.
-        """
+        """Return the verdict on the ranks for which the others have waited this many seconds."""
         suspects = self.suspects()
         if suspects:
             return self._late(suspects, f"the others waited {seconds:g} s for {named(suspects)}")
@@ -196,11 +148,7 @@ class HeartbeatBoard:
         )
 
     def silent(self, seconds: float) -> list[int]:
-        """Return the ranks that have been silent since an earlier heartbeat.
-
-        Args:
-            seconds: Time without a heartbeat after which a rank is silent.
-        """
+        """Return the ranks of which nothing was heard for this many seconds since an earlier heartbeat."""
         now = self._clock()
         return [rank for rank, seen in enumerate(self._seen) if seen.beat and now - seen.heard > seconds]
 
@@ -218,22 +166,14 @@ class HeartbeatBoard:
         return behind if len(behind) < len(moves) else []
 
     def late(self, seconds: float) -> list[int]:
-        """Return the ranks that are silent or that others wait for.
-
-        Args:
-            seconds: Minimum time for which they are late.
-        """
+        """Return the ranks that are silent, or that others wait for, for at least this many seconds."""
         now = self._clock()
         waiting = [now - seen.moved > seconds for seen in self._seen if seen.beat and seen.beat.waits]
         suspects = [rank for rank in self.suspects() if now - self._seen[rank].moved > seconds] if any(waiting) else []
         return sorted({*self.silent(seconds), *suspects})
 
     def describe(self, rank: int) -> str:
-        """Describe the position of a process at its last heartbeat.
-
-        Args:
-            rank: Rank of the process.
-        """
+        """Describe the position of a process at its last heartbeat."""
         beat = self._seen[rank].beat
         return f"rank {rank} was last heard of {beat.where}" if beat else f"rank {rank} has not come yet"
 
@@ -246,11 +186,7 @@ class HeartbeatBoard:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format ranks for messages: ``rank 3``, ``ranks 3 and 5``.
-
-    Args:
-        ranks: At least one rank.
-    """
+    """Format one or more ranks for messages: ``rank 3``, ``ranks 3 and 5``."""
     numbers = [str(rank) for rank in ranks]
     if len(numbers) > _MOST_NAMED:
         numbers = [*numbers[: _MOST_NAMED - 1], f"{len(numbers) - _MOST_NAMED + 1} more"]

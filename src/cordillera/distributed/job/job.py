@@ -20,16 +20,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from cordillera.distributed.job.environment import JobPlace, job_key, place_in_job
-from cordillera.distributed.job.heartbeats import RankError, Verdict
-from cordillera.distributed.job.store import JobStore, StoreError, within
+from cordillera.distributed.job.heartbeats import Verdict
+from cordillera.distributed.job.store import JobStore, StoreError, hold_store, within
 from cordillera.distributed.job.watchdog import JOIN_S, Watchdog, WatchdogConfig
-from cordillera.errors import DependencyError, PlanError, printable
+from cordillera.errors import DependencyError, PlanError, RankError, printable
 
 _END_S = 60  # seconds until a failed process is ended although torch still waits
 _TAKEN_S = 10.0  # seconds within which a port must answer if something listens on it
@@ -45,8 +46,6 @@ class Job(NamedTuple):
     """Place of a process in its job.
 
     Attributes:
-        rank: Rank of the process.
-        size: Number of processes.
         watchdog: Watchdog over all processes.
         restarts: Number of times that the launcher has restarted all processes (``torchrun --max-restarts``).
         store: Store that survives a restart of the processes; the launcher holds it.
@@ -228,21 +227,11 @@ def _find(place: JobPlace, seconds: float) -> None:
 
 def _connect(place: JobPlace, listening: socket.socket | None, seconds: float) -> dist.TCPStore:
     seconds = max(seconds, _TAKEN_S)
-
-    def connect() -> dist.TCPStore:
-        timeout = timedelta(seconds=seconds)
-        if listening is None:
-            return dist.TCPStore(place.address, place.port, wait_for_workers=False, timeout=timeout)
-        return dist.TCPStore(
-            place.address,
-            place.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listening.detach(),
-        )
-
+    timeout = timedelta(seconds=seconds)
     try:
+        if listening is not None:
+            return hold_store(place.address, listening, seconds, seconds)
+        connect = partial(dist.TCPStore, place.address, place.port, wait_for_workers=False, timeout=timeout)
         return within(seconds, connect)
     except (RuntimeError, TimeoutError) as error:
         raise OSError(errno.EPROTO, "what answers there is no store") from error
@@ -300,13 +289,10 @@ def _device(device_type: str, place: JobPlace | None) -> int | None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Set an event on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
+    """Set the event ``stop`` on Ctrl-C, SIGTERM or SIGHUP, and raise KeyboardInterrupt on a second one.
 
     Outside the main thread, no signals are handled. Ignored signals stay ignored; the launcher then forwards the
     request.
-
-    Args:
-        stop: Event that the first signal sets.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -325,11 +311,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGHUP until the end of the ``with`` block, except signals that are ignored.
-
-    Args:
-        handle: Function called with the number of the signal and the frame.
-    """
+    """Call ``handle`` on Ctrl-C, SIGTERM and SIGHUP within the ``with`` block, except for signals that are ignored."""
     heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in heard}
     try:

@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -32,11 +31,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cordillera.distributed.job.environment import TOKEN, job_key
 from cordillera.distributed.job.failures import Failure, pack, unpack
-from cordillera.distributed.job.heartbeats import HeartbeatBoard, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.job import STOPPING, handling, join_job
-from cordillera.distributed.job.store import JobStore, StoreError, within
+from cordillera.distributed.job.store import JobStore, StoreError, hold_store
 from cordillera.distributed.job.watchdog import ABANDONED, WatchdogConfig
-from cordillera.errors import DependencyError, PlanError, printable
+from cordillera.errors import DependencyError, PlanError, RankError, printable
 from cordillera.kernels.threads import usable_cores
 
 _POLL_S = 0.1
@@ -84,10 +83,7 @@ _to_launcher: Connection | None = None  # set in ranks
 
 
 def tell(message: Any) -> None:
-    """Send a message from a rank to the process that launched it, which calls ``hear`` with it.
-
-    Args:
-        message: Message that can be pickled.
+    """Send a picklable message from a rank to the process that launched it, which calls ``hear`` with it.
 
     Raises:
         PlanError: If :func:`launch` did not start this process.
@@ -105,23 +101,19 @@ def launch(
     config: LaunchConfig | None = None,
     hear: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Run a function in several processes on this machine, which form a process group and watch each other.
+    """Run a function in ``size`` processes on this machine, which form a process group; return its result on rank 0.
 
-    Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask the ranks to stop
-    (:attr:`Watchdog.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of them at once. In
-    the ranks, :func:`~cordillera.distributed.job.job.join_job` returns the job and its watchdog. Values that the ranks
-    exchange are signed with a secret that only they receive.
+    The processes watch each other. Rank 0 writes to the terminal, the others are silent. Ctrl-C, SIGTERM and SIGHUP ask
+    the ranks to stop (:attr:`Watchdog.stop <cordillera.distributed.job.watchdog.Watchdog>`); a second one ends all of
+    them at once. In the ranks, :func:`~cordillera.distributed.job.job.join_job` returns the job and its watchdog.
+    Values that the ranks exchange are signed with a secret that only they receive.
 
     Args:
         work: Function called as ``work(rank, *arguments)``; it must be importable by the processes.
-        size: Number of processes.
         arguments: Arguments of ``work``; they must be picklable.
-        config: Settings for starting the processes.
+        config: Settings for starting the processes; None for the defaults.
         hear: Function called with every message that a rank sends by :func:`tell`, in order. If it raises an error, all
             ranks are ended.
-
-    Returns:
-        Result of ``work`` on rank 0.
 
     Raises:
         RankError: If a rank was ended or stalled; the message names the rank.
@@ -153,20 +145,9 @@ def launch(
 
 
 def _hold_store(listener: socket.socket, config: LaunchConfig) -> dist.TCPStore:
-    seconds, port = config.deadline_s, listener.getsockname()[1]
-
-    def hold() -> dist.TCPStore:
-        return dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=seconds),
-        )
-
+    seconds = config.deadline_s
     try:
-        return within(min(seconds, _FIND_S), hold)
+        return hold_store("127.0.0.1", listener, seconds, min(seconds, _FIND_S))
     except (RuntimeError, TimeoutError) as error:
         raise RankError(
             "the processes cannot reach each other at 127.0.0.1", remedy="see whether the loopback link is up"

@@ -13,9 +13,11 @@ import hashlib
 import hmac
 import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -62,6 +64,28 @@ def within(seconds: float, function: Callable[[], _Result]) -> _Result:
     return result
 
 
+def hold_store(address: str, listener: socket.socket, deadline_s: float, seconds: float) -> dist.TCPStore:
+    """Return a store that this process holds at the port of ``listener``, which it takes over.
+
+    Raises:
+        RuntimeError: If the store cannot be reached at ``address``, after ``deadline_s``.
+        TimeoutError: If it does not answer within ``seconds``.
+    """
+    port = listener.getsockname()[1]
+
+    def hold() -> dist.TCPStore:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=deadline_s),
+        )
+
+    return within(seconds, hold)
+
+
 class JobStore:
     """Values of one job in a store, by key; values are those that JSON can represent.
 
@@ -78,20 +102,12 @@ class JobStore:
         self._lock = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value.
-
-        Raises:
-            StoreError: If the store does not respond in time.
-        """
+        """Write a value; a :class:`StoreError` says that the store did not answer in time."""
         text = self._sign(key, value)
         self._call(lambda: self._store.set(key, text))
 
     def first(self, key: str, value: Any) -> Any:
-        """Write a value unless the key has one, and return the value of the key.
-
-        Raises:
-            StoreError: If the store does not answer in time.
-        """
+        """Write a value unless the key has one, and return the value of the key."""
         text = self._sign(key, value)
 
         def propose() -> bytes:
@@ -104,11 +120,7 @@ class JobStore:
         return self._read(key, self._call(propose))
 
     def read(self, keys: Sequence[str]) -> list[Any]:
-        """Return the current values of keys; None for values that are absent or not signed with the job's key.
-
-        Raises:
-            StoreError: If the store does not answer in time.
-        """
+        """Return the current values of keys; None for values that are absent or not signed with the job's key."""
 
         # Unlike get, this does not wait for a key that was deleted.
         def look() -> list[bytes]:

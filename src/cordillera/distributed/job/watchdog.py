@@ -21,10 +21,9 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, RankError, Verdict, named
+from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, Verdict, named
 from cordillera.distributed.job.store import JobStore, StoreError, StoreSilent
-from cordillera.distributed.pipeline.mail import PeerError
-from cordillera.errors import CordilleraError
+from cordillera.errors import CordilleraError, PeerError, RankError
 
 ABANDONED = 75
 """Exit code of a process that was ended because another failed; in sysexits.h it means that a retry may succeed."""
@@ -76,9 +75,7 @@ class Watchdog:
     """This process's part in the watchdog, active within a ``with`` statement.
 
     Args:
-        config: Time limits.
         store: Store that all processes of the job reach, used by this job and attempt only.
-        rank: Rank of this process.
         size: Number of processes; with one, there is nothing to watch.
         host: Holder of the store, as named in errors.
         stop: Event that a request to stop sets; None for a new one.
@@ -125,10 +122,7 @@ class Watchdog:
         return self.stop.is_set()
 
     def at(self, where: str) -> None:
-        """Report the position of the main thread, which shows that it makes progress.
-
-        Args:
-            where: Position, for instance ``step 12, forward``.
+        """Report the position of the main thread, such as ``step 12, forward``, which shows that it makes progress.
 
         Raises:
             RankError: If a rank was lost without which the job cannot continue.
@@ -139,19 +133,12 @@ class Watchdog:
             raise self._error
 
     def late(self, seconds: float = 10.0) -> list[str]:
-        """Describe the ranks that are silent or that others wait for.
-
-        Args:
-            seconds: Minimum time for which they are late.
-        """
+        """Describe the ranks that are silent, or that others wait for, for at least this many seconds."""
         with self._lock:
             return [self._hearts.describe(rank) for rank in self._hearts.late(seconds)]
 
     def meet(self, name: str) -> None:
-        """Wait until every process has reached this place.
-
-        Args:
-            name: Name of the place, used only once.
+        """Wait until every process has reached a place; each name of a place is used only once.
 
         Raises:
             RankError: If a process does not reach it.
@@ -209,11 +196,7 @@ class Watchdog:
             raise self.explain(error) from error
 
     def explain(self, error: Exception) -> CordilleraError:
-        """Return an error that names the rank behind a broken collective; waits some seconds for evidence.
-
-        Args:
-            error: Error of the collective.
-        """
+        """Return an error that names the rank behind a broken collective; waits some seconds for evidence."""
         is_late = any(word in str(error).lower() for word in ("timed out", "timeout", " within "))
         until = time.monotonic() + (3 * self._beat_s + 1 if is_late else _EXPLAIN_S)
         while time.monotonic() < until:
@@ -317,14 +300,7 @@ class Watchdog:
         self._error = self._error or told.error()
 
     def tell(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why the job cannot continue.
-
-        Args:
-            verdict: Verdict of this process.
-
-        Returns:
-            Verdict that all processes receive: the first that any process gave.
-        """
+        """Tell all processes why the job cannot continue; return the first verdict that any process gave."""
         with self._lock:
             return self._hearts.verdict or self._hearts.accuse(verdict)
 
@@ -336,11 +312,7 @@ class Watchdog:
         return (0,) if self._host == "rank 0" else ()
 
     def lost_store(self, error: StoreError) -> RankError:
-        """Return the error of a job whose store has ended or does not answer.
-
-        Args:
-            error: Error of the store.
-        """
+        """Return the error of a job whose store has ended or does not answer."""
         if isinstance(error, StoreSilent):
             how, remedy = str(error), f"see what {self._host} does, and whether the link to it is up"
         else:

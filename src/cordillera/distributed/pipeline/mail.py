@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cordillera.distributed.ledger import Ledger, Traffic
-from cordillera.errors import CordilleraError, PlanError
+from cordillera.errors import PeerError, PlanError
 from cordillera.planning.pipeline.schedules import Kind, Schedule
 from cordillera.planning.pipeline.simulator import Way
 
 # Number of receives posted beyond the awaited one, so that messages are copied while others are computed.
 _AHEAD = 8
-
 
 # First tag of a pair's messages; the tags below it are those of the layouts, by stage, and of the start of a step.
 _FIRST = 1 << 20
@@ -32,32 +31,6 @@ _LAYOUT = _FIRST - 2
 PASSED_ON = "activations and gradients between stages"
 MAIL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMENSIONS = 8
-
-
-class PeerError(CordilleraError):
-    """Another rank did not send or receive a message in time, or its connection broke.
-
-    Args:
-        what: One sentence that says what was awaited.
-        peer: Awaited rank, as a rank of the group; None if it could be any.
-        stage: Stage that produces the message; None if no message was awaited.
-        microbatch: Microbatch of the message; None if no message was awaited.
-        where: Rank that waited.
-        remedy: Advice on what to do.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        peer: int | None,
-        stage: int | None = None,
-        microbatch: int | None = None,
-        where: str | None = None,
-        remedy: str | None = None,
-    ) -> None:
-        self.peer, self.stage, self.microbatch = peer, stage, microbatch
-        super().__init__(what, where=where, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -82,12 +55,7 @@ class Throttle:
             raise PlanError(f"a capacity of {self.bytes_per_s} bytes/s", where="throttle", remedy="one above 0")
 
     def way(self, forward_bytes: float, backward_bytes: float | None = None) -> Way:
-        """Return this link in the form that the simulator takes.
-
-        Args:
-            forward_bytes: Size of a message of activations in bytes.
-            backward_bytes: Size of a message of gradients in bytes; None for the same as ``forward_bytes``.
-        """
+        """Return the simulator's link for messages of ``forward_bytes`` and ``backward_bytes`` (None: as many)."""
         backward = None if backward_bytes is None else backward_bytes / self.bytes_per_s
         return Way(self.latency_s, forward_bytes / self.bytes_per_s, backward)
 

@@ -26,17 +26,13 @@ from cordillera.distributed.pipeline.mail import MAIL_DTYPES, MOST_DIMENSIONS, M
 from cordillera.distributed.pipeline.split_backward import ForwardState, SplitBackward, accumulate, split_backward
 from cordillera.errors import PlanError
 from cordillera.planning.pipeline.schedules import Action, Kind, Schedule
-from cordillera.planning.pipeline.simulator import Timeline
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Start and end of one rank's actions in a step, in seconds since all ranks were ready.
+    """Start and end of the actions of a rank in a step, in the schedule's order, in seconds since all ranks were ready.
 
-    Attributes:
-        rank: Rank that took the actions.
-        starts: Time at which each action started, in the schedule's order, after its inputs had arrived.
-        ends: Time at which each action ended and its message was handed over.
+    An action starts after its inputs have arrived, and ends when its message is handed over.
     """
 
     rank: int
@@ -49,32 +45,10 @@ class ExecutedStep(NamedTuple):
 
     Attributes:
         losses: Loss of each microbatch, ``[m]``, not divided by ``m``; None except on the rank of the last stage.
-        recording: Start and end of this rank's actions.
     """
 
     losses: Tensor | None
     recording: Recording
-
-
-def recorded_timeline(schedule: Schedule, recordings: Sequence[Recording]) -> Timeline:
-    """Combine all ranks' recordings of a step into a timeline like the simulator's.
-
-    Messages are not recorded, so the timeline has none, and ``waiting``, which is derived from them, is NaN.
-
-    Args:
-        schedule: Schedule that was executed.
-        recordings: One recording for each rank, in any order.
-
-    Raises:
-        PlanError: If the recordings do not match the schedule's ranks and actions.
-    """
-    by_rank = {recording.rank: recording for recording in recordings}
-    for rank, actions in enumerate(schedule.actions):
-        if rank not in by_rank or len(by_rank[rank].starts) != len(actions):
-            raise PlanError(f"no recording of the {len(actions)} actions of rank {rank}", where="recordings")
-    ordered = [by_rank[rank] for rank in range(schedule.ranks)]
-    unknown = np.full(schedule.ranks, math.nan)
-    return Timeline(schedule, [one.starts for one in ordered], [one.ends for one in ordered], waiting=unknown)
 
 
 class PipelineRunner:

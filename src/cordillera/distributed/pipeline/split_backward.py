@@ -36,7 +36,6 @@ class SplitBackward(NamedTuple):
     """Remainder of a backward after the gradient of its input.
 
     Attributes:
-        output: Output of the forward.
         gradient: Gradient of the output; None if the output is a loss.
         from_output: Weights whose gradients are computed from the output; None for all weights.
         joints: Places where the other weights join the trunk: edges, gradients that reached them, and weights.
@@ -95,14 +94,9 @@ def split_backward(forward: ForwardState, gradient: Tensor | None) -> tuple[Spli
 
 
 def _joints(root: GradientEdge, end: Node) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
-    """Return the nodes at which weights join the trunk: the edges into each node, and the weights that join there.
+    """Return the nodes at which weights join the trunk, from input to output: the edges into each, and its weights.
 
-    Args:
-        root: Edge of the output.
-        end: Node of the input.
-
-    Returns:
-        Joints ordered from input to output; None if no path leads from output to input.
+    ``root`` is the edge of the output, ``end`` the node of the input; None if no path leads from output to input.
     """
     below: list[Node] = []  # each node comes after the nodes that it leads to
     entries: dict[Node, dict[int, None]] = {root.node: {root.output_nr: None}}

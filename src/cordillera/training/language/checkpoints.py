@@ -56,7 +56,8 @@ _Anything = TypeVar("_Anything")
 class ShardedCheckpoints:
     """The checkpoints of one training.
 
-    All ranks call the same methods in the same order, except :meth:`steps` and :meth:`prune`.
+    All ranks call the same methods in the same order, except :meth:`steps` and :meth:`prune`; each raises a PeerError
+    if another rank does not answer in time.
 
     Args:
         folder: Folder of the checkpoints, the same for all ranks.
@@ -66,8 +67,6 @@ class ShardedCheckpoints:
         deadline_s: Longest time that ranks wait for another's files, seconds; None for the mesh's.
 
     Attributes:
-        folder: Folder of the checkpoints.
-        mesh: Mesh of all processes.
         last: Step of the checkpoint that was last begun or restored, equal on every rank; None before.
         bytes: Bytes of the tensors of the checkpoint that was last begun, over all ranks.
     """
@@ -89,15 +88,12 @@ class ShardedCheckpoints:
     def save(self, engine: LanguageEngine, state: dict[str, Any]) -> None:
         """Begin to write a checkpoint once the previous one is complete; weights may change as soon as this returns.
 
-        Args:
-            engine: Engine whose weights, moments and counters are saved.
-            state: Plain JSON values, equal on every rank; ``state["step"]`` names the checkpoint.
+        Weights, moments and counters are those of ``engine``; ``state`` holds plain JSON values, equal on every rank,
+        of which ``state["step"]`` names the checkpoint.
 
         Raises:
-            CheckpointError: If a weight or moment is NaN or infinite, in which case nothing is written; if ranks passed
-                different states; or if :meth:`wait` raised it for the previous checkpoint.
-            RunError: If :meth:`wait` raised it for the previous checkpoint.
-            PeerError: If :meth:`wait` raised it for the previous checkpoint.
+            CheckpointError: If a weight or moment is NaN or infinite, in which case nothing is written, or if ranks
+                passed different states. Errors of :meth:`wait` for the previous checkpoint are raised as well.
         """
         self.wait()
         engine_state: dict[str, Any] = {"steps": engine.steps, "skipped": engine.skipped}
@@ -129,13 +125,11 @@ class ShardedCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that was begun is complete on the disk.
+        """Wait until the checkpoint that was begun is complete on the disk; errors are equal on every rank.
 
         Raises:
-            CheckpointError: If it could not be written; the error is equal on every rank.
-            RunError: If the disk is full or read-only; the error is equal on every rank. Earlier checkpoints are
-                intact.
-            PeerError: If another rank does not answer in time.
+            CheckpointError: If it could not be written.
+            RunError: If the disk is full or read-only. Earlier checkpoints are intact.
         """
         write = self._write
         if write is None:
@@ -164,19 +158,17 @@ class ShardedCheckpoints:
             raise
 
     def restore(self, engine: LanguageEngine, step: int | None = None) -> dict[str, Any] | None:
-        """Load a checkpoint into an engine of any mesh, after verifying every byte.
+        """Load a checkpoint into an engine of any mesh, after verifying every byte, and return the state saved with it.
+
+        Without a checkpoint, the result is None.
 
         Args:
             engine: Engine whose weights, moments and counters are overwritten; after an error they are undefined.
             step: Step of the checkpoint; None for the newest.
 
-        Returns:
-            State that was saved with the checkpoint; None if there is no checkpoint.
-
         Raises:
             CheckpointError: If there is no checkpoint of this step, one of its files is missing or corrupt, it belongs
                 to another model, or it holds NaN or infinity. Every rank raises the same error.
-            PeerError: If another rank does not answer in time.
         """
         self.wait()
         newest = max(self.steps(), default=-1) if step is None else step
@@ -194,12 +186,9 @@ class ShardedCheckpoints:
         return state
 
     def prune(self, keep: set[int]) -> None:
-        """Delete checkpoints and the remains of unfinished writes; rank 0 does it, and other ranks need not call it.
+        """Delete checkpoints except those of the steps in ``keep``, and remains of unfinished writes, on rank 0.
 
         While a checkpoint is being written, the newest complete one is kept in any case.
-
-        Args:
-            keep: Steps of the checkpoints to keep.
         """
         if self.mesh.rank != 0:
             return

@@ -94,7 +94,6 @@ class StepReport(NamedTuple):
     Attributes:
         loss: Mean loss over the iteration's targets.
         gradient_norm: Norm of all gradients together, before clipping.
-        targets: Number of tokens that were predicted.
         is_skipped: Whether the weights were left unchanged, because a gradient or the loss was not finite.
     """
 
@@ -105,14 +104,10 @@ class StepReport(NamedTuple):
 
 
 def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) -> None:
-    """Check that sums over processes do not break the emulation of a number format.
-
-    Args:
-        emulate: Number format; None is always accepted.
-        parallel: Degrees of parallelism.
+    """Check that sums over processes do not break the emulation of a number format; ``emulate`` may be None.
 
     Raises:
-        PlanError: If there is more than one process, or forwards are computed again.
+        PlanError: If ``parallel`` has more than one process, or forwards are computed again.
     """
     if emulate is None:
         return
@@ -132,14 +127,9 @@ def check_emulated(emulate: EmulationConfig | None, parallel: ParallelConfig) ->
 
 
 def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Return each token's successor in its document; :data:`IGNORED` for the last token of a document.
+    """Return the successor of each of ``tokens [T]`` in its document, or :data:`IGNORED` for the last one.
 
-    Args:
-        tokens: ``int64 [T]``.
-        offsets: ``int64 [B + 1]``: the start of each document, and ``T``.
-
-    Returns:
-        ``int64 [T]``.
+    ``offsets [B + 1]`` are the starts of the documents, and ``T``; all are ``int64``.
     """
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
@@ -151,25 +141,19 @@ def next_tokens(tokens: Tensor, offsets: Tensor) -> Tensor:
 class LanguageEngine:
     """Weights and optimizer of a Llama in many processes, and the steps that change them.
 
-    Every process of the mesh makes one and calls its methods with the same arguments. Weights are drawn from a seed; to
+    Every process of the mesh makes one and calls its methods with the same arguments; each raises a PeerError if
+    another rank does not answer in time, after which the processes must be restarted. Weights are drawn from a seed; to
     load those of a checkpoint, call :meth:`LlamaStage.fill` of each of :attr:`stages`, then :meth:`take_weights`.
 
     Args:
-        config: Settings of the optimizer and of the computation.
-        model: Sizes of the model.
-        mesh: Mesh of all processes.
         seed: Seed of the weights, which do not depend on the mesh.
 
     Attributes:
-        config: Settings of the optimizer and of the computation.
-        mesh: Mesh of all processes.
         stages: Stages that this process holds, by number.
-        optimizer: Optimizer of their weights.
         storage: Stored weights in addition to those of the computation, if a number format is emulated.
         loss_scale: Current loss scale, if gradients have one.
         ledger: Traffic of this rank since the engine was made: weights, sequences, matrices and stages.
-        steps: Number of steps begun.
-        skipped: Number of steps that left the weights unchanged.
+        steps: Number of steps begun, of which ``skipped`` left the weights unchanged.
 
     Raises:
         PlanError: If the model's sizes do not allow the mesh, or blocks cannot be compiled.
@@ -226,26 +210,16 @@ class LanguageEngine:
             PlanError: If ranks were given different microbatches, the schedule has no place for so few, or the rate is
                 invalid.
             TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
-            PeerError: If another rank does not answer in time; the processes must then be restarted.
         """
         _check_rate(rate)
         loss, targets = self.backward(microbatches)
         return self.update(loss, targets, rate)
 
     def backward(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Accumulate the gradients of one iteration without changing weights.
-
-        Args:
-            microbatches: Microbatches of the whole job, alike on every rank, as in :meth:`step`.
+        """Accumulate the gradients of one iteration without changing weights; errors are those of :meth:`step`.
 
         Returns:
             This process's part of the loss, and the number of targets of the whole iteration.
-
-        Raises:
-            DataError: If a microbatch is invalid, as in :meth:`step`.
-            PlanError: If ranks were given different microbatches, or the schedule has no place for so few.
-            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
-            PeerError: If another rank does not answer in time.
         """
         own, targets = self._take(microbatches, "training")
         self.steps += 1
@@ -260,19 +234,12 @@ class LanguageEngine:
         return loss, targets
 
     def evaluate(self, microbatches: Sequence[PackedTokens]) -> tuple[float, int]:
-        """Compute the loss of the present weights on packed documents, without changing anything.
+        """Compute the loss of the present weights on any microbatches of the job, without changing anything.
 
-        Args:
-            microbatches: Any number of microbatches of the whole job, alike on every rank.
+        Errors are those of :meth:`step`.
 
         Returns:
             The sum of the losses of all targets of the whole job, and the number of targets, equal on every rank.
-
-        Raises:
-            DataError: If a microbatch is invalid, as in :meth:`step`.
-            PlanError: If ranks were given different microbatches.
-            TrainingError: If there is nothing to predict, or another rank found an invalid microbatch.
-            PeerError: If another rank does not answer in time.
         """
         own, targets = self._take(microbatches, "evaluation")
         with self._emulated(0):
@@ -284,14 +251,10 @@ class LanguageEngine:
     def update(self, loss: float, targets: int, rate: float = 1.0) -> StepReport:
         """Change the weights by the accumulated gradients, and clear the gradients.
 
-        Args:
-            loss: This process's part of the loss, from :meth:`backward`.
-            targets: Number of targets of the whole iteration, from :meth:`backward`.
-            rate: Factor of the learning rate of this step, finite and at least 0.
+        ``loss`` and ``targets`` are those of :meth:`backward`, ``rate`` is that of :meth:`step`.
 
         Raises:
             PlanError: If the rate is invalid.
-            PeerError: If another rank does not answer in time.
         """
         _check_rate(rate)
         # every rank sums the same numbers in the same order, so that all make the same decision

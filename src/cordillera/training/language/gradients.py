@@ -18,13 +18,7 @@ TIED, WHOLE = "gradients of the tied head", "gradients of norms"
 
 
 class StageGradients:
-    """Gradients of the stages that this process holds, each reduced over the ranks that share its weights.
-
-    Args:
-        stages: Stages by number.
-        mesh: Mesh of all processes.
-        ledger: Ledger that records the traffic.
-    """
+    """Gradients of the stages that this process holds, each reduced over the ranks that share its weights."""
 
     def __init__(self, stages: Mapping[int, LlamaStage], mesh: ProcessMesh, ledger: Ledger) -> None:
         self._stages, self._mesh, parallel = stages, mesh, mesh.config

@@ -40,7 +40,6 @@ class LanguageRecords:
     """Records of a language run, read from its files; missing files give empty values.
 
     Attributes:
-        train: Records of training, in order.
         validations: Records of evaluations by split.
         events: Kinds and records of checkpoints, skipped steps and resumptions, in order.
         final: Evaluation of ``evaluation.json``; None without the file.

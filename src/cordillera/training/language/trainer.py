@@ -72,14 +72,7 @@ class LanguageTrainingConfig(LanguageConfig):
 
 @dataclass
 class LanguageProgress:
-    """Position of training, all of which is in the checkpoint.
-
-    Attributes:
-        step: Number of updates done or skipped.
-        tokens: Number of tokens trained on.
-        documents: Number of documents trained on.
-        stale: Number of steps skipped in a row, up to this one.
-    """
+    """Position of training, all of which is in the checkpoint; ``stale`` steps in a row were skipped."""
 
     step: int = 0
     tokens: int = 0
@@ -92,11 +85,8 @@ class LanguageEvaluation(NamedTuple):
 
     Attributes:
         loss: Mean negative log-likelihood, nats per token.
-        perplexity: ``exp(loss)``.
         bits_per_byte: Negative log-likelihood in bits per byte of text, which compares models with different
             vocabularies.
-        targets: Number of tokens that were predicted.
-        seconds: Duration in seconds.
     """
 
     loss: float
@@ -113,7 +103,6 @@ class LanguageReport:
     Attributes:
         ended: ``finished`` (all steps done), ``exhausted`` (the text ended), or ``interrupted`` (stopped on request;
             resumable).
-        progress: Progress at the end.
         seconds: Wall time of this process's share.
         evaluation: Evaluation of the weights at the end; None if training was interrupted or nothing was held out.
     """
@@ -182,10 +171,6 @@ class LanguageTrainer:
     """Trains one model on one stream of iterations; every process of the mesh makes the same calls.
 
     Args:
-        config: Settings of training.
-        engine: Weights, optimizer and mesh.
-        batches: Iterations to train on.
-        checkpoints: Store of checkpoints.
         run: Run that records are written to, on rank 0; None on other ranks.
         held_out: Microbatches of held-out text to evaluate on; None or an empty sequence for no evaluation.
         held_out_bytes: Size of the held-out text in UTF-8, in bytes.
@@ -194,9 +179,6 @@ class LanguageTrainer:
             stop, all stop after the step in progress. None for a loop without one.
         on_step: Function that draws progress, on rank 0.
         recipe: Recipe of the run as plain JSON values, saved with every checkpoint.
-
-    Attributes:
-        progress: Progress of training.
     """
 
     Config = LanguageTrainingConfig
@@ -516,24 +498,13 @@ class LanguageTrainer:
 
 
 def write_evaluation(run: Run, step: int, tokens: int, found: LanguageEvaluation) -> None:
-    """Write ``evaluation.json`` of a run.
-
-    Args:
-        run: The run.
-        step: Step after which the weights were evaluated.
-        tokens: Number of tokens that the weights were trained on.
-        found: The evaluation.
-    """
+    """Write ``evaluation.json`` of a ``run``: ``found`` after ``step``, at which the weights had seen ``tokens``."""
     place = {"step": step, "tokens": tokens}
     run.write_json("evaluation.json", {"kind": "language", "split": "validation", **place, **found._asdict()})
 
 
 def peak_memory(device_type: str) -> int:
-    """Return the largest number of bytes that this process used: on the GPU for ``cuda``, on the host for ``cpu``.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-    """
+    """Return the largest number of bytes that this process used: on the GPU for ``cuda``, on the host for ``cpu``."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
     # getrusage also counts the memory of the parent process until it started this one

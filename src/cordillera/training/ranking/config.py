@@ -96,12 +96,8 @@ class Progress:
     """Position of training, all of which is in the checkpoint.
 
     Attributes:
-        step: Number of updates done.
-        epoch: Epoch in progress, counted from 0.
-        batch: Number of batches of that epoch already used.
-        examples: Number of samples used.
-        best: Lowest mean NE on the validation split so far.
-        best_step: Step of ``best``.
+        batch: Number of batches of the ``epoch`` in progress (from 0) already used.
+        best: Lowest mean NE on the validation split so far, at ``best_step``.
         stale: Number of evaluations since ``best``.
     """
 
@@ -129,7 +125,6 @@ class TrainingOutcome:
 
     Attributes:
         ended: ``finished`` (all steps done), ``early`` (patience ran out), ``interrupted`` (a signal; resumable).
-        progress: Progress at the end.
         seconds: Wall time of this process's share.
         probing_seconds: Part of ``seconds`` spent on statistics of the inputs of layers.
     """

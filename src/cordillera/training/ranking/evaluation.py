@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.errors import DataError, TrainingError
 from cordillera.files import parse_json
+from cordillera.intervals import wilson_interval
 from cordillera.run import RunStatus
-from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals, wilson_interval
+from cordillera.training.ranking.metric_intervals import interval_unit, metric_intervals
 from cordillera.training.ranking.metrics import RankingMetrics, sigmoid
 
 SegmentColumns: TypeAlias = Mapping[str, tuple[Any, Sequence[str]]]
@@ -29,15 +30,12 @@ _Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """A bin of samples with neighbouring scores.
+    """Bin of samples with neighbouring scores.
 
     Attributes:
-        count: Number of samples.
-        weight: Sum of their weights.
+        weight: Sum of the samples' weights.
         prediction: Weighted mean probability.
-        rate: Weighted mean label.
-        low: Lower bound of Wilson's 95 % interval of ``rate``.
-        high: Upper bound of the interval.
+        rate: Weighted mean label, with its Wilson 95 % interval from ``low`` to ``high``.
     """
 
     count: int
@@ -50,13 +48,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """Distribution of scores within each class.
-
-    Attributes:
-        edges: Bin edges in logits at equal steps, one more than bins.
-        negative: Weight of the samples with label 0 in each bin.
-        positive: Weight of the samples with label 1 in each bin.
-    """
+    """Weights of the samples of either class (label 0 or 1) in bins of equal width in logits, between ``edges``."""
 
     edges: list[float]
     negative: list[float]
@@ -70,7 +62,6 @@ class TaskEvaluation:
     Attributes:
         metrics: Result of :meth:`RankingMetrics.compute`; NaN means undefined.
         undefined: Reason for each metric without a value.
-        intervals: Confidence intervals by metric.
         calibration: Bins of equal weight in ascending order of score; equal scores share a bin.
         histogram: Histogram of scores; None without samples.
     """
@@ -84,13 +75,10 @@ class TaskEvaluation:
 
 @dataclass(frozen=True)
 class Segment:
-    """Metrics of the samples that share a value of a feature.
+    """Metrics and intervals, by task, of the samples that share a value of a feature.
 
     Attributes:
-        examples: Number of samples.
         small: Whether some task has too few samples of either class for meaningful metrics.
-        tasks: Metrics by task.
-        intervals: Confidence intervals by task and metric.
     """
 
     examples: int
@@ -104,11 +92,8 @@ class Evaluation:
     """Result of :func:`evaluate`.
 
     Attributes:
-        split: Name of the split.
-        examples: Number of evaluated samples.
         seconds: Wall time of the pass, including loading.
         examples_per_second: Samples evaluated per second; NaN without samples.
-        tasks: Metrics by task name.
         segments: Metrics by feature and value, largest segments first.
         level: Confidence level of the intervals.
         unit: Unit that the intervals treat as independent: ``sample`` or ``group``.
@@ -128,11 +113,9 @@ class Evaluation:
     steps: int | None = None
 
     def age(self, status: RunStatus | None, *, keeps_best: bool) -> str:
-        """Return a warning that training continued after these weights were evaluated; empty if it did not.
+        """Return a warning that a run of this ``status`` was trained on after this evaluation, else an empty text.
 
-        Args:
-            status: Status of the run.
-            keeps_best: Whether the run keeps its best weights, which may be older than the last ones.
+        With ``keeps_best``, the run's weights may be older than the last ones, and there is no warning.
         """
         if self.step is None or status is None or keeps_best or self.step == status.step:
             return ""
@@ -160,11 +143,7 @@ class Evaluation:
 
     @classmethod
     def from_object(cls, raw: Any, where: str) -> Evaluation:
-        """Create an evaluation from the parsed output of :meth:`to_json`.
-
-        Args:
-            raw: Parsed JSON value.
-            where: Place of the text, for errors.
+        """Create an evaluation from ``raw``, the parsed output of :meth:`to_json`; ``where`` is its place for errors.
 
         Raises:
             DataError: If the value is not an evaluation.
@@ -281,14 +260,13 @@ def evaluate(
     small_segment: int = 50,
     most_segments: int = 50,
 ) -> Evaluation:
-    """Score every batch and compute metrics of the scores.
+    """Score every batch of a ``loader`` with labels, and compute metrics of the scores.
 
     All logits are held in memory: 4 bytes per sample and task, and about 17 bytes per sample of bookkeeping.
 
     Args:
         score: Function that returns logits ``[B, tasks]`` of a batch. It runs without autograd; the caller sets
             evaluation mode and the device.
-        loader: Batches with labels.
         tasks: Names of the columns of the logits.
         split: Name of the split, for the record.
         segments: Either ``(codes, names)`` by feature, where ``codes`` holds a position in ``names`` for every row of
@@ -308,8 +286,54 @@ def evaluate(
         TrainingError: If logits are not finite; the message names the task, their number and the first rows.
         DataError: If a batch has no labels, or shapes do not fit.
     """
+    samples, named, seconds = _score_all(score, loader, tasks, split, segments if callable(segments) else None)
+    size = len(samples.rows)
+    results = {
+        task: _evaluate_task(*samples.of_task(t), level, calibration_bins, histogram_bins)
+        for t, task in enumerate(tasks)
+    }
+    broken_down = {
+        feature: _evaluate_segments(codes, names, samples, tasks, level, small_segment, most_segments)
+        for feature, (codes, names) in _segment_codes(segments, named, samples.rows, split).items()
+    }
+    return Evaluation(
+        split=split,
+        examples=size,
+        seconds=seconds,
+        examples_per_second=size / seconds if size and seconds > 0 else math.nan,
+        tasks=results,
+        segments=broken_down,
+        level=level,
+        unit=interval_unit(samples.groups),
+    )
+
+
+class _Samples(NamedTuple):
+    """Scored samples: logits and labels ``[B, tasks]``, weights and groups ``[B]`` or None, rows of the data set."""
+
+    logits: NDArray[Any]
+    labels: NDArray[Any]
+    weights: _Floats | None
+    groups: NDArray[Any] | None
+    rows: NDArray[np.int64]
+
+    def of_task(self, task: int) -> tuple[_Floats, NDArray[Any], _Floats | None, NDArray[Any] | None]:
+        return self.logits[:, task].astype(np.float64), self.labels[:, task], self.weights, self.groups
+
+    def take(self, chosen: NDArray[np.int64]) -> _Samples:
+        return _Samples(*(None if column is None else column[chosen] for column in self))  # type: ignore[arg-type]
+
+
+def _score_all(
+    score: Callable[[RankingBatch], Tensor],
+    loader: Iterable[RankingBatch],
+    tasks: Sequence[str],
+    split: str,
+    segments: SegmentFunction | None,
+) -> tuple[_Samples, dict[str, list[Any]], float]:
+    """Score every batch; return the samples, the values of ``segments`` by feature, and the seconds of the pass."""
     began = time.perf_counter()
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("logits", "labels", "weights", "groups", "rows")}
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _Samples._fields}
     named: dict[str, list[Any]] = {}
     seen = 0
     with torch.no_grad():
@@ -332,44 +356,21 @@ def evaluate(
                 parts["groups"].append(batch.groups.cpu().numpy())
             rows = np.arange(seen, seen + size) if batch.rows is None else batch.rows.cpu().numpy()
             parts["rows"].append(rows)
-            if callable(segments):
+            if segments is not None:
                 for feature, values in segments(batch).items():
                     named.setdefault(feature, []).extend(values)
             seen += size
     seconds = time.perf_counter() - began
-    logits_all = np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["logits"]])
-    labels_all = np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["labels"]])
-    rows_all = np.concatenate([np.empty(0, np.int64), *parts["rows"]])
-    _refuse_non_finite(logits_all, rows_all, tasks, split)
-    weights = _optional(parts["weights"], seen, "weights", split)
-    groups = _optional(parts["groups"], seen, "groups", split)
-    results = {
-        task: _evaluate_task(
-            logits_all[:, t].astype(np.float64),
-            labels_all[:, t],
-            weights,
-            groups,
-            level,
-            calibration_bins,
-            histogram_bins,
-        )
-        for t, task in enumerate(tasks)
-    }
-    broken_down: dict[str, dict[str, Segment]] = {}
-    for feature, (codes, names) in _segment_codes(segments, named, rows_all, split).items():
-        broken_down[feature] = _evaluate_segments(
-            codes, names, logits_all, labels_all, weights, groups, tasks, level, small_segment, most_segments
-        )
-    return Evaluation(
-        split=split,
-        examples=seen,
-        seconds=seconds,
-        examples_per_second=seen / seconds if seen and seconds > 0 else math.nan,
-        tasks=results,
-        segments=broken_down,
-        level=level,
-        unit=interval_unit(groups),
+    samples = _Samples(
+        np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["logits"]]),
+        np.concatenate([np.empty((0, len(tasks)), np.float32), *parts["labels"]]),
+        None,
+        None,
+        np.concatenate([np.empty(0, np.int64), *parts["rows"]]),
     )
+    _refuse_non_finite(samples.logits, samples.rows, tasks, split)
+    weights, groups = (_optional(parts[name], seen, name, split) for name in ("weights", "groups"))
+    return samples._replace(weights=weights, groups=groups), named, seconds
 
 
 def _keep(dtype: torch.dtype) -> torch.dtype:
@@ -428,16 +429,10 @@ def _evaluate_task(
 def calibration_table(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 20
 ) -> list[CalibrationBin]:
-    """Compare predicted probabilities with observed rates in bins of equal weight.
+    """Compare predicted probabilities with observed rates in bins of equal weight, in ascending order of score.
 
-    Args:
-        logits: ``float64 [B]``, finite.
-        positive: ``bool [B]``.
-        weights: ``float64 [B]``, at least 0.
-        bins: Largest number of bins; there are fewer if equal scores, which share a bin, fill one.
-
-    Returns:
-        Bins in ascending order of score.
+    ``logits`` (finite), ``positive`` and ``weights`` (at least 0) are ``[B]``. There are fewer than ``bins`` bins if
+    equal scores, which share a bin, fill one.
     """
     keep = weights > 0
     logits, positive, weights = logits[keep], positive[keep], weights[keep]
@@ -463,16 +458,9 @@ def calibration_table(
 def score_histogram(
     logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, bins: int = 40
 ) -> ScoreHistogram | None:
-    """Compute the histogram of logits by class, in equal steps from the smallest to the largest.
+    """Compute the histogram of finite ``logits [B]`` by class (``positive [B]``) in so many ``bins`` of equal width.
 
-    Args:
-        logits: ``float64 [B]``, finite.
-        positive: ``bool [B]``.
-        weights: ``float64 [B]``.
-        bins: Number of bins.
-
-    Returns:
-        The histogram; None without samples.
+    Samples count by their ``weights [B]``. Without samples, the result is None.
     """
     if not logits.size:
         return None
@@ -520,10 +508,7 @@ def _segment_codes(
 def _evaluate_segments(
     codes: NDArray[np.int64],
     names: list[str],
-    logits: NDArray[Any],
-    labels: NDArray[Any],
-    weights: _Floats | None,
-    groups: NDArray[Any] | None,
+    samples: _Samples,
     tasks: Sequence[str],
     level: float,
     small: int,
@@ -545,10 +530,9 @@ def _evaluate_segments(
     result = {}
     for name, chosen in members.items():
         metrics, intervals, few = {}, {}, False
-        w = None if weights is None else weights[chosen]
-        g = None if groups is None else groups[chosen]
+        own = samples.take(chosen)
         for t, task in enumerate(tasks):
-            x, y = logits[chosen, t].astype(np.float64), labels[chosen, t]
+            x, y, w, g = own.of_task(t)
             streaming = RankingMetrics()
             streaming.update(x, y, w, g)
             metrics[task] = streaming.compute()

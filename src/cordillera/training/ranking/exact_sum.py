@@ -26,13 +26,7 @@ def _quotient(dividend: int, divisor: int) -> float:
 
 
 class ExactSum:
-    """The exact sum of float64 numbers.
-
-    Attributes:
-        units: The finite part, an integer number of ``2**-1126``.
-        positive_infinities: Number of ``+inf`` terms.
-        negative_infinities: Number of ``-inf`` terms.
-    """
+    """Exact sum of float64 numbers: ``units``, an integer number of ``2**-1126``, and counts of infinite terms."""
 
     def __init__(self) -> None:
         self.units = 0

@@ -15,26 +15,18 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from cordillera.intervals import wilson_interval
 from cordillera.training.ranking.metrics import binary_entropy, cross_entropy, grouped_auc, sigmoid
-
-__all__ = ["auc_influence", "interval_unit", "metric_intervals", "wilson_interval"]
 
 _Floats = NDArray[np.float64]
 _FEWEST_GROUPS = 20
 
 
 def auc_influence(scores: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> tuple[float, _Floats]:
-    """Compute the weighted AUC and every sample's influence on it.
+    """Compute the weighted AUC of samples and every sample's influence on it, ``float64 [B]``.
 
-    Args:
-        scores: ``float64 [B]``.
-        positive: ``bool [B]``, with both values present.
-        weights: ``float64 [B]``, positive.
-
-    Returns:
-        The AUC, and ``float64 [B]`` whose sum is zero within either class; the sum of squares is the variance of the
-        AUC up to the factors ``m / (m - 1)`` of DeLong et al. 1988 (structural components ``V10`` and ``V01``).
+    Of the ``scores``, ``positive`` and ``weights``, all ``[B]``, both classes must be present and weights positive. The
+    influences' sum is zero within either class, and their sum of squares is the variance of the AUC up to the factors
+    ``m / (m - 1)`` of DeLong et al. 1988 (structural components ``V10`` and ``V01``).
     """
     _, place = np.unique(scores, return_inverse=True)
     positives = np.bincount(place, weights=weights * positive)
@@ -77,28 +69,11 @@ def metric_intervals(
     ones, zeros = int(positive.sum()), int((~positive).sum())
     if ones < 2 or zeros < 2:
         return {}
-    losses, predictions = cross_entropy(logits, positive), sigmoid(logits)
-    total, mass = weights.sum(), weights[positive].sum()
-    rate, share = mass / total, weights / total
-    loss = float(share @ losses)
-    entropy = binary_entropy(mass, total - mass)
-    ne, slope = loss / entropy, math.log((1 - rate) / rate)
-    calibration = float(weights @ predictions / mass)
-    auc, auc_parts = auc_influence(logits, positive, weights)
-    estimates = {
-        "ne": (ne, share * ((losses - loss) - ne * slope * (positive - rate)) / entropy),
-        "auc": (auc, auc_parts),
-        "log_loss": (loss, share * (losses - loss)),
-        "calibration": (calibration, weights / mass * (predictions - calibration * positive)),
-    }
     codes = np.zeros(0, np.int64) if groups is None else np.unique(groups, return_inverse=True)[1]
     count = 0 if groups is None else int(codes.max()) + 1
     clustered = count >= _FEWEST_GROUPS
-    quantile = float(
-        scipy.stats.t.ppf((1 + level) / 2, count - 1) if clustered else scipy.stats.norm.ppf((1 + level) / 2)
-    )
     errors: dict[str, tuple[float, float]] = {}
-    for name, (value, parts) in estimates.items():
+    for name, (value, parts) in _estimates(logits, positive, weights).items():
         if clustered:
             variance = count / (count - 1) * float((np.bincount(codes, weights=parts) ** 2).sum())
         elif name == "auc":
@@ -107,30 +82,58 @@ def metric_intervals(
         else:
             variance = positive.size / (positive.size - 1) * float((parts**2).sum())
         errors[name] = value, math.sqrt(variance)
-    if clustered:
-        order = np.lexsort((logits, codes))
-        _, aucs, p, n = grouped_auc(
-            codes[order], logits[order], (weights * positive)[order], (weights * ~positive)[order]
-        )
-        defined = ~np.isnan(aucs)
-        used = int(defined.sum())
-        if used >= _FEWEST_GROUPS:
-            part = (p + n)[defined] / (p + n)[defined].sum()
-            gauc = float(part @ aucs[defined])
-            errors["gauc"] = gauc, math.sqrt(used / (used - 1) * float(((part * (aucs[defined] - gauc)) ** 2).sum()))
-    intervals = {}
-    for name, (value, error) in errors.items():
-        if not (math.isfinite(value) and value > 0 and error > 0):
-            continue
-        if name in ("auc", "gauc"):
-            if value >= 1:
-                continue
-            centre, half = math.log(value / (1 - value)), quantile * error / (value * (1 - value))
-            low, high = (1 / (1 + math.exp(-end)) for end in (centre - half, centre + half))
-        else:
-            low, high = (value * math.exp(sign * quantile * error / value) for sign in (-1, 1))
-        intervals[name] = float(low), float(high)
-    return intervals
+    if clustered and (gauc := _grouped_estimate(logits, positive, weights, codes)) is not None:
+        errors["gauc"] = gauc
+    quantile = float(
+        scipy.stats.t.ppf((1 + level) / 2, count - 1) if clustered else scipy.stats.norm.ppf((1 + level) / 2)
+    )
+    bounds = {name: _bounds(name, value, error, quantile) for name, (value, error) in errors.items()}
+    return {name: ends for name, ends in bounds.items() if ends is not None}
+
+
+def _estimates(logits: _Floats, positive: NDArray[np.bool_], weights: _Floats) -> dict[str, tuple[float, _Floats]]:
+    """Return every metric except GAUC, with the influences of the samples on it."""
+    losses, predictions = cross_entropy(logits, positive), sigmoid(logits)
+    total, mass = weights.sum(), weights[positive].sum()
+    rate, share = mass / total, weights / total
+    loss = float(share @ losses)
+    entropy = binary_entropy(mass, total - mass)
+    ne, slope = loss / entropy, math.log((1 - rate) / rate)
+    calibration = float(weights @ predictions / mass)
+    return {
+        "ne": (ne, share * ((losses - loss) - ne * slope * (positive - rate)) / entropy),
+        "auc": auc_influence(logits, positive, weights),
+        "log_loss": (loss, share * (losses - loss)),
+        "calibration": (calibration, weights / mass * (predictions - calibration * positive)),
+    }
+
+
+def _grouped_estimate(
+    logits: _Floats, positive: NDArray[np.bool_], weights: _Floats, codes: NDArray[np.int64]
+) -> tuple[float, float] | None:
+    """Return GAUC and its standard error; None if fewer than 20 groups have both classes."""
+    order = np.lexsort((logits, codes))
+    _, aucs, p, n = grouped_auc(codes[order], logits[order], (weights * positive)[order], (weights * ~positive)[order])
+    defined = ~np.isnan(aucs)
+    used = int(defined.sum())
+    if used < _FEWEST_GROUPS:
+        return None
+    part = (p + n)[defined] / (p + n)[defined].sum()
+    gauc = float(part @ aucs[defined])
+    return gauc, math.sqrt(used / (used - 1) * float(((part * (aucs[defined] - gauc)) ** 2).sum()))
+
+
+def _bounds(name: str, value: float, error: float, quantile: float) -> tuple[float, float] | None:
+    if not (math.isfinite(value) and value > 0 and error > 0):
+        return None
+    if name not in ("auc", "gauc"):
+        low, high = (value * math.exp(sign * quantile * error / value) for sign in (-1, 1))
+        return float(low), float(high)
+    if value >= 1:
+        return None
+    centre, half = math.log(value / (1 - value)), quantile * error / (value * (1 - value))
+    low, high = (1 / (1 + math.exp(-end)) for end in (centre - half, centre + half))
+    return float(low), float(high)
 
 
 def interval_unit(groups: NDArray[np.int64] | None) -> str:

@@ -40,14 +40,10 @@ def _numpy(values: TensorOrArray, dtype: Any = np.float64) -> NDArray[Any]:
 
 
 def cross_entropy(logits: _Floats, positive: NDArray[np.bool_]) -> _Floats:
-    """Compute the binary cross-entropy in nats of every sample, from logits, without loss of precision.
+    """Compute the binary cross-entropy of every sample in nats, ``float64 [B]``, without loss of precision.
 
-    Args:
-        logits: ``float64 [B]``, infinities allowed.
-        positive: ``bool [B]``.
-
-    Returns:
-        ``float64 [B]``; ``-log(sigmoid(x))`` for positive samples, ``-log(1 - sigmoid(x))`` for others.
+    It is ``-log(sigmoid(x))`` for samples that are ``positive``, ``-log(1 - sigmoid(x))`` for others. ``logits [B]``
+    may be infinite.
     """
     return np.maximum(np.where(positive, -logits, logits), 0.0) + np.log1p(np.exp(-np.abs(logits)))
 
@@ -399,13 +395,9 @@ class ProgressiveMetrics:
         weights: TensorOrArray | None = None,
         groups: TensorOrArray | None = None,
     ) -> list[dict[str, Any]]:
-        """Add one batch of predictions, made before training on it.
+        """Add one batch of predictions, made before training on it; ``logits`` and ``labels`` are ``[B, tasks]``.
 
-        Args:
-            logits: ``[B, tasks]``.
-            labels: ``[B, tasks]``.
-            weights: ``[B]``, or None for ones.
-            groups: ``int64 [B]``, or None for no GAUC.
+        ``weights`` and ``groups`` are those of :meth:`RankingMetrics.update`.
 
         Returns:
             The windows that this batch completed: ``{"begin", "end", "tasks": {task: metrics}}``, counted in samples.

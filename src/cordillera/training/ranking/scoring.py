@@ -43,12 +43,9 @@ def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractC
 def emulated(
     emulate: EmulationConfig | None, step: int = 0, loss_scale: LossScale | None = None
 ) -> contextlib.AbstractContextManager[EmulatedProducts | None]:
-    """Return the region in which products are emulated, or an empty region.
+    """Return the region of training step ``step`` in which products are emulated; an empty one if ``emulate`` is None.
 
-    Args:
-        emulate: Number format to emulate; None for an empty region.
-        step: Number of the training step.
-        loss_scale: Current loss scale; None for 1.
+    A ``loss_scale`` of None means 1.
     """
     if emulate is None:
         return contextlib.nullcontext()
@@ -58,16 +55,10 @@ def emulated(
 def scorer(
     model: RankingModel, device: torch.device, precision: Precision, emulate: EmulationConfig | None = None
 ) -> Callable[[RankingBatch], Tensor]:
-    """Return a function from a batch to logits, without gradients and in evaluation mode.
+    """Return a function from a batch to logits without gradients: ``float32 [B, tasks]`` on the CPU.
 
-    Args:
-        model: Model that scores.
-        device: Device of the model.
-        precision: ``bf16`` or ``fp32``.
-        emulate: Number format to emulate; None for none.
-
-    Returns:
-        A function that takes a :class:`RankingBatch` and returns ``float32 [B, tasks]`` on the CPU.
+    The ``model`` lies on ``device``, is in evaluation mode, and computes in ``precision``, with the format to
+    ``emulate`` or None.
     """
 
     def score(batch: RankingBatch) -> Tensor:
@@ -100,11 +91,7 @@ def load_weights(model: RankingModel, checkpoint: checkpoints.Checkpoint) -> Non
 
 
 def best_checkpoint(run: Run, *, use_best: bool) -> checkpoints.Checkpoint:
-    """Load the checkpoint that holds the final weights of a finished run.
-
-    Args:
-        run: The run.
-        use_best: True for the step of the lowest validation NE, False for the newest.
+    """Load the final weights of a finished ``run``: of the lowest validation NE with ``use_best``, else the newest.
 
     Raises:
         CheckpointError: If there is none, or it is corrupt.

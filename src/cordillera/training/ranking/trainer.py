@@ -91,14 +91,9 @@ class Trainer:
     """Trains one model on one data set into one run folder.
 
     Args:
-        config: Settings of training.
         model: Model to train; it is moved to ``device``. If a number format is emulated, its weights are rounded to
             that format.
-        training: Batches of the training split.
         validation: Batches of the validation split; None for no evaluation.
-        run: Run to which records and checkpoints are written.
-        tasks: Names of the labels.
-        device: Device to compute on.
         on_step: Function called after every step with the newest log record (empty at steps that log nothing), the
             progress and the total number of steps.
         recipe: Recipe of the model and its training, saved in checkpoints; a checkpoint of another recipe is not
@@ -210,11 +205,9 @@ class Trainer:
         self.run.write_status(None, self.progress.step, self.total_steps)
 
     def restore(self, checkpoint: checkpoints.Checkpoint, *, weights_only: bool = False) -> None:
-        """Restore the state of a checkpoint.
+        """Restore a checkpoint from :func:`cordillera.training.checkpoints.load`.
 
-        Args:
-            checkpoint: Checkpoint from :func:`cordillera.training.checkpoints.load`.
-            weights_only: Whether to restore only the model's weights and leave optimizer, counters and random state.
+        With ``weights_only``, only the model's weights are restored, and not optimizer, counters and random state.
 
         Raises:
             CheckpointError: If the checkpoint is of another model.

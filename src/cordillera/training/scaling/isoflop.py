@@ -41,16 +41,13 @@ def power(value: float) -> str:
 
 @dataclass(frozen=True)
 class IsoFlopRun:
-    """A trained language model.
+    """Trained language model.
 
     Attributes:
-        name: Name for messages.
-        compute: Training FLOPs of the whole run.
+        compute: Training FLOPs of the whole run; without attention if ``counts_attention`` is false.
         parameters: Number of parameters; a tied head counts once.
         non_embedding: Number of parameters outside the embedding and the head.
-        tokens: Number of training tokens.
         loss: Loss on held-out documents, nats per token; not finite if training diverged.
-        counts_attention: Whether ``compute`` counts attention.
     """
 
     name: str
@@ -64,14 +61,12 @@ class IsoFlopRun:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best split of a budget.
+    """Best split of a budget, at the minimum of the parabola.
 
     Attributes:
-        tokens: Number of tokens at the minimum of the parabola.
         parameters: Number of parameters of a model that takes this number of tokens for the budget, interpolated
             between runs.
         non_embedding: Number of such parameters outside the embedding and the head.
-        loss: Loss at the minimum.
     """
 
     tokens: float
@@ -88,7 +83,6 @@ class IsoFlopCurve:
         budget: Geometric mean of the runs' FLOPs.
         runs: Runs that were fitted, in ascending order of tokens.
         left_out: Reason for each run that was not fitted, by name.
-        centre: Mean of ``log10(tokens)``.
         coefficients: ``c0, c1, c2``; empty if there are too few sizes.
         optimum: The optimum; None if the curve shows none.
         refusal: Reason why the curve shows none, and which runs to add.
@@ -115,7 +109,7 @@ class IsoFlopCurve:
 
 
 def isoflops(runs: Sequence[IsoFlopRun], *, tolerance: float = 0.1) -> list[IsoFlopCurve]:
-    """Group runs by budget and fit a parabola to each group.
+    """Group runs by budget, fit a parabola to each group, and return the curves in ascending order of budget.
 
     Runs that diverged, and copies of a run, are left out and named. A curve shows no optimum, and says so, if it has
     fewer than three sizes, opens downwards, or has its minimum outside the trained range.
@@ -123,9 +117,6 @@ def isoflops(runs: Sequence[IsoFlopRun], *, tolerance: float = 0.1) -> list[IsoF
     Args:
         runs: Runs of any budgets, in any order.
         tolerance: Largest relative gap between the FLOPs of consecutive runs of one budget.
-
-    Returns:
-        Curves in ascending order of budget.
 
     Raises:
         DataError: If there are no runs, a number of one is not positive, some count attention and some do not, or runs
@@ -248,12 +239,9 @@ def _beyond(curve: IsoFlopCurve, tokens: float) -> str:
 
 
 def along(runs: Sequence[IsoFlopRun], quantity: str, log_tokens: _Floats) -> _Floats:
-    """Return the logarithm of a quantity along a budget's runs, with linear interpolation and extrapolation.
+    """Return the logarithm of a ``quantity`` (a key of :data:`QUANTITIES`) along a budget's ``runs`` at ``log_tokens``.
 
-    Args:
-        runs: Runs of at least two sizes.
-        quantity: A key of :data:`QUANTITIES`.
-        log_tokens: Natural logarithms of tokens, of any shape.
+    Natural logarithms of tokens may have any shape. Between and beyond runs of at least two sizes, it is linear.
     """
     x, place = np.unique(np.log([run.tokens for run in runs]), return_inverse=True)
     y = np.bincount(place, weights=np.log([getattr(run, quantity) for run in runs])) / np.bincount(place)

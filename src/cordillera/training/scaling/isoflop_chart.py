@@ -25,10 +25,7 @@ _QUIET = "#5a6672"
 def plot(result: IsoFlopStudy, paths: Sequence[Path], *, title: str | None = None) -> None:
     """Draw the curves of all budgets, and the optimal tokens and parameters over compute with their intervals.
 
-    Args:
-        result: Study to draw.
-        paths: Files to write; the suffix chooses the format (``.png``, ``.svg``).
-        title: Title above the drawing.
+    The ``result`` is drawn under a ``title`` into all ``paths``, whose suffixes choose the format (``.png``, ``.svg``).
     """
     save_figure(lambda: _draw(result, title), paths)
 

@@ -45,15 +45,13 @@ _FEWEST_BUDGETS = 3
 
 @dataclass(frozen=True)
 class ComputeLaw:
-    """The optimal amount of a quantity for every budget: ``A C^alpha``.
+    """Optimal amount of a quantity (a key of :data:`QUANTITIES`) for every budget: ``A C^alpha``.
 
     Attributes:
-        quantity: A key of :data:`QUANTITIES`.
         line: Fit over budgets; its own interval reflects the scatter of the budgets about the line.
-        exponent_low: Lower bound of the exponent's interval over runs; NaN if no run is left to estimate noise.
-        exponent_high: Upper bound of that interval.
-        optima_low: Lower bound of each budget's own optimum.
-        optima_high: Upper bound of each budget's own optimum.
+        exponent_low: Lower bound of the exponent's interval over runs, to ``exponent_high``; NaN if no run is left to
+            estimate noise.
+        optima_low: Lower bounds of the budgets' own optima, to ``optima_high``.
         level: Confidence level of all intervals.
         draws: ``float64 [2, R]``: log of the value at the line's centre, and exponent, of every resample.
     """
@@ -218,10 +216,9 @@ def _warnings(
 
 @dataclass(frozen=True)
 class Forecast:
-    """The best split of an untrained budget.
+    """Best split of an untrained budget.
 
     Attributes:
-        compute: FLOPs of the budget.
         factor: Ratio to the nearest budget with an optimum; 1 between the smallest and the largest.
         values: For each quantity, the law and the bounds of its interval over runs.
     """
@@ -248,12 +245,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class IsoFlopStudy:
-    """Curves, laws and forecast of a study.
+    """Curves, in ascending order of budget, laws and forecast of a study.
 
     Attributes:
-        curves: Curves in ascending order of budget.
         laws: Laws by the keys of :data:`QUANTITIES`; empty if ``failure`` gives a reason.
-        failure: Reason why there are no laws; None if there are.
         warnings: Reasons why the laws may mean less than they seem.
         left_out: Reason for each run that was not fitted, by name.
         forecast: Forecast at the target budget; None without one.
@@ -351,9 +346,7 @@ def study(
         target: FLOPs for which to predict the best split; None for none.
         left_out: Reasons for runs without a measurement, which the summary names.
         tolerance: Largest relative gap within a budget; see :func:`isoflops`.
-        level: Confidence level.
-        resamples: Number of draws of the bootstrap; see :func:`fit_laws`.
-        seed: Seed of those draws.
+        level: Confidence level; see :func:`fit_laws` for it, ``resamples`` and ``seed``.
 
     Raises:
         DataError: If :func:`isoflops` refuses the runs, or the target is not positive.

@@ -99,13 +99,10 @@ def _family(base: LlamaConfig, largest: float, head_dim: int) -> list[LlamaConfi
 
 
 def expected_tokens(budget: float, tokens_per_parameter: float = 20.0) -> float:
-    """Return the expected optimum of tokens for a budget: ``D = r N`` and ``C = 6 N D``.
+    """Return the expected optimum of tokens for a ``budget`` of FLOPs: ``D = r N`` and ``C = 6 N D``.
 
-    With ``r = 20``: Hoffmann et al. 2022.
-
-    Args:
-        budget: FLOPs.
-        tokens_per_parameter: ``r``. Small vocabularies and small models need more; a first study shows how many.
+    ``tokens_per_parameter`` is ``r``; 20 is that of Hoffmann et al. 2022. Small vocabularies and small models need
+    more; a first study shows how many.
     """
     return math.sqrt(budget * tokens_per_parameter / 6)
 
@@ -119,9 +116,7 @@ def sizes_for(
     span: float = 4.0,
     head_dim: int = 8,
 ) -> list[LlamaConfig]:
-    """Return a :func:`ladder` of sizes around the expected optimum of every budget.
-
-    There are gaps where the family has no size.
+    """Return a :func:`ladder` of sizes around the expected optimum of every budget; there may be gaps.
 
     Args:
         base: Vocabulary, context, tied head and rotary positions of all models.
@@ -149,15 +144,10 @@ def _ordered(budgets: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a study.
+    """Run of a study in a folder of its ``name``, which spends ``budget`` FLOPs on so many ``tokens``.
 
     Attributes:
-        name: Name of its folder.
-        budget: FLOPs to spend.
-        model: Sizes of the model.
-        steps: Number of updates.
-        warmup_steps: Number of these updates with rising rates.
-        tokens: Number of training tokens.
+        warmup_steps: Number of the steps with rising rates.
         compute: FLOPs of the whole steps.
     """
 
@@ -191,7 +181,7 @@ def plan_runs(
     fewest_sizes: int = FEWEST_SIZES + 1,
     warmup: float = 0.05,
 ) -> list[PlannedRun]:
-    """Choose sizes, tokens and steps for every budget.
+    """Choose sizes, tokens and steps for every budget; runs are in ascending order of budget and size.
 
     Args:
         budgets: FLOPs of each budget.
@@ -205,9 +195,6 @@ def plan_runs(
         fewest_steps: Least number of steps of a run; runs with fewer say little about a size and are not planned.
         fewest_sizes: Least number of sizes of a budget; three determine a parabola, and further ones show its noise.
         warmup: Part of the steps with rising rates.
-
-    Returns:
-        Runs in ascending order of budget and size.
 
     Raises:
         PlanError: If budgets are not positive or too close, or a budget has too few sizes, or none on one side of the
@@ -277,13 +264,7 @@ def _check(
 
 @dataclass(frozen=True)
 class IsoFlopOutcome:
-    """Result of a study.
-
-    Attributes:
-        folder: Folder with the runs, ``isoflop.json`` and the plots.
-        study: Curves and laws.
-        plot: Path of the drawing.
-    """
+    """Study, its folder (with the runs, ``isoflop.json`` and the plots), and the path of its drawing."""
 
     folder: Path
     study: IsoFlopStudy

@@ -46,10 +46,9 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One trained model.
+    """Trained model of a family; one law is fitted to each family.
 
     Attributes:
-        model: Model family; one law is fitted to each.
         flops: Training FLOPs per example (any unit, the same for all).
         value: NE or a loss.
         seed: Number of the repetition, or None.
@@ -66,21 +65,15 @@ class PowerLaw:
     """The fit ``y = floor + scale * x ** exponent``.
 
     Attributes:
-        scale: ``a``.
         exponent: ``b``, with the sign that the data has.
-        exponent_low: Lower bound of the exponent's interval (Student's t over sizes).
-        exponent_high: Upper bound of that interval.
+        exponent_low: Lower bound of the exponent's interval (Student's t over sizes), to ``exponent_high``.
         floor: Limit at infinite compute.
         floor_fitted: Whether the floor was fitted rather than given.
-        seed_low: Lower bound of the exponent's percentile interval under resampling of seeds within each size; NaN
-            unless every size has at least two.
-        seed_high: Upper bound of that interval.
+        seed_low: Lower bound of the exponent's percentile interval under resampling of seeds within each size, to
+            ``seed_high``; NaN unless every size has at least two.
         level: Confidence level of both intervals.
         r_squared: R squared of the size means: of ``log(y - floor)`` with a given floor, of ``y`` with a fitted one.
-        x: Sizes, ascending.
-        y: Mean value of each size.
-        residuals: ``y`` minus the law, for each size.
-        repetitions: Number of seeds of each size.
+        residuals: ``y``, the mean of each size in ``x``, minus the law.
         decades: ``log10`` of the ratio of the largest to the smallest size.
         warnings: Reasons why the fit may mean less than it seems.
         centre: Mean of ``log(x)``.
@@ -143,6 +136,7 @@ class PowerLaw:
         )
 
 
+# One derivation from points to law: checks, fit and intervals share nearly all of their values.
 def fit_power_law(
     x: Sequence[float],
     y: Sequence[float],
@@ -169,9 +163,6 @@ def fit_power_law(
         level: Confidence level.
         resamples: Number of draws of the bootstrap over seeds (given floor only).
         seed: Seed of those draws.
-
-    Returns:
-        The fit.
 
     Raises:
         DataError: If lengths differ, values are not finite or not positive where they must be, there are fewer than
@@ -344,14 +335,10 @@ def _seed_interval(
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """Laws of several models for one metric.
+    """Laws of several models for one metric, by FLOPs in ``unit``.
 
     Attributes:
-        measurements: All runs.
-        laws: Laws by model; models whose law could not be fitted are in ``failures``.
-        failures: Reason for each failed fit, by model.
-        metric: Name of the measured value.
-        unit: Unit of ``flops``.
+        laws: Laws by model; models whose law could not be fitted are in ``failures``, with the reason.
     """
 
     measurements: list[MeasuredRun]
@@ -419,14 +406,9 @@ def study(
     unit: str = "training FLOPs an example",
     level: float = 0.95,
 ) -> ScalingStudy:
-    """Fit one law per model, in the order in which models first appear.
+    """Fit one law per model, in the order in which models first appear in ``measurements``.
 
-    Args:
-        measurements: Runs of all models.
-        floor: Floor as in :func:`fit_power_law`.
-        metric: Name of the values, for labels.
-        unit: Unit of the FLOPs, for labels.
-        level: Confidence level.
+    ``floor`` and ``level`` are those of :func:`fit_power_law`; ``metric`` and ``unit`` (of the FLOPs) are for labels.
     """
     laws, failures = {}, {}
     for model in dict.fromkeys(entry.model for entry in measurements):
@@ -447,7 +429,7 @@ def plot(
     references: Mapping[str, float] | None = None,
     title: str | None = None,
 ) -> None:
-    """Draw the measurements of all models with their laws and the intervals of the laws.
+    """Draw the measurements of all models with their laws and the intervals of the laws into files at ``paths``.
 
     Args:
         result: Study to draw.
@@ -460,11 +442,9 @@ def plot(
 
 
 def save_figure(draw: Callable[[], Figure], paths: Sequence[Path]) -> None:
-    """Write a drawing in the common style; equal drawings give equal files.
+    """Write what ``draw`` makes, anew for each of ``paths``, in the common style; equal drawings give equal files.
 
-    Args:
-        draw: Function that makes a new figure.
-        paths: Files to write; the suffix chooses the format (``.png``, ``.svg``).
+    The suffix chooses the format (``.png``, ``.svg``).
     """
     import matplotlib
 
