@@ -26,6 +26,7 @@ from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
@@ -186,7 +187,7 @@ def evaluate(
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
-    alone = recipe.model_copy(update={"parallel": ParallelConfig()})
+    alone = recipe.model_copy(update={"parallel": PlannedParallelConfig()})
     if tokens is not None:
         training = recipe.training.model_copy(update={"evaluation_tokens": tokens})
         alone = alone.model_copy(update={"training": training})
@@ -220,7 +221,14 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     check_emulated(recipe.training.emulate, recipe.parallel)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
-    recipe.parallel.make_schedule(-(-count // recipe.parallel.copies))
+    own = -(-count // recipe.parallel.copies)
+    planned = recipe.parallel.make_schedule(own).microbatches
+    if planned != own:
+        raise PlanError(
+            f"is a schedule of {planned} microbatches, each copy of the model has {own}",
+            where="parallel.table",
+            remedy=f"set packing.microbatches={planned * recipe.parallel.copies}, or parallel.table=none",
+        )
     longest = {"packing.context": recipe.packing.context}
     if recipe.packing.method == "fixed":
         longest["packing.tokens"] = -(-recipe.packing.tokens // count)
@@ -340,7 +348,7 @@ def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:
         "config": recipe.model.model_dump(mode="json"),
         "parameters": parameter_count(recipe.model),
         "flops_per_token": flops_per_token(recipe.model),
-        "mesh": recipe.parallel.model_dump(mode="json"),
+        "mesh": recipe.parallel.model_dump(mode="json", exclude={"table"}),  # its schedule is in the recipe
         "world": recipe.parallel.world,
         "data": corpora.facts,
     }
