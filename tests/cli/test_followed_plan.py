@@ -19,8 +19,9 @@ from cordillera.planning.language.workload import Layout
 from cordillera.planning.pipeline.schedules import Schedule, interleaved
 from cordillera.recipe import LanguageRecipe
 from cordillera.run import recipe_state
-from cordillera.workflows import followed_plan, language
-from cordillera.workflows.followed_plan import follow_plan
+from cordillera.training.language import followed_plan
+from cordillera.workflows import language
+from cordillera.workflows.language import follow_plan
 from tests.cli.test_language_commands import RECIPE, losses, weights, write_text
 from tests.distributed.processes import needs_gloo
 from tests.planning.test_plan_file import MODEL, write_plan

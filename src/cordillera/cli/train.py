@@ -56,7 +56,7 @@ def train(
             )
         what = load(recipe, overrides)
         if plan is not None:
-            from cordillera.workflows.followed_plan import follow_plan
+            from cordillera.workflows.language import follow_plan
 
             what = follow_plan(what, plan, nproc)
     out = console()
