@@ -23,7 +23,7 @@ from tomlkit.items import Table
 from cordillera.data.language.batches import BatchConfig
 from cordillera.data.language.corpora import TextDataConfig
 from cordillera.data.ranking.datasets import DataConfig
-from cordillera.distributed.mesh import ParallelConfig
+from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
 from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text
@@ -104,7 +104,7 @@ class LanguageRecipe(_AnyRecipe):
     data: TextDataConfig
     packing: BatchConfig = BatchConfig()
     model: LlamaConfig
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: PlannedParallelConfig = PlannedParallelConfig()
     training: LanguageTrainingConfig = LanguageTrainingConfig()
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cordillera.cost import ProductShape
 
 
+# Half of its lines are the command's options, which Typer reads from one signature.
 def plan(
     workload: Annotated[str | None, typer.Argument(help="A shipped workload's name or a TOML file.")] = None,
     cluster: Annotated[str | None, typer.Argument(help="A shipped cluster's name or a TOML file.")] = None,
@@ -63,7 +64,7 @@ def plan(
 ) -> None:
     """Predict a training step on a cluster and search for the best plan: placement, schedule, network settings.
 
-    Writes plan.json (mesh, schedule and settings that a run can take), plan.html and trace.json.
+    Writes plan.json (mesh, schedule and settings; `cordillera train --plan` takes it), plan.html and trace.json.
     """
     from cordillera.topology import check_writable
     from cordillera.workflows import planning as commands
@@ -141,6 +142,7 @@ def _show(out: object, planned: object) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from cordillera.planning.language.plan_file import is_llama
     from cordillera.reports.language import plan as export
     from cordillera.reports.ranking import plan as recommender_export
     from cordillera.workflows.planning import Planned, PlannedRecommender
@@ -175,6 +177,8 @@ def _show(out: object, planned: object) -> None:
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         out.print(used, markup=False)
     out.print(f"report: {printable(planned.files['plan.html'])}", markup=False)
+    if isinstance(planned, Planned) and is_llama(planned.explorer.workload.model):
+        out.print(f"train by it: cordillera train RECIPE --plan {printable(planned.files['plan.json'])}", markup=False)
 
 
 def _list_layouts(table: object, planned: object) -> None:

@@ -28,6 +28,10 @@ def train(
         bool,
         typer.Option("--resume", help="Continue from the newest checkpoint; --set parallel.KEY changes the mesh."),
     ] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Train a language model by a plan.json of `cordillera plan`: mesh and schedule."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Train a recipe, evaluate it and write the report."""
@@ -42,6 +46,8 @@ def train(
         if any(not override.strip().startswith("parallel.") for override in overrides):
             remedy = "start a new run to change it; only the mesh (--set parallel.KEY=VALUE) may change"
             raise RunError("a resumed run keeps its recipe", where="--set", remedy=remedy)
+        if plan is not None:
+            raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
         what = Run(run or recipe)
     else:
         if (Path(recipe) / "recipe.toml").is_file() and run is None:
@@ -49,6 +55,10 @@ def train(
                 "is a run folder", where=recipe, remedy=f"continue it with `cordillera train {recipe} --resume`"
             )
         what = load(recipe, overrides)
+        if plan is not None:
+            from cordillera.workflows.language import follow_plan
+
+            what = follow_plan(what, plan, nproc)
     out = console()
     with training_progress(out, quiet=quiet) as (on_step, say):
         outcome = workflows.train(

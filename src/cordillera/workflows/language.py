@@ -26,6 +26,7 @@ from cordillera.distributed.job.environment import place_in_job
 from cordillera.distributed.job.job import Job, join_job
 from cordillera.distributed.job.launch import LaunchConfig, launch, tell
 from cordillera.distributed.mesh import ParallelConfig, ProcessMesh
+from cordillera.distributed.planned_mesh import PlannedParallelConfig, planned_mesh
 from cordillera.errors import CheckpointError, DataError, DependencyError, Interrupted, PlanError, RecipeError
 from cordillera.models.language.checkpoints import open_checkpoint
 from cordillera.models.language.checkpoints.first_sight import compare_with_first_sight
@@ -35,13 +36,15 @@ from cordillera.models.language.flops import flops_per_token, peak_flops
 from cordillera.models.language.llama import LlamaConfig, parameter_count
 from cordillera.models.language.parallelize import check_fit
 from cordillera.numerics.formats.precision import compute_dtype
-from cordillera.recipe import LanguageRecipe
+from cordillera.planning.language.plan_file import read_written_plan
+from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.run import write_language_report
 from cordillera.run import Run, RunError, check_recipe, next_folder, recipe_state, write_atomically
 from cordillera.serving.language.language_model import find_model
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageEngine, check_emulated
+from cordillera.training.language.followed_plan import check_processes, differences
 from cordillera.training.language.trainer import (
     LanguageEvaluation,
     LanguageProgress,
@@ -93,6 +96,41 @@ def with_processes(recipe: LanguageRecipe, processes: int | None) -> LanguageRec
             remedy=f"set parallel.shard={processes // others}, or start {parallel.world} processes",
         )
     return recipe.model_copy(update={"parallel": parallel.model_copy(update={"shard": processes // others})})
+
+
+def follow_plan(
+    recipe: LanguageRecipe | RankingRecipe, file: Path | str, processes: int | None = None
+) -> LanguageRecipe:
+    """Return a recipe whose mesh, schedule and microbatches are those of a plan, for :func:`train`.
+
+    Args:
+        recipe: Recipe as written. Keys that the plan determines may be missing, or have the plan's values.
+        file: ``plan.json`` of the same model, with the same tokens in a step.
+        processes: Number of processes to start on this machine. Default: the number of the plan's devices, if this
+            machine has as many processors.
+
+    Raises:
+        PlanError: If the file cannot be followed, or is for another number of processes.
+        RecipeError: If the recipe is that of a ranking model, or contradicts the plan; the message lists every
+            difference.
+    """
+    if not isinstance(recipe, LanguageRecipe):
+        raise RecipeError(recipe.name, [("--plan", "ranking models are trained in one process, without a plan")])
+    plan = read_written_plan(file)
+    mesh = planned_mesh(plan)
+    problems = differences(plan, mesh, recipe.model, recipe.packing, recipe.parallel)
+    if problems:
+        raise RecipeError(recipe.name, problems)
+    check_processes(plan, processes)
+    packing: dict[str, Any] = {"microbatches": plan.microbatches}
+    if recipe.packing.bound is None and plan.layout.microbatch > 1:
+        packing["bound"] = recipe.packing.most * plan.layout.microbatch
+    return recipe.model_copy(
+        update={
+            "parallel": recipe.parallel.model_copy(update={key: getattr(mesh, key) for key in mesh.model_fields_set}),
+            "packing": recipe.packing.model_copy(update=packing),
+        }
+    )
 
 
 def train(
@@ -168,7 +206,7 @@ def evaluate(
     """
     if split != "validation":
         raise RunError(f"must be validation for a language model, got {split!r}", where="--split")
-    alone = recipe.model_copy(update={"parallel": ParallelConfig()})
+    alone = recipe.model_copy(update={"parallel": PlannedParallelConfig()})
     if tokens is not None:
         training = recipe.training.model_copy(update={"evaluation_tokens": tokens})
         alone = alone.model_copy(update={"training": training})
@@ -202,7 +240,14 @@ def _check(recipe: LanguageRecipe, folder: Path | str | None) -> None:
     check_emulated(recipe.training.emulate, recipe.parallel)
     # schedules are made for the microbatches of one copy
     count = recipe.packing.count(recipe.parallel.copies * recipe.parallel.pipeline)
-    recipe.parallel.make_schedule(-(-count // recipe.parallel.copies))
+    of_copy = -(-count // recipe.parallel.copies)
+    planned = recipe.parallel.make_schedule(of_copy).microbatches
+    if planned != of_copy:
+        raise PlanError(
+            f"is a schedule of {planned} microbatches, each copy of the model has {of_copy}",
+            where="parallel.table",
+            remedy=f"set packing.microbatches={planned * recipe.parallel.copies}, or parallel.table=none",
+        )
     longest = {"packing.context": recipe.packing.context}
     if recipe.packing.method == "fixed":
         longest["packing.tokens"] = -(-recipe.packing.tokens // count)
@@ -322,7 +367,7 @@ def _describe(recipe: LanguageRecipe, corpora: TextCorpora) -> dict[str, Any]:
         "config": recipe.model.model_dump(mode="json"),
         "parameters": parameter_count(recipe.model),
         "flops_per_token": flops_per_token(recipe.model),
-        "mesh": recipe.parallel.model_dump(mode="json"),
+        "mesh": recipe.parallel.model_dump(mode="json", exclude={"table"}),  # its schedule is in the recipe
         "world": recipe.parallel.world,
         "data": corpora.facts,
     }

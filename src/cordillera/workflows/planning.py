@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from cordillera.planning import workloads
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
+from cordillera.planning.language.plan_file import plan_text, read_content
 from cordillera.planning.language.plans import ALL, Exploration, Plan, SearchDimension
+from cordillera.planning.language.workload import Workload
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.ranking.workload import Recommender
-from cordillera.planning.sensitivity import sensitivity
+from cordillera.planning.sensitivity import Sensitivity, sensitivity
 from cordillera.reports.language import plan as export
 from cordillera.reports.ranking import plan as recommender_export
 
@@ -137,67 +139,98 @@ def plan(
         faults.survivors(topology, domain)  # an unknown domain is refused before the search
     constants = read_calibration(calibration) if calibration is not None else calibration_for(topology.device)
     table = Products.read(products) if products is not None else None
-    # both kinds of workload have an explorer, plans and a report with the same interface
-    explorer: Any
-    report: Any
-    if isinstance(work, Recommender):
-        if slow is not None or jitter is not None or domains:
-            raise PlanError(
-                "are not known for recommendation models", where="--slow, --jitter and --lose", remedy="--what-if is"
-            )
-        if table is not None:
-            raise _no_products("--products")
-        made: Any = PlannedRecommender
-        explorer = RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
-        report = recommender_export
-    else:
-        made = Planned
-        explorer = Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
-        report = export
-    for text, other in asked.items():
-        if other.devices < explorer.devices:
-            raise PlanError(
-                f"leaves {other.devices:,} devices for a plan on {explorer.devices:,}",
-                where=f"--what-if {text}",
-                remedy="--set plans for the smaller cluster",
-            )
+    if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
+        raise PlanError(
+            "are not known for recommendation models", where="--slow, --jitter and --lose", remedy="--what-if is"
+        )
+    explorer = _explorer(work, topology, constants, table, devices, progress)
+    _check_devices(asked, explorer.devices)
     try:
         base = explorer.production()
     except KeyboardInterrupt:
         raise Interrupted("before a plan was found; nothing is written", where="plan") from None
     found = explorer.explore(only)
-    best, compared, cases, changed = found.best, {}, [], None
+    best, changed = found.best, None
+    compared: dict[str, Any] = {}
+    cases: list[faults.Case] = []
     try:
-        for text, other in asked.items():
-            cases.append(faults.again(explorer, best, text, other))
-        if slow is not None:
-            cases.append(faults.slow_device(explorer, best, slow))
-        if jitter is not None:
-            cases.append(faults.jitter(explorer, best, jitter))
+        for case in _cases(explorer, best, asked, slow, jitter):
+            cases.append(case)
         changed = sensitivity(explorer, {"this plan": best, "production-like": base})
         if not found.interrupted:  # an interrupt also cancels the other searches
             for domain in domains:
                 cases.append(faults.lost(explorer, best, domain, only, progress))
-            for one in ALL if compare else ():
-                if one in getattr(found, "alone", ()):
-                    compared[f"{one} alone"] = found.alone[one]
-                    continue
-                alone = explorer.explore([one])
-                if alone.interrupted:
-                    raise KeyboardInterrupt
-                compared[f"{one} alone"] = alone.best
+            for dimension in ALL if compare else ():
+                compared[f"{dimension} alone"] = _searched_alone(explorer, found, dimension)
     except KeyboardInterrupt:
         found.interrupted = True
-    if isinstance(work, Recommender):
-        written = recommender_export.to_json(explorer, found, base)
-        page = recommender_export.page(explorer, found, base, compared, changed)
+    made = PlannedRecommender if isinstance(work, Recommender) else Planned
+    planned = made(explorer, found, base, cases, files)
+    _write(planned, compared, changed)
+    return planned
+
+
+def _explorer(
+    work: Workload | Recommender,
+    topology: clusters.Topology,
+    constants: Calibration,
+    table: Products | None,
+    devices: int | None,
+    progress: Callable[[str], None] | None,
+) -> Any:
+    """Return the explorer of a workload; both kinds have the same interface."""
+    if not isinstance(work, Recommender):
+        return Explorer(work, topology, constants, products=table, devices=devices, progress=progress)
+    if table is not None:
+        raise _no_products("--products")
+    return RecommenderExplorer(work, topology, constants, devices=devices, progress=progress)
+
+
+def _check_devices(asked: Mapping[str, clusters.Topology], devices: int) -> None:
+    for text, other in asked.items():
+        if other.devices < devices:
+            raise PlanError(
+                f"leaves {other.devices:,} devices for a plan on {devices:,}",
+                where=f"--what-if {text}",
+                remedy="--set plans for the smaller cluster",
+            )
+
+
+def _cases(
+    explorer: Any, best: Any, asked: Mapping[str, clusters.Topology], slow: float | None, jitter: float | None
+) -> Iterator[faults.Case]:
+    """Simulate the best plan again under every requested change and fault."""
+    for text, other in asked.items():
+        yield faults.again(explorer, best, text, other)
+    if slow is not None:
+        yield faults.slow_device(explorer, best, slow)
+    if jitter is not None:
+        yield faults.jitter(explorer, best, jitter)
+
+
+def _searched_alone(explorer: Any, found: Any, dimension: SearchDimension) -> Any:
+    """Return the best plan of a search of one dimension; an interrupt of the search is raised."""
+    if dimension in getattr(found, "alone", ()):
+        return found.alone[dimension]
+    alone = explorer.explore([dimension])
+    if alone.interrupted:
+        raise KeyboardInterrupt
+    return alone.best
+
+
+def _write(planned: Planned | PlannedRecommender, compared: Mapping[str, Any], changed: Sensitivity | None) -> None:
+    """Write the files of a search, which show the plans of smaller searches and the effects of other networks."""
+    if isinstance(planned, PlannedRecommender):
+        seen = (planned.explorer, planned.found, planned.production)
+        written = recommender_export.to_json(*seen)
+        page = recommender_export.page(*seen, compared, changed)
+        trace = recommender_export.chrome_trace(planned.found.best.step.timeline)
     else:
+        explorer, found, base, cases = planned.explorer, planned.found, planned.production, planned.what_if
         written = export.to_json(explorer, found, base, cases)
         page = export.page(explorer, found, base, compared, changed, cases)
-    texts = (sealed_json(written), page, report.chrome_trace(best.step.timeline))
-    clusters.write(dict(zip(files.values(), texts, strict=True)))
-    planned: Planned | PlannedRecommender = made(explorer, found, base, cases, files)
-    return planned
+        trace = export.chrome_trace(found.best.step.timeline)
+    clusters.write(dict(zip(planned.files.values(), (plan_text(written), page, trace), strict=True)))
 
 
 def _no_products(option: str) -> PlanError:
@@ -223,9 +256,9 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     """Read a ``plan.json`` of :func:`plan`; its ``plans`` are in order, with the best first.
 
     Raises:
-        PlanError: If the file does not exist, or does not match its checksum.
+        PlanError: If the file does not exist, has another version, or does not match its checksum.
     """
-    return read_sealed(path, error=PlanError, required=True, remedy="plan again")
+    return read_content(path)
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -126,23 +126,7 @@ def train(
         if not resume:
             run = Run.create(folder or next_folder(Path("runs"), recipe.name), recipes.dump(recipe))
             stack.enter_context(run.lock())
-        if begins:
-            if plan is not None:
-                plan.save(run.folder / USED_PLAN_FILE)
-            described = _describe(recipe, model, splits)
-            with disk_errors(run.folder):
-                (run.folder / "encoder").mkdir(exist_ok=True)
-            splits.encoder.save(run.folder / "encoder")
-            run.write_json("model.json", described)
-        else:
-            described = card_of(run)
-            if described["data"]["fingerprint"] != splits.folder.name:
-                raise DataError(
-                    "has changed since the run began, or an earlier version read it otherwise; a resumed run must see "
-                    "the same samples",
-                    where=recipe.data.label,
-                    remedy="restore the files, or start a new run",
-                )
+        described = _begin(run, recipe, model, splits, plan) if begins else _check_same_data(run, recipe, splits)
         if recipe.threads is None and threads is not None:
             keep_threads(run, threads)
         say(
@@ -150,25 +134,11 @@ def train(
             f"({described['embedding_parameters']:,} in tables), {described['training_flops']:,} training FLOPs "
             "an example"
         )
-        validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
-        trainer = Trainer(
-            recipe.training,
-            model,
-            _loader(recipe, splits.train, training=True),
-            validation,
-            run,
-            tasks=splits.features.tasks,
-            device=device,
-            on_step=on_step,
-            recipe=recipe,
-        )
+        trainer = _trainer(recipe, model, splits, run, device, on_step)
         if resume:
             found = trainer.resume()
-            say(
-                f"resumed at step {trainer.progress.step}"
-                if found
-                else "no checkpoint yet: starting from the beginning"
-            )
+            how = f"resumed at step {trainer.progress.step}"
+            say(how if found else "no checkpoint yet: starting from the beginning")
         report = trainer.fit()
         if plan is not None and applied.unplanned:
             say(f"plan: {applied.unplanned:,} products had no kernel and were computed in fp32")
@@ -176,12 +146,60 @@ def train(
             return Outcome(run, report, None)
         evaluation = None
         if len(splits.test):
-            early = recipe.training.patience is not None and report.progress.best_step is not None
-            step = report.progress.best_step if early else report.progress.step
-            place = (step, trainer.total_steps)
+            best = report.progress.best_step if recipe.training.patience is not None else None
+            place = (report.progress.step if best is None else best, trainer.total_steps)
             evaluation = _evaluate(run, recipe, model, splits, "test", device, place)
         write_report(run)
         return Outcome(run, report, evaluation)
+
+
+def _begin(
+    run: Run, recipe: RankingRecipe, model: RankingModel, splits: Splits, plan: PrecisionPlan | None
+) -> dict[str, Any]:
+    """Write the files of a run that training starts with; return the content of ``model.json``."""
+    if plan is not None:
+        plan.save(run.folder / USED_PLAN_FILE)
+    described = _describe(recipe, model, splits)
+    with disk_errors(run.folder):
+        (run.folder / "encoder").mkdir(exist_ok=True)
+    splits.encoder.save(run.folder / "encoder")
+    run.write_json("model.json", described)
+    return described
+
+
+def _check_same_data(run: Run, recipe: RankingRecipe, splits: Splits) -> dict[str, Any]:
+    """Check that a resumed run sees the samples that it began with; return the content of ``model.json``."""
+    described = card_of(run)
+    if described["data"]["fingerprint"] != splits.folder.name:
+        raise DataError(
+            "has changed since the run began, or an earlier version read it otherwise; a resumed run must see the same "
+            "samples",
+            where=recipe.data.label,
+            remedy="restore the files, or start a new run",
+        )
+    return described
+
+
+def _trainer(
+    recipe: RankingRecipe,
+    model: RankingModel,
+    splits: Splits,
+    run: Run,
+    device: torch.device,
+    on_step: StepCallback | None,
+) -> Trainer:
+    validation = _loader(recipe, splits.validation, training=False) if len(splits.validation) else None
+    return Trainer(
+        recipe.training,
+        model,
+        _loader(recipe, splits.train, training=True),
+        validation,
+        run,
+        tasks=splits.features.tasks,
+        device=device,
+        on_step=on_step,
+        recipe=recipe,
+    )
 
 
 def _with_plan(model: RankingModel, file: Path, recipe: RankingRecipe) -> tuple[PrecisionPlan, Applied]:

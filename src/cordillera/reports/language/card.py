@@ -46,7 +46,8 @@ def card(records: LanguageRecords) -> str:
         if isinstance(emulate, dict):
             parallel += [(f"Emulated {key.replace('_', ' ')}", plain(value)) for key, value in emulate.items()]
         if mesh.pipeline > 1:
-            parallel += [("Schedule", mesh.schedule), ("Stages", f"{mesh.stages}")]
+            schedule = "planned" if records.setting("parallel", "table") else mesh.schedule
+            parallel += [("Schedule", schedule), ("Stages", f"{mesh.stages}")]
         if mesh.context > 1:
             parallel += [
                 ("Sequences are cut", mesh.sharding.replace("_", " ")),
