@@ -53,11 +53,6 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
-def products(module: nn.Linear, rows: int) -> int:
-    """Return the number of multiplications of a forward with ``rows`` rows."""
-    return rows * module.in_features * module.out_features
-
-
 class Recorder:
     """Record of the inputs of linear layers in forward passes, within a ``with`` statement.
 

@@ -150,25 +150,6 @@ def apply_offsets(sums: Tensor, codes: Tensor, zero_point: int, weight: LinearWe
     return sums
 
 
-def integer_bias(weight: LinearWeight, input_scale: float) -> Tensor:
-    """Return the bias in units of ``input_scale * weight.scale``, ``int32 [N]``, as integer-only machines add it.
-
-    Raises:
-        NumericsError: If a value does not fit int32.
-    """
-    if weight.bias is None:
-        return torch.zeros_like(weight.scale, dtype=torch.int32)
-    units = (weight.bias.double() / (weight.scale.double() * input_scale)).round()
-    if bool((units.abs() > 2**31 - 1).any()):
-        output = int((units.abs() > 2**31 - 1).nonzero()[0])
-        raise NumericsError(
-            f"the bias of output {output} is {float(units[output]):.3g} of its units, beyond int32",
-            where="bias",
-            remedy="add it in float32, as QuantizedLinear does, or leave this layer in float32",
-        )
-    return units.int()
-
-
 def requantize(
     product: Tensor, weight: LinearWeight, input_scale: float, output: AffineParameters, *, relu: bool = False
 ) -> Tensor:

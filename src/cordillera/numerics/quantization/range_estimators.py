@@ -239,19 +239,6 @@ def estimate(
     return choose_affine(torch.tensor(low), torch.tensor(high), format)
 
 
-def expected_error(histogram: RunningHistogram, low: Tensor, high: Tensor, levels: int, norm: int = 2) -> Tensor:
-    """Return the sum of errors to the power ``norm``, ``float64 [n]``, in closed form for values uniform within bins.
-
-    Args:
-        low: Lower ends of ranges, ``float64 [n]``.
-        high: Upper ends of ranges, ``float64 [n]``; an upper end equal to the lower one represents every value by this
-            point.
-        levels: Number of codes less one.
-        norm: Power, 1 or 2.
-    """
-    return _Moments(histogram).error(low, high, levels, norm)
-
-
 class _Moments:
     """Integrals of ``x^k`` over a histogram's density from minus infinity to any point, for ``k`` of 0, 1 and 2."""
 

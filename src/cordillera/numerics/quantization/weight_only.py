@@ -7,13 +7,12 @@ and infinity propagate as in any product.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cordillera.errors import NumericsError
 from cordillera.numerics.quantization.engines import packing_engine
-from cordillera.numerics.quantization.fixed_dtypes import refuse_double
-from cordillera.numerics.quantization.integer_linear import LinearWeight, quantize_weight
+from cordillera.numerics.quantization.integer_linear import LinearWeight
 from cordillera.numerics.quantization.quantizers import check_finite
 
 
@@ -146,49 +145,3 @@ class Int4Weights:
         if self.bias is not None:
             y += self.bias
         return y.relu_() if relu else y
-
-
-class WeightOnlyLinear(nn.Module):
-    """Linear layer with packed weights of 16, 8 or 4 bits, from ``float32 [..., K]`` to ``float32 [..., N]``.
-
-    For inference on the CPU; :meth:`from_linear` creates it.
-    """
-
-    def __init__(
-        self, packed: HalfWeights | Int8Weights | Int4Weights, in_features: int, out_features: int, relu: bool = False
-    ) -> None:
-        super().__init__()
-        self.packed, self.in_features, self.out_features, self.relu = packed, in_features, out_features, relu
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, bits: int, *, group: int = 32, relu: bool = False) -> WeightOnlyLinear:
-        """Pack a layer's weight once.
-
-        Args:
-            bits: 16, 8 or 4. Shapes that torch's four-bit kernel does not support get eight.
-            group: Number of weights of a row that share a scale, with four bits.
-
-        Raises:
-            NumericsError: If ``bits`` is another number, or a weight is float64, not finite or too large for float16.
-        """
-        refuse_double(linear.weight, "weight")
-        weight = linear.weight.detach().float()
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        if bias is not None:
-            check_finite(bias, "bias")
-        packed: HalfWeights | Int8Weights | Int4Weights
-        if bits == 16:
-            packed = HalfWeights(weight, bias)
-        elif bits == 4 and Int4Weights.takes(weight, group):
-            packed = Int4Weights(*Int4Weights.quantize(weight, group=group), bias)
-        elif bits in (8, 4):
-            packed = Int8Weights(quantize_weight(weight, bias))
-        else:
-            raise NumericsError(f"weights have 16, 8 or 4 bits, not {bits}", where="bits")
-        return cls(packed, linear.in_features, linear.out_features, relu)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
-            raise NumericsError(f"{x.dtype} {list(x.shape)} inputs for float32 {self.in_features}", where="x")
-        rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
-        return self.packed(rows, self.relu).view(*x.shape[:-1], self.out_features)
