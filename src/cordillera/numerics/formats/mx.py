@@ -34,7 +34,7 @@ def block_scales(x: Tensor, format: Format, rule: ScaleRule = "floor") -> Tensor
 
     Returns:
         Scales in ``x``'s dtype, ``[..., ceil(n / 32)]``: powers of two from 2**-127 to 2**127; the smallest for a block
-        of zeros, NaN for a block that holds NaN or infinity.
+            of zeros, NaN for a block that holds NaN or infinity.
     """
     largest = _blocks(x).abs().amax(-1).double()
     mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1); a logarithm would be inexact near powers of two
@@ -56,17 +56,15 @@ def round_to_blocks(
     rule: ScaleRule = "floor",
     random: Tensor | None = None,
 ) -> Tensor:
-    """Round to numbers that blocks can represent; elements too large for their scale become the largest value.
+    """Round float32 or float64 ``[..., n]`` to numbers that blocks can represent, clamped to the largest value.
+
+    A block that holds NaN or infinity becomes NaN. A number near the end of float32's range becomes infinity if the
+    nearest value of the format is beyond that range.
 
     Args:
-        x: float32 or float64 ``[..., n]``.
         rule: Choice of scales, as in :func:`block_scales`.
         random: Random bits in ``x``'s shape for stochastic rounding
             (:func:`~cordillera.numerics.formats.rounding.round_to`).
-
-    Returns:
-        Tensor of ``x``'s dtype and shape; a block that holds NaN or infinity is all NaN. A number near the end of
-        float32's range becomes infinity if the nearest value of the format is beyond that range.
     """
     scales = block_scales(x, format, rule).double()
     elements = round_to(

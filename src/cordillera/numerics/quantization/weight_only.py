@@ -19,12 +19,7 @@ from cordillera.numerics.quantization.quantizers import check_finite
 class HalfWeights:
     """FBGEMM's product with float16 weights and float32 sums, at half the memory of float32 and without codes.
 
-    Args:
-        weight: Weight, ``float32 [N, K]``.
-        bias: Bias, ``float32 [N]``, or None.
-
-    Raises:
-        NumericsError: If a weight is not finite or lies beyond float16; FBGEMM would clamp it.
+    A weight that is not finite or lies beyond float16, which FBGEMM would clamp, is an error.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -43,11 +38,7 @@ class HalfWeights:
 
 
 def check_half(weight: Tensor) -> None:
-    """Check that float16 can hold a weight.
-
-    Raises:
-        NumericsError: If an element is not finite or lies beyond float16.
-    """
+    """Raise an error if an element of a weight is not finite or lies beyond float16."""
     check_finite(weight, "weight")
     largest = torch.finfo(torch.float16).max
     beyond = weight.abs() > largest
@@ -58,11 +49,7 @@ def check_half(weight: Tensor) -> None:
 
 
 class Int8Weights:
-    """Weights of int8 with floating-point activations; the codes are widened while they are read.
-
-    Raises:
-        NumericsError: If the weight has zero points.
-    """
+    """Weights of int8, symmetric, with floating-point activations; the codes are widened while they are read."""
 
     def __init__(self, weight: LinearWeight) -> None:
         if weight.zero_point is not None:
@@ -109,9 +96,6 @@ class Int4Weights:
         Args:
             weight: Weight, ``float32 [N, K]``; torch's kernel needs N divisible by 16 and K by ``group``.
             group: Number of weights that share a scale: 32, 64, 128 or 256.
-
-        Raises:
-            NumericsError: If the shape does not fit, or a weight is not finite.
         """
         outputs, inner = weight.shape
         if not cls.takes(weight, group):
