@@ -1,8 +1,8 @@
 """Attention pieces by the FlashAttention kernels of CUDA builds of torch: many blocks in one call.
 
 These are the kernels under :mod:`torch.nn.attention.varlen`, called such that the log-sum-exp of all pieces can be
-given to the backward pass of one. Blocks are distributed over calls in which no row of queries or keys occurs twice, so
-that results are combined in one order, without atomics.
+given to the backward pass of one. No row of queries or keys occurs twice in a call, so that results are combined in one
+order, without atomics.
 """
 
 from __future__ import annotations

@@ -177,12 +177,12 @@ def _sum_blocks(sums: Tensor) -> Tensor:
 def stacked_layer_norm(
     first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise ``residual + [first^T, second, 0]`` over the middle dimension.
+    """Normalise ``residual + [first^T, second, 0]`` over the middle dimension; all tensors are contiguous.
 
     Args:
-        first: ``float32`` or ``bfloat16 [B, f, w]``, contiguous; ``f`` may be 0.
-        second: ``[B, w, s]`` of the same dtype, contiguous; ``s`` may be 0, ``f + s <= c``.
-        residual: ``[B, w, c]`` of the same dtype, contiguous.
+        first: ``float32`` or ``bfloat16 [B, f, w]``; ``f`` may be 0.
+        second: ``[B, w, s]`` of the same dtype; ``s`` may be 0, ``f + s <= c``.
+        residual: ``[B, w, c]`` of the same dtype.
         weight: ``float32 [w]``, like ``bias``.
 
     Returns:
@@ -211,14 +211,7 @@ def stacked_layer_norm(
 def stacked_layer_norm_backward(
     grad: Tensor, first: Tensor, second: Tensor, residual: Tensor, weight: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute gradients of :func:`stacked_layer_norm`.
-
-    ``grad`` has the shape, dtype and layout of ``residual``; the forward pass returned ``means`` and ``scales``.
-
-    Returns:
-        Gradients of ``first``, ``second`` and ``residual``, in their dtype; of ``weight`` and ``bias``, ``float32
-        [w]``.
-    """
+    """Compute gradients of the five inputs of :func:`stacked_layer_norm`; ``grad`` is laid out as ``residual``."""
     grad_first, grad_second, grad_residual = (torch.empty_like(x) for x in (first, second, residual))
     block, blocks = _rows_per_block(residual.shape[0], residual[:1].numel())
     weight_sums, bias_sums = (torch.empty(blocks, *residual.shape[1:]) for _ in range(2))
@@ -247,9 +240,7 @@ def stacked_layer_norm_backward(
 def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradient of a ReLU, and its sum over samples ``float32 [w]`` (the gradient of a bias before it).
 
-    Args:
-        grad: Gradient of the output, ``float32`` or ``bfloat16 [B, w]``, contiguous.
-        output: Output of the ReLU, ``[B, w]`` of the same dtype, contiguous.
+    ``grad`` and ``output`` are ``float32`` or ``bfloat16 [B, w]``, contiguous.
     """
     grad_x = torch.empty_like(grad)
     block, blocks = _rows_per_block(*grad.shape)
@@ -262,12 +253,7 @@ def relu_backward(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def select_columns(source: Tensor, columns: Tensor) -> Tensor:
-    """Return ``source[:, columns]`` as contiguous memory.
-
-    Args:
-        source: ``[B, w]``, contiguous, of any dtype of 2, 4 or 8 bytes.
-        columns: ``int64 [c]``, each within ``w``; not checked.
-    """
+    """Return ``source[:, columns]`` as contiguous memory, for a contiguous ``source``; ``columns`` are not checked."""
     output = source.new_empty(source.shape[0], columns.numel())
     if output.numel():
         bits = _BITS[source.dtype.itemsize]

@@ -60,11 +60,9 @@ def embedding_bag(
 
 
 def linearise(values: Tensor, offsets: Tensor | None, first_row: Tensor, num_rows: Tensor) -> tuple[Tensor, int]:
-    """Convert table-local ids to rows of the flat weight; arguments are those of :func:`embedding_bag`.
+    """Convert ids to rows of the flat weight ``int64 [T]``; also return the position of the first misplaced id, or -1.
 
-    Returns:
-        The rows ``int64 [T]``, and the position of the first id that does not lie in its table, or -1. On a GPU
-        this waits for the device.
+    On a GPU this waits for the device.
     """
     features = first_row.numel()
     if offsets is None:

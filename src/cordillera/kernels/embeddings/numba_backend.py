@@ -305,8 +305,6 @@ def sort_positions(
         offsets: ``[N + 1]`` or None for one value a bag.
         grad: ``[B, F, D]``; a slice of a wider gradient is read in place.
         dtype: Dtype to which gradients other than bfloat16 are converted.
-        num_rows: Number of rows of all tables.
-        threads: Number of threads.
     """
     batch, features, dim = grad.shape
     if grad.dtype not in (dtype, torch.bfloat16):

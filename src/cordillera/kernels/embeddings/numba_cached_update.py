@@ -281,13 +281,8 @@ def _apply(
 def update(store: CachedRows, call: Update) -> BadRow | None:
     """Update, in place, the rows that a batch looked up: exactly once each, with their whole gradient.
 
-    Args:
-        store: The rows and their cache.
-        call: Call of :func:`cordillera.kernels.embeddings.update.sparse_update`; its ``weight`` is not read.
-
-    Returns:
-        None, or the first row that was left unchanged because its gradient or its new numbers are not finite or do
-        not fit the format; all other rows are updated in that case.
+    Returns None, or the first row that was left unchanged because its gradient or its new numbers are not finite or do
+    not fit the format; all other rows are updated in that case. The ``weight`` of ``call`` is not read.
     """
     if not call.rows.numel():
         return None

@@ -29,8 +29,6 @@ class MixedRows(NamedTuple):
         kinds: Formats, ``int64 [F]``, values of :data:`cordillera.kernels.embeddings.cached_rows.FORMATS`.
         first_byte: Start of each feature's table, ``int64 [F]``.
         row_bytes: Bytes of a row, ``int64 [F]``.
-        num_rows: ``int64 [F]``.
-        dim: Width ``D`` of a row.
     """
 
     payload: Tensor
@@ -102,10 +100,7 @@ def _lookup(
 def lookup(
     rows: MixedRows, values: Tensor, offsets: Tensor | None, value_weights: Tensor | None, dtype: torch.dtype
 ) -> Lookup:
-    """Look up and sum bags (as :func:`cordillera.kernels.embeddings.lookup.embedding_bag`).
-
-    The result's ``rows`` are the values.
-    """
+    """Look up and sum bags as ``lookup.embedding_bag``; the result's ``rows`` are the values."""
     features = rows.kinds.numel()
     bags = values.numel() if offsets is None else offsets.numel() - 1
     native = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32

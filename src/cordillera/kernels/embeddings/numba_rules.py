@@ -33,12 +33,10 @@ def step_row(
     """Run one step of the optimizer on one row, in float64, rounded at the end.
 
     Args:
-        rule: A value of ``RULES``.
         row: Number of the row, which locates its state.
         target: Weights of the row, ``[D]``.
         reduced: Gradient of the row, ``float64 [D]``; overwritten.
         first_state: First tensor of ``init_state``, flat, as ``second_state`` is the second.
-        learning_rate: Step size; further numbers are those of ``SparseOptimizer`` and ``Update.corrections``.
     """
     dim, zero = target.size, target[0]
     if weight_decay != 0.0:

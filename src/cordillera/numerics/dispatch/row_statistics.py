@@ -182,7 +182,7 @@ class RowStatistics:
         return diagonal / max(1, self.count - 1)
 
     def covariance(self) -> Tensor:
-        """Return the kept covariance, ``float64 [K, K]``; of a sketch, Nystrom's approximation with the true diagonal."""
+        """Return the kept covariance, ``float64 [K, K]``; of a sketch, Nystrom's with the true diagonal."""
         if self.tier is Tier.diagonal:
             return torch.diag(self.variance())
         if self.tier is Tier.sketch:

@@ -79,7 +79,7 @@ class Injections:
 
 
 def positions(layout: BitLayout, model: FaultModel) -> range:
-    """Return the bit positions that form strata: that of the bit, of one of several bits, or of a burst's lowest bit."""
+    """Return the bit positions that form strata: of the bit, of one of several bits, or of a burst's lowest bit."""
     if model.bits > layout.width:
         raise NumericsError(f"a number of {layout.name} has {layout.width} bits, not {model.bits}", where="bits")
     return range(layout.width - model.bits + 1 if model.burst else layout.width)
