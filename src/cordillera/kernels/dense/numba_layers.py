@@ -41,17 +41,9 @@ def _join(first: Any, second: Any, residual: Any, joined: Any) -> None:
 
 @compiled(parallel=True)
 def _normalise(
-    first: Any,
-    second: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    output: Any,
-    means: Any,
-    scales: Any,
+    first: Any, second: Any, residual: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any,
     threads: int,
-) -> None:
+) -> None:  # fmt: skip
     samples, width, columns = residual.shape
     zero, one = output[0, 0, 0], np.float32(1.0)
     share = one / np.float32(width)
@@ -81,21 +73,9 @@ def _normalise(
 
 @compiled(parallel=True)
 def _normalise_backward(
-    grad: Any,
-    first: Any,
-    second: Any,
-    residual: Any,
-    weight: Any,
-    means: Any,
-    scales: Any,
-    grad_first: Any,
-    grad_second: Any,
-    grad_residual: Any,
-    weight_sums: Any,
-    bias_sums: Any,
-    block: int,
-    threads: int,
-) -> None:
+    grad: Any, first: Any, second: Any, residual: Any, weight: Any, means: Any, scales: Any, grad_first: Any,
+    grad_second: Any, grad_residual: Any, weight_sums: Any, bias_sums: Any, block: int, threads: int,
+) -> None:  # fmt: skip
     samples, width, columns = residual.shape
     blocks, given, more = weight_sums.shape[0], first.shape[1], second.shape[2]
     zero, share = grad_residual[0, 0, 0], np.float32(1.0) / np.float32(width)
@@ -194,17 +174,9 @@ def stacked_layer_norm(
         threads = threads_for(residual.numel())
         with pool(threads):
             _normalise(
-                array(first),
-                array(second),
-                array(residual),
-                weight.numpy(),
-                bias.numpy(),
-                np.float32(eps),
-                array(output),
-                means.numpy(),
-                scales.numpy(),
-                threads,
-            )
+                array(first), array(second), array(residual), weight.numpy(), bias.numpy(), np.float32(eps),
+                array(output), means.numpy(), scales.numpy(), threads,
+            )  # fmt: skip
     return output, means, scales
 
 
@@ -219,21 +191,10 @@ def stacked_layer_norm_backward(
         threads = threads_for(residual.numel())
         with pool(threads):
             _normalise_backward(
-                array(grad),
-                array(first),
-                array(second),
-                array(residual),
-                weight.numpy(),
-                means.numpy(),
-                scales.numpy(),
-                array(grad_first),
-                array(grad_second),
-                array(grad_residual),
-                weight_sums.numpy(),
-                bias_sums.numpy(),
-                block,
-                threads,
-            )
+                array(grad), array(first), array(second), array(residual), weight.numpy(), means.numpy(),
+                scales.numpy(), array(grad_first), array(grad_second), array(grad_residual), weight_sums.numpy(),
+                bias_sums.numpy(), block, threads,
+            )  # fmt: skip
     return grad_first, grad_second, grad_residual, _sum_blocks(weight_sums), _sum_blocks(bias_sums)
 
 

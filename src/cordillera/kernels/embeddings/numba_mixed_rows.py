@@ -41,19 +41,9 @@ class MixedRows(NamedTuple):
 
 @compiled(parallel=True)
 def _lookup(
-    payload: Any,
-    kinds: Any,
-    first_byte: Any,
-    row_bytes: Any,
-    num_rows: Any,
-    values: Any,
-    offsets: Any,
-    one_hot: bool,
-    value_weights: Any,
-    weighted: bool,
-    output: Any,
-    threads: int,
-) -> int:
+    payload: Any, kinds: Any, first_byte: Any, row_bytes: Any, num_rows: Any, values: Any, offsets: Any, one_hot: bool,
+    value_weights: Any, weighted: bool, output: Any, threads: int,
+) -> int:  # fmt: skip
     batch, features, dim = output.shape
     misplaced = np.full(threads, np.iinfo(np.int64).max, np.int64)
     zero = output[0, 0, 0]
@@ -111,17 +101,8 @@ def lookup(
     threads = threads_for(values.numel())
     with pool(threads):
         misplaced = _lookup(
-            rows.payload.numpy(),
-            rows.kinds.numpy(),
-            rows.first_byte.numpy(),
-            rows.row_bytes.numpy(),
-            rows.num_rows.numpy(),
-            values.numpy(),
-            whole(offsets),
-            offsets is None,
-            factors(value_weights, torch.float32),
-            value_weights is not None,
-            array(output),
-            threads,
-        )
+            rows.payload.numpy(), rows.kinds.numpy(), rows.first_byte.numpy(), rows.row_bytes.numpy(),
+            rows.num_rows.numpy(), values.numpy(), whole(offsets), offsets is None,
+            factors(value_weights, torch.float32), value_weights is not None, array(output), threads,
+        )  # fmt: skip
     return Lookup(output.to(dtype), values, -1 if misplaced == np.iinfo(np.int64).max else misplaced)

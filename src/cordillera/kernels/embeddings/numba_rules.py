@@ -16,20 +16,9 @@ RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 
 @compiled()
 def step_row(
-    rule: int,
-    row: int,
-    target: Any,
-    reduced: Any,
-    first_state: Any,
-    second_state: Any,
-    learning_rate: float,
-    eps: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    correction1: float,
-    correction2: float,
-) -> None:
+    rule: int, row: int, target: Any, reduced: Any, first_state: Any, second_state: Any, learning_rate: float,
+    eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float,
+) -> None:  # fmt: skip
     """Run one step of the optimizer on one row, in float64, rounded at the end.
 
     Args:
