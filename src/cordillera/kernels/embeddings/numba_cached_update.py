@@ -131,6 +131,7 @@ def _random_state(seed_state: Any, first_rows: Any, row: int) -> Any:
     return absorb(absorb(seed_state, table), row - first_rows[table])
 
 
+# One kernel: the passes over a row share some twenty buffers, which a part of it would take as arguments.
 @compiled(parallel=True)
 def _apply(
     kind: int, rounding: int, seed: int, step: int, first_rows: Any, payload: Any, lines: Any, states: Any, slots: Any,
