@@ -328,12 +328,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         threads = threads_for(q.numel())
         with pool(threads):
             _all_heads_forward(
-                queries.numpy(),
-                keys.mT.contiguous().numpy(),
-                values.numpy(),
-                out.numpy(),
-                logsumexp.numpy(),
-                threads,
+                queries.numpy(), keys.mT.contiguous().numpy(), values.numpy(), out.numpy(), logsumexp.numpy(), threads
             )
     found, padded = out.view(batch, heads, -1, width), logsumexp.view(batch, heads, -1)
     return found[:, :, :n], padded[:, :, :n] * float(np.log(2))

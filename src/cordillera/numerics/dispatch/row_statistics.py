@@ -64,11 +64,7 @@ class RowStatistics:
     """
 
     def __init__(
-        self,
-        features: int,
-        tier: Tier | None = None,
-        device: torch.device | str = "cpu",
-        marginals: bool = False,
+        self, features: int, tier: Tier | None = None, device: torch.device | str = "cpu", marginals: bool = False
     ) -> None:
         if features < 1:
             raise NumericsError(f"rows of {features} features", where="RowStatistics")

@@ -277,19 +277,19 @@ def encode(
     flush_subnormals: bool = False,
     random: Tensor | None = None,
 ) -> Tensor:
-    """Return the codes of a tensor's elements in a format.
+    """Return the codes of a tensor's elements in a format; the arguments are those of :func:`round_to`.
 
     Args:
         x: float32 or float64 tensor.
         format: Target format.
-        rounding: Rule that selects a neighbour, as in :func:`round_to`.
-        saturate: Whether too large numbers become the largest value, as in :func:`round_to`.
-        flush_subnormals: Whether subnormal results become zero, as in :func:`round_to`.
-        random: Random bits for stochastic rounding, as in :func:`round_to`.
+        rounding: Rule that selects a neighbour.
+        saturate: Whether too large numbers become the largest value.
+        flush_subnormals: Whether subnormal results become zero.
+        random: Random bits for stochastic rounding.
 
     Returns:
         Codes in ``x``'s shape: uint8 for formats of up to eight bits, int16 for sixteen, int32 for ``fp32``. NaN gets
-        the code of a quiet NaN, with its sign if the format has NaN of both signs.
+            the code of a quiet NaN, with its sign if the format has NaN of both signs.
 
     Raises:
         NumericsError: If an element would be NaN and the format has none, or for the errors of :func:`round_to`.
@@ -370,8 +370,7 @@ def round_to_integers(x: Tensor, rounding: Rounding = Rounding.nearest_even, *, 
     Args:
         x: float32 or float64 tensor; NaN and infinity are kept.
         rounding: Rule that selects a neighbour.
-        random: Random bits for stochastic rounding: int64 of ``x``'s shape with 32 random bits each, as in
-            :func:`round_to`.
+        random: Random bits for stochastic rounding, as in :func:`round_to`.
 
     Returns:
         Tensor of ``x``'s dtype and shape.

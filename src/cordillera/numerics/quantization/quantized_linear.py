@@ -262,11 +262,7 @@ class QuantizedLinear(FixedDtypes):
 
 
 def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]:
-    """Replace rows with NaN or infinity by zeros, and return which rows these are, ``bool [M]``.
-
-    Args:
-        x: Input, ``float32 [M, K]``.
-        config: Settings, of which ``nonfinite`` is used.
+    """Replace rows of ``float32 [M, K]`` with NaN or infinity by zeros, and return which they are, ``bool [M]``.
 
     Raises:
         NumericsError: If there is such a row and ``config.nonfinite`` is ``raise``.
@@ -283,10 +279,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert to float32, which is exact.
-
-    Args:
-        x: ``float16`` or ``bfloat16`` tensor.
+    """Convert ``float16`` or ``bfloat16`` to float32, which is exact.
 
     Raises:
         NumericsError: If ``x`` has another dtype.
