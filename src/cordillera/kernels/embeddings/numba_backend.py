@@ -145,7 +145,6 @@ def _sort(
     return keys, starts
 
 
-# One kernel: prefetching, summing and stepping share positions and buffers that a part of it would take as arguments.
 @compiled(parallel=True)
 def _apply(
     rule: int, keys: Any, position_bits: int, starts: Any, grad: Any, value_weights: Any, weighted: bool, weight: Any,

@@ -262,7 +262,7 @@ class QuantizedLinear(FixedDtypes):
 
 
 def take_out_nonfinite(x: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor]:
-    """Replace rows of ``float32 [M, K]`` with NaN or infinity by zeros, and return which they are, ``bool [M]``.
+    """Replace rows of ``x [M, K]`` with NaN or infinity by zeros, and return which they are, ``bool [M]``.
 
     Raises:
         NumericsError: If there is such a row and ``config.nonfinite`` is ``raise``.
