@@ -190,8 +190,8 @@ def stacked_layer_norm(
 ) -> Tensor:
     """Apply layer norm over the last dimension of ``concat(first, second) + residual``, in float32 inside.
 
-    Of ``[B, f, d]``, ``[B, s, d]`` and ``[B, f + s, d]``, the last two fastest if stored transposed, return ``[B, f +
-    s, d]`` in the widest dtype of the three; on CPUs it is stored as ``[B, d, f + s]``.
+    Of ``[B, f, d]``, ``[B, s, d]`` and ``[B, f + s, d]``, the last two fastest if stored transposed, return
+    ``[B, f + s, d]`` in the widest dtype of the three; on CPUs it is stored as ``[B, d, f + s]``.
     """
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), residual.dtype)
     first, second, residual = (x.to(dtype) for x in (first, second, residual))
@@ -299,8 +299,8 @@ def pairwise_dots(x: Tensor, pairs: Tensor, column_of: Tensor, include_diagonal:
 
     Args:
         pairs: ``int64 [p]``, positions in the flattened ``X X^T``.
-        column_of: Column of the result that holds each position of the flattened ``X X^T`` or its mirror image, ``int64
-            [n * n]``.
+        column_of: Column of the result that holds each position of the flattened ``X X^T`` or its mirror image,
+            ``int64 [n * n]``.
         include_diagonal: Whether ``pairs`` holds the diagonal.
     """
     if _transformed():

@@ -327,7 +327,7 @@ class Layer:
 
         Returns:
             ``uint8 [M, ceil(N / 4) 4]``, with undefined padding, which meets weights of zero; None if ``x`` is not
-                finite.
+            finite.
         """
         out = torch.empty(x.shape[0], (self.outputs + 3) // 4 * 4, dtype=torch.uint8)
         lowest = float(given) if relu else 0.0

@@ -34,7 +34,7 @@ def block_scales(x: Tensor, format: Format, rule: ScaleRule = "floor") -> Tensor
 
     Returns:
         Scales in ``x``'s dtype, ``[..., ceil(n / 32)]``: powers of two from 2**-127 to 2**127; the smallest for a block
-            of zeros, NaN for a block that holds NaN or infinity.
+        of zeros, NaN for a block that holds NaN or infinity.
     """
     largest = _blocks(x).abs().amax(-1).double()
     mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1); a logarithm would be inexact near powers of two

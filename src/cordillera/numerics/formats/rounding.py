@@ -289,7 +289,7 @@ def encode(
 
     Returns:
         Codes in ``x``'s shape: uint8 for formats of up to eight bits, int16 for sixteen, int32 for ``fp32``. NaN gets
-            the code of a quiet NaN, with its sign if the format has NaN of both signs.
+        the code of a quiet NaN, with its sign if the format has NaN of both signs.
 
     Raises:
         NumericsError: If an element would be NaN and the format has none, or for the errors of :func:`round_to`.

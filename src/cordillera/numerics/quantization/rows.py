@@ -8,9 +8,9 @@ FBGEMM's kernels turn NaN into 0, and a row with an infinity or a range beyond f
 error. FBGEMM's kernels compute what they support; odd widths, clipping and stochastic rounding are computed here.
 Torch's search for a clipping never ends on a row whose range is too small to be divided; the search here does.
 
-The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most ``s
-(1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2 bits, where the last term is float16's flush of
-numbers below its smallest one. Codes computed from a decoded row may differ from the original codes.
+The error of a rounded value is at most ``s / 2 + 1e-8`` with 8 bits (FBGEMM adds 1e-8 to the range) and at most
+``s (1/2 + (2^bits - 1) 2^-11) + |min| 2^-11 + 2^bits 2^-25`` with 4 and 2 bits, where the last term is float16's flush
+of numbers below its smallest one. Codes computed from a decoded row may differ from the original codes.
 """
 
 from __future__ import annotations
