@@ -174,14 +174,7 @@ def choose_threads() -> ThreadChoice:
 
 
 def decide(cores: int, share: float | None, others: float, spinning: str | None) -> ThreadChoice:
-    """Apply the rule of :func:`choose_threads`.
-
-    Args:
-        cores: Number of processors that the process may run on.
-        share: Result of :func:`quota`.
-        others: Number of processors that other processes keep busy.
-        spinning: Result of :func:`spins_long`.
-    """
+    """Apply the rule of :func:`choose_threads` to a number of processors and what was found of their load."""
     most = cores if share is None else max(1, min(cores, math.ceil(share)))
     reasons = [f"the control group allows {share:.2g} processors"] if share is not None and most < cores else []
     count = most

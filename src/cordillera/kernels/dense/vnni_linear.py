@@ -294,8 +294,8 @@ class Layer:
     def values(self, x: Tensor, scale: float, reciprocal: float, zero_point: int, *, relu: bool) -> Tensor | None:
         """Compute the layer from values to values, ``(sum - zero point * column offset) * (factor * scale) + term``.
 
-        ``reciprocal`` is that of ``scale``, in float32. Of a contiguous ``float32 [M, K]`` return ``float32 [M, N]``;
-        None if ``x`` is not finite.
+        Takes a contiguous ``float32 [M, K]`` and the float32 reciprocal of ``scale``; returns None if ``x`` is not
+        finite.
         """
         out = torch.empty(x.shape[0], self.outputs)
         return out if self._run(x, True, scale, reciprocal, zero_point, out, -1.0, 0.0 if relu else -np.inf) else None

@@ -43,13 +43,9 @@ def embedding_bag(
         offsets: ``int32`` or ``int64 [F * B + 1]``; bag ``f * B + b`` is sample ``b`` of feature ``f``. None promises
             one value a bag.
         value_weights: ``[T]`` factors, or None for ones.
-        first_row: Start of each feature's table in ``weight``, ``int64 [F]``.
-        num_rows: Number of rows of each feature's table, ``int64 [F]``.
+        first_row: Start of each feature's table in ``weight``, ``int64 [F]``, as ``num_rows`` is its number of rows.
         dtype: Dtype of the output; sums are made at least in the precision of ``weight``, then rounded to nearest even.
         backend: ``torch``, ``numba`` or ``fbgemm``; others look up with ``torch``.
-
-    Returns:
-        A :class:`Lookup`. Ids outside their table are reported, never read.
     """
     if backend in ("numba", "fbgemm") and values.numel():
         lookup: Lookup = import_module(f"cordillera.kernels.embeddings.{backend}_backend").lookup(

@@ -257,11 +257,7 @@ def sort_positions(
 ) -> Sorted:
     """Sort a batch's positions by row, stably; call within :func:`pool`.
 
-    Args:
-        rows: ``int64 [T]``.
-        offsets: ``[N + 1]`` or None for one value a bag.
-        grad: ``[B, F, D]``; a slice of a wider gradient is read in place.
-        dtype: Dtype to which gradients other than bfloat16 are converted.
+    A slice ``grad [B, F, D]`` of a wider gradient is read in place, unless it is neither ``dtype`` nor bfloat16.
     """
     batch, features, dim = grad.shape
     if grad.dtype not in (dtype, torch.bfloat16):

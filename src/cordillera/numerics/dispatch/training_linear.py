@@ -102,12 +102,11 @@ class TrainedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Applied:
-    """Result of :func:`apply_for_training`.
+    """Layers of a model by what :func:`apply_for_training` did with them.
 
     Attributes:
         planned: Layers with a kernel of the plan for at least one product, by name.
-        left: Names of the model's other linear layers, for all of whose products the plan says fp32 or nothing.
-        unknown: Names among ``left`` that the plan does not contain.
+        left: Names of the other linear layers, of which the plan does not contain those in ``unknown``.
     """
 
     planned: dict[str, TrainedLinear]

@@ -79,9 +79,7 @@ class WeightStorage:
     def after_update(self, step: int, rows: Mapping[str, Tensor] | None = None) -> None:
         """Store weights according to the policy, and leave the values for computation in them.
 
-        Args:
-            step: Number of the update; used only by stochastic rounding.
-            rows: Rows that changed, as passed to :meth:`before_update`.
+        ``step`` is the number of the update, for stochastic rounding; ``rows`` are those of :meth:`before_update`.
         """
         if not self._is_rounded:
             return

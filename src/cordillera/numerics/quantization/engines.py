@@ -169,9 +169,6 @@ def make_engine(
             saturate (:func:`saturates`); otherwise whole numbers in torch, which are exact and slower than float32.
         seven_bits: Whether to quantise dynamic activations to half the range.
         static: Whether the caller gives scale and zero point, so that codes may have eight bits.
-
-    Raises:
-        NumericsError: If the name is unknown, or ``torch`` cannot be used on this machine.
     """
     if backend not in ("auto", "torch", "reference"):
         raise NumericsError(f"no backend {backend!r}", where="backend", remedy="auto, torch or reference")

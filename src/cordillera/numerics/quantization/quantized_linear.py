@@ -40,8 +40,8 @@ class LinearConfig:
             instead, as calls of a few microseconds have nothing to gain; at most 8192 if the whole layer is one kernel
             (:mod:`~cordillera.kernels.dense.vnni_linear`). Layers with at most so many weights also keep them in
             float32.
-        estimator: Method by which calibration chooses ranges, from
-            :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`.
+        estimator: Name of the method, from :data:`~cordillera.numerics.quantization.range_estimators.ESTIMATORS`, for
+            callers that calibrate ranges of inputs; a layer takes ranges as they are.
     """
 
     symmetric: bool = True
