@@ -337,13 +337,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def causal_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of causal attention with scores scaled by ``1 / sqrt(D)``.
+    """Compute gradients of :func:`causal_attention` for its inputs ``q``, ``k`` and ``v``.
 
     Args:
         gradient: Gradient of ``out``, in its shape.
-        q: Queries, ``[B, H, n, D]`` on the CPU, of any floating-point dtype; ``D`` is a multiple of 16.
-        k: Keys, ``[B, G, n, D]``; ``G`` divides ``H``, and query head ``h`` reads key head ``h // (H / G)``.
-        v: Values, in the shape of ``k``.
         out: Output of :func:`causal_attention`, in the shape of ``q``.
         logsumexp: Log-sum-exp of the scaled scores, ``[B, H, n]``.
 

@@ -76,12 +76,7 @@ class Candidate(NamedTuple):
         return self.load(self.store(weight, rows if self.calibrated else None), bias, False)
 
     def supports(self, shape: Shape, device: torch.device) -> str | None:
-        """Return why the candidate cannot compute a product; None if it can.
-
-        Args:
-            shape: Shape of the product.
-            device: Device of the weight.
-        """
+        """Return why the candidate cannot compute a product of a ``shape`` on a ``device``; None if it can."""
         return self.needs(device, shape.inputs, shape.outputs)
 
 

@@ -98,13 +98,7 @@ class Product:
 
 
 def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
-    """Return the worst accuracy of a kernel over several drawn inputs, compared with float64.
-
-    Args:
-        product: Product with its weight and inputs.
-        kernel: Kernel packed with that weight.
-        config: Number of drawn inputs and of their rows.
-    """
+    """Return the worst accuracy of a ``kernel`` over inputs drawn by ``config`` for a ``product``, against float64."""
     exact_weight = product.weight.double()
     worst: Accuracy | None = None
     for draw in range(config.draws):
@@ -120,12 +114,9 @@ def judge(product: Product, kernel: Kernel, config: DispatchConfig) -> Accuracy:
 
 
 def refusal(one: Candidate, found: Accuracy, config: DispatchConfig) -> str:
-    """Return why a candidate is not accurate enough or cannot be timed; empty if it can be used.
+    """Return why ``one``, of the accuracy ``found``, does not keep the bounds of ``config`` or cannot be timed.
 
-    Args:
-        one: Candidate.
-        found: Accuracy of the candidate.
-        config: Accuracy bounds.
+    The result is empty if it can be used.
     """
     if found.sqnr_db < config.sqnr_db or found.median_relative > config.median_relative:
         return f"{found.sqnr_db:.1f} dB, median relative error {found.median_relative:.2g}"
@@ -242,7 +233,7 @@ def _pack_and_run(one: Candidate, product: Product, x: Tensor) -> Tensor:
 
 
 def choose(product: Product, rows: int, trials: Sequence[Trial], config: DispatchConfig) -> KernelChoice:
-    """Return the fastest trial that passed if it is sufficiently faster than fp32, else fp32.
+    """Return the fastest of the trials of a product's candidates that passed, or fp32 if it is not sufficiently faster.
 
     Args:
         product: Product that was tried.
@@ -470,19 +461,12 @@ def planned(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) ->
 
 
 def apply(model: nn.Module, plan: PrecisionPlan, allow_stale: bool = False) -> nn.Module:
-    """Replace a model's linear layers by modules with the plan's kernels.
+    """Replace a model's linear layers, in place, by modules with the plan's kernels.
 
-    Args:
-        model: Trained model, which is changed in place.
-        plan: Plan for this model and machine.
-        allow_stale: Whether to accept a plan that was made on another device, with other threads or libraries.
+    The arguments ``model``, ``plan`` and ``allow_stale`` and the errors are those of :func:`planned`.
 
     Returns:
         The model.
-
-    Raises:
-        NumericsError: If the plan is for training, for other weights or another machine, or names a layer that the
-            model lacks or has with another size.
     """
     for name, module in planned(model, plan, allow_stale).items():
         replace(model, name, module)

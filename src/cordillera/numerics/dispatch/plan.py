@@ -160,12 +160,7 @@ class PrecisionPlan:
         return list(dict.fromkeys(choice.site for choice in self.choices))
 
     def with_reference(self, site: str, why: str) -> PrecisionPlan:
-        """Return the plan with fp32 at one layer.
-
-        Args:
-            site: Name of the layer.
-            why: Reason to record in the plan.
-        """
+        """Return the plan with fp32 at the layer ``site``, and ``why`` as the reason."""
         choices = tuple(
             replace(c, kernel="fp32", why=why, expected={}) if c.site == site and c.kernel != "fp32" else c
             for c in self.choices
@@ -235,9 +230,6 @@ class PrecisionPlan:
 
     def check_purpose(self, purpose: Purpose) -> None:
         """Check that the plan was made for a purpose.
-
-        Args:
-            purpose: Intended purpose.
 
         Raises:
             NumericsError: If the plan is for another purpose.

@@ -238,14 +238,8 @@ def flipped(region: Region, bits: Sequence[int]) -> Iterator[None]:
     """Flip bits within a ``with`` statement and restore them at its end, also after an error.
 
     The stored values are written back rather than flipped again, so that an interruption (Ctrl-C) at any point cannot
-    leave a bit flipped. Changes that the body makes elsewhere in the region are kept.
-
-    Args:
-        region: Memory that holds the bits.
-        bits: Addresses, all different.
-
-    Raises:
-        NumericsError: If an address is outside the region or repeated.
+    leave a bit flipped. Changes that the body makes elsewhere in the region are kept. The arguments ``region`` and
+    ``bits`` and the errors are those of :func:`flip`.
     """
     before = [(element, int(element), mask) for element, mask in _hit(region, bits)]
 

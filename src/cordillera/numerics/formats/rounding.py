@@ -277,15 +277,10 @@ def encode(
     flush_subnormals: bool = False,
     random: Tensor | None = None,
 ) -> Tensor:
-    """Return the codes of a tensor's elements in a format; the arguments are those of :func:`round_to`.
+    """Return the codes of a tensor's elements in a format.
 
-    Args:
-        x: float32 or float64 tensor.
-        format: Target format.
-        rounding: Rule that selects a neighbour.
-        saturate: Whether too large numbers become the largest value.
-        flush_subnormals: Whether subnormal results become zero.
-        random: Random bits for stochastic rounding.
+    The arguments ``x``, ``format``, ``rounding``, ``saturate``, ``flush_subnormals`` and ``random`` are those of
+    :func:`round_to`.
 
     Returns:
         Codes in ``x``'s shape: uint8 for formats of up to eight bits, int16 for sixteen, int32 for ``fp32``. NaN gets
