@@ -18,7 +18,7 @@ from cordillera.errors import PlanError
 
 
 class RowBlock(NamedTuple):
-    """Queries ``q_start:q_stop`` attend to keys ``k_start:k_stop``, of which ``causal`` says how many.
+    """Queries ``q_start:q_stop`` attend to keys ``k_start:k_stop``; the ends are exclusive.
 
     Attributes:
         causal: Whether query ``i`` of ``n`` sees all keys but the last ``n - 1 - i``; False for all keys.

@@ -94,7 +94,7 @@ def _normalise_backward(grad: Any, x: Any, scales: Any, grad_x: Any, size: int, 
 
 
 def block_norm(x: Tensor, block_size: int, eps: float, hard_swish: bool) -> tuple[Tensor, Tensor]:
-    """Divide each block of features by its root mean square, of contiguous ``float32`` or ``bfloat16`` rows.
+    """Divide each block of features in contiguous ``float32`` or ``bfloat16`` rows by its root mean square.
 
     Returns the output, and reciprocal roots ``float32 [rows, blocks]``; NaN where a mean square is infinite.
     """

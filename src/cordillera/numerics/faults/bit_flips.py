@@ -302,7 +302,7 @@ def regions_of(module: nn.Module, *, buffers: bool = False) -> list[Region]:
 
 
 def unaliased(regions: Iterable[Region]) -> list[Region]:
-    """Remove regions that lie within another, or equal one before them, and add their names to its aliases.
+    """Leave out regions that lie within another or equal an earlier one, whose aliases then include their names.
 
     Raises:
         NumericsError: If two regions overlap and neither contains the other.
