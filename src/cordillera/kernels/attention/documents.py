@@ -120,8 +120,8 @@ def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
 def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal attention of the last ``n`` tokens of sequences, ``[B, n, H, D]``, to all ``m``.
 
-    Keys and values are ``[B, G, m, D]``. Query heads that share a key head are stacked as rows of one product, so that
-    keys and values are read once.
+    Keys and values are ``[B, G, m, D]`` with ``m >= n``; ``G`` divides ``H``. Query heads that share a key head are
+    stacked as rows of one product, so that keys and values are read once.
     """
     batch, n, heads, width = q.shape
     groups, m = k.shape[1], k.shape[2]

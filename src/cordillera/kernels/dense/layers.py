@@ -1,8 +1,7 @@
 """Parts of dense layers that are slow in torch's own operators on CPUs, each with its gradient.
 
 The kernels here run on CPUs, in float32 and bfloat16; elsewhere, inside ``torch.compile`` and under ``torch.vmap``
-torch's operators compute the same. Second derivatives use torch's operators everywhere. A computation runs in the
-autocast dtype where there is one.
+torch's operators compute the same. Second derivatives use torch's operators everywhere.
 """
 
 from __future__ import annotations
@@ -63,7 +62,10 @@ def batched_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def left_product(weight: Tensor, x: Tensor) -> Tensor:
-    """Compute ``W X`` of ``weight [m, n]`` and ``x [B, n, d]``; the result ``[B, m, d]`` is stored as ``[B, d, m]``."""
+    """Compute ``W X`` of ``weight [m, n]`` and ``x [B, n, d]``, in the autocast dtype where there is one.
+
+    The result ``[B, m, d]`` is stored as ``[B, d, m]``.
+    """
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
         x = for_batched_matmul(x.to(dtype))
@@ -108,7 +110,7 @@ def factorization_machine(x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tenso
     """Multiply embeddings with learned combinations of them, ``X (X^T Y)``, and compute further combinations ``W X``.
 
     Of ``x [B, n, d]``, ``y [n, k]`` and any number of weights ``[m, n]``, return ``[B, n, k]``, and for each weight
-    ``[B, m, d]``, stored as ``[B, d, m]``.
+    ``[B, m, d]``, stored as ``[B, d, m]``; all in the autocast dtype where there is one.
     """
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -143,7 +145,7 @@ class _LinearReLU(torch.autograd.Function):
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``relu(x W^T + b)``, for any number of leading dimensions."""
+    """Compute ``relu(x W^T + b)``, for any number of leading dimensions, in the autocast dtype where there is one."""
     dtype = _computed_in(x)
     if not _own(x) or dtype not in _SINGLE or x.ndim != 2:
         return _linear_relu(x, weight, bias)

@@ -18,7 +18,7 @@ FINE, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Memory and format of rows behind a cache.
+    """Memory and format of rows behind a cache; ``kind``, ``rounding`` and ``policy`` are keys of the tables above.
 
     Attributes:
         payload: All rows as they were last encoded, ``uint8 [R, row bytes]``.

@@ -35,7 +35,7 @@ def embedding_bag(
     dtype: torch.dtype,
     backend: str = "torch",
 ) -> Lookup:
-    """Look up and sum bags of rows of many tables that lie in one flat weight.
+    """Look up and sum bags of rows of many tables that lie in one flat weight; ids outside their table are never read.
 
     Args:
         weight: ``float32`` or ``float64 [R, D]``, contiguous: the tables one after another.

@@ -180,6 +180,7 @@ def encode_row(
     """Encode one row that fits its format, from ``source``, ``float32 [D]``, to ``target``, ``uint8 [row bytes]``.
 
     Args:
+        kind: A value of ``FORMATS``, as ``rounding`` is one of ``ROUNDINGS``.
         low: Smallest number of the row, as ``high`` is the largest.
         codes: Scratch memory, ``uint8 [D]``.
         state: State of the random numbers, after seed, table and row; ``update`` is their last key.

@@ -19,7 +19,7 @@ def step_row(
     rule: int, row: int, target: Any, reduced: Any, first_state: Any, second_state: Any, learning_rate: float,
     eps: float, weight_decay: float, beta1: float, beta2: float, correction1: float, correction2: float,
 ) -> None:  # fmt: skip
-    """Run one step of the optimizer on one row, in float64, rounded at the end.
+    """Run one step of the optimizer, a value of ``RULES``, on one row, in float64, rounded at the end.
 
     Args:
         row: Number of the row, which locates its state.

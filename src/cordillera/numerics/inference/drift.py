@@ -58,7 +58,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Boundary in a number's distribution, with the number of the reference's samples above it (or equal)."""
+    """Boundary in a number's distribution, with the reference's samples above it, equal ones too if ``inclusive``."""
 
     value: float
     inclusive: bool
